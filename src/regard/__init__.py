@@ -1,0 +1,78 @@
+"""regard: exact attention that you can see through."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from . import backends, biases, masks, positions, scores, softmax
+from .functional import (
+    attention,
+    attention_with_weights,
+    observe,
+    scaled_dot_product_attention,
+    steps,
+    why,
+)
+from .masks import (
+    Mask,
+    blocks,
+    causal,
+    dense,
+    documents,
+    everything,
+    global_tokens,
+    packed,
+    padding,
+    predicate,
+    prefix,
+    strided,
+    window,
+)
+from .observation import Observation
+from .plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Mask",
+    "Observation",
+    "Plan",
+    "attention",
+    "attention_with_weights",
+    "backends",
+    "biases",
+    "blocks",
+    "causal",
+    "dense",
+    "documents",
+    "everything",
+    "global_tokens",
+    "masks",
+    "nn",
+    "observe",
+    "packed",
+    "padding",
+    "positions",
+    "predicate",
+    "prefix",
+    "scaled_dot_product_attention",
+    "scores",
+    "softmax",
+    "steps",
+    "strided",
+    "why",
+    "window",
+]
+
+_LAZY = {"nn"}
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

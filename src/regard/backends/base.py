@@ -1,0 +1,60 @@
+"""What a backend is: reasons to refuse, and a run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from .. import passes
+from ..canonical import Result
+from ..problem import Problem
+from ..tiling import Cut
+
+__all__ = ["Backend"]
+
+
+class Backend(ABC):
+    """One way to compute attention.
+
+    `refuses` lists why it will not take a problem; `run` may rely on that list being empty. The late passes of an
+    Observation come from q, k and lse in linear memory on any device; a backend with kernels for them overrides.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+
+    @abstractmethod
+    def refuses(self, p: Problem) -> list[str]:
+        """Why this problem is not for this backend; empty if it is."""
+
+    @abstractmethod
+    def run(self, p: Problem) -> Result:
+        """Compute what is asked."""
+
+    def detail(self, p: Problem) -> str:
+        """What it would run, in a few words, for `why`."""
+        return self.about
+
+    @property
+    def cut(self) -> Cut:
+        return Cut()
+
+    def received(self, p: Problem, lse: Tensor) -> Tensor:
+        return passes.received(p, lse, self.cut)
+
+    def pooled(self, p: Problem, lse: Tensor, height: int, width: int) -> Tensor:
+        return passes.pooled(p, lse, height, width, self.cut)
+
+    def top(self, p: Problem, lse: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return passes.top(p, lse, k, self.cut)
+
+    def health(self, p: Problem, lse: Tensor) -> Tensor:
+        return passes.health(p, lse, self.cut)
+
+    def visible(self, p: Problem) -> Tensor:
+        return passes.visible(p, self.cut)
+
+    def __repr__(self) -> str:
+        return f"regard.backends.{type(self).__name__}()"

@@ -1,0 +1,31 @@
+"""`reference`: the formula on the whole matrix, in any precision: the truth, and slow."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..canonical import Result, Rows, canonical, finish
+from ..finite import without_unseen
+from ..formula import attend
+from ..problem import Problem
+from ..tile import Tile
+from .base import Backend
+
+__all__ = ["Reference"]
+
+
+class Reference(Backend):
+    """Plain differentiable torch; the only backend that holds the N × M weights."""
+
+    name: ClassVar[str] = "reference"
+    about: ClassVar[str] = "the whole matrix, in plain torch"
+
+    def refuses(self, p: Problem) -> list[str]:
+        return []
+
+    def run(self, p: Problem) -> Result:
+        x = without_unseen(canonical(p), self.cut)
+        batch, heads = x.query.shape[:2]
+        rule = x.rule
+        tile = Tile(slice(0, batch), slice(0, heads), slice(0, rule.n), slice(0, rule.m))
+        return finish(p, Rows(*attend(rule, tile, x.query, x.key, x.value, x.bias, *x.shared)))

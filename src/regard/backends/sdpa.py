@@ -1,0 +1,320 @@
+"""`sdpa`: torch's own fused kernels, where they do exactly what is asked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..canonical import Canonical, Result, Rule
+from ..derivatives import Mapped, attention_map
+from ..finite import all_finite
+from ..masks import Mask
+from ..masks.causal import Causal
+from ..masks.dense import Dense
+from ..masks.everything import Everything
+from ..masks.padding import Padding
+from ..problem import Problem
+from ..tiling import Cut
+from .base import Backend
+
+__all__ = ["Sdpa"]
+
+_SMALL = 2**16  # pairs for which a mask may be laid out in full: a constant, so memory stays linear
+_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "overrideable"}
+
+
+class Call(NamedTuple):
+    """The arguments of torch's function that mean the same."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    grouped: bool
+
+
+class Sdpa(Backend):
+    """`torch.nn.functional.scaled_dot_product_attention`, by its fused kernels only."""
+
+    name: ClassVar[str] = "sdpa"
+    about: ClassVar[str] = "torch's fused kernels"
+
+    def refuses(self, p: Problem) -> list[str]:
+        reasons = []
+        if p.observed:
+            reasons.append("torch's kernels give no statistics of the weights")
+        if p.dropout:
+            reasons.append("torch draws dropout by itself; ours is the same on every backend")
+        if p.softcap is not None:
+            reasons.append("torch's kernels have no softcap")
+        if p.sink is not None:
+            reasons.append("torch's kernels have no sink")
+        if p.score is not None and p.score.pairwise:
+            reasons.append(f"the score {type(p.score).__name__} is no dot product")
+        if p.bias is not None:
+            reasons += _about_bias(p)
+        if p.mask is not None:
+            reasons += _about_mask(p)
+        if torch.are_deterministic_algorithms_enabled() and p.query.is_cuda:
+            reasons.append("torch's CUDA kernels do not promise the same bits, and deterministic algorithms are asked for")
+        if p.device.type != "cpu" and (_forward_mode() or torch._C._are_functorch_transforms_active()):
+            reasons.append("torch's kernels have no rules for forward mode and torch.func on this device")
+        if not reasons and not torch.compiler.is_compiling() and _kernel(_call(p)) not in _KERNELS:
+            reasons.append("torch would take its matrix path: no fused kernel of its does this, or they are switched off")
+        return reasons
+
+    def detail(self, p: Problem) -> str:
+        return f"torch's {_KERNELS.get(_kernel(_call(p)), 'matrix')} kernel"
+
+    def run(self, p: Problem) -> Result:
+        call = _call(p)
+        if torch.compiler.is_compiling():
+            return _result(p, _traced(p, call))
+        if _watched(call):
+            return _result(p, _with_derivatives(p, call))
+        return _result(p, _attend(call))
+
+
+def _result(p: Problem, output: Tensor) -> Result:
+    if output.dtype != p.dtype:
+        output = output.to(p.dtype)
+    return Result(p.shaped(output), None, None, None)
+
+
+def _attend(call: Call) -> Tensor:
+    query, key, value, mask, causal, scale, grouped = call
+    return F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+
+
+def _with_derivatives(p: Problem, call: Call) -> Tensor:
+    meaning = Meaning.of(p, call)
+    if p.query.device.type != "cpu":
+        output: Tensor = FusedElsewhere.apply(meaning, call, *call[:3])
+        return output
+    mask = call.mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=call.query.dtype).masked_fill_(~mask, -torch.inf)
+    output, _ = FusedOnCpu.apply(meaning, mask, call.causal, *call[:3])
+    return output
+
+
+def _watched(call: Call) -> bool:
+    """Whether a derivative may be asked for, in any mode."""
+    if _forward_mode() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and (
+        call.query.requires_grad or call.key.requires_grad or call.value.requires_grad
+    )
+
+
+def _forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
+def _call(p: Problem) -> Call:
+    query, key, value, scale = p.query, p.key, p.value, p.scale
+    if p.dtype != torch.float64 and (not p.plain_scale or _slow_half(p)):
+        query, key, value = query.float(), key.float(), value.float()
+    if p.score is not None:
+        query, key, _ = p.score.prepare(query, key)
+        scale = 1.0
+    elif isinstance(scale, Tensor):
+        query, scale = query * scale.to(query.dtype).reshape(-1, 1, 1), 1.0
+    mask, causal = _masked(p)
+    if causal and key.shape[2] > query.shape[2]:  # nobody sees the keys behind the last row
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if isinstance(p.bias, Tensor):
+        mask = p.bias.to(query.dtype)
+    query, key, value = _unit(query), _unit(key), _unit(value)
+    return Call(query, key, value, mask, causal, scale, query.shape[1] != key.shape[1])
+
+
+def _slow_half(p: Problem) -> bool:
+    """Whether this processor multiplies float32 faster than what it is given."""
+    if p.query.device.type != "cpu" or p.dtype == torch.float32:
+        return False
+    return not (p.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _masked(p: Problem) -> tuple[Tensor | None, bool]:
+    """The mask as torch takes it: (tensor, is_causal)."""
+    mask = p.mask
+    if mask is None or isinstance(mask, Everything):
+        return None, False
+    if isinstance(mask, Causal) and _from_the_top(mask, p.rows, p.keys):
+        return None, p.rows != 1 or p.keys != 1
+    if isinstance(mask, Dense):
+        return mask.allowed, False
+    if isinstance(mask, Padding):
+        j = torch.arange(p.keys, device=p.device)
+        return mask.allows(j[:1, None], j, p.rows, p.keys), False
+    laid = mask.dense(p.rows, p.keys, p.device)
+    return laid, False
+
+
+def _from_the_top(mask: Causal, n: int, m: int) -> bool:
+    """Whether row i sees the keys up to i: what torch calls causal."""
+    offset = mask.offset
+    return n == m if offset is None else isinstance(offset, int) and offset == 0
+
+
+def _about_mask(p: Problem) -> list[str]:
+    mask, reasons = p.mask, []
+    if mask is None or isinstance(mask, Everything) or (isinstance(mask, Causal) and _from_the_top(mask, p.rows, p.keys)):
+        return []
+    if p.bias is not None:
+        return ["torch takes one of mask and bias"]
+    if mask.lead[0] not in (1, p.query.shape[0]):
+        reasons.append("the mask is shared by several leading dimensions")
+    pairs = math.prod(mask.lead) * p.rows * p.keys
+    if not isinstance(mask, Dense | Padding) and pairs > _SMALL:
+        reasons.append(f"torch would need the mask as {pairs:,} numbers")
+    if torch.compiler.is_compiling():
+        if not isinstance(mask, Padding):
+            reasons.append("under torch.compile only padding is laid out")
+    elif not all_finite(p.key.detach(), p.value.detach()):
+        reasons.append("a NaN or inf behind the mask would leak through torch's kernels")
+    return reasons
+
+
+def _about_bias(p: Problem) -> list[str]:
+    if not isinstance(p.bias, Tensor):
+        return ["torch would need the bias as a matrix"]
+    reasons = []
+    if p.bias.requires_grad or _forward_mode() or torch._C._are_functorch_transforms_active():
+        reasons.append("torch's kernels give the bias no gradient")
+    if torch.compiler.is_compiling() or not all_finite(p.key.detach(), p.value.detach()):
+        reasons.append("a NaN or inf behind −inf in the bias would leak through torch's kernels")
+    return reasons
+
+
+def _kernel(call: Call) -> int:
+    """Which kernel torch would take, by its own choice and switches; 0 is the matrix path."""
+    query, key, value, mask, causal, scale, grouped = call
+    try:
+        return int(torch._fused_sdp_choice(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped))
+    except RuntimeError:  # every kernel is switched off
+        return 0
+
+
+def _traced(p: Problem, call: Call) -> Tensor:
+    """Under torch.compile: torch's function, with nothing behind a padding mask left to leak."""
+    if call.mask is None:
+        return _attend(call)
+    shown = call.mask.mT  # (B, 1, M, 1)
+    key, value = torch.where(shown, call.key, 0.0), torch.where(shown, call.value, 0.0)
+    return _attend(call._replace(key=key, value=value))
+
+
+class Meaning(NamedTuple):
+    """What a call means, for derivatives that torch's kernels do not have."""
+
+    mask: Mask | None
+    bias: Tensor | None
+    scale: float
+
+    @staticmethod
+    def of(p: Problem, call: Call) -> Meaning:
+        return Meaning(p.mask, call.mask if isinstance(p.bias, Tensor) else None, call.scale)
+
+    def vjp(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        """Cotangents of q, k, v by the formula, differentiable in turn."""
+        x = self._canonical(q, k, v)
+        args = (x.query, k, v, *(() if x.bias is None else (x.bias,)))
+        stat = x.query.new_zeros(x.query.shape[:-1])
+        dO = grad.unflatten(1, x.query.shape[1:3])
+        dq, dk, dv, *_ = Mapped.apply(attention_map(x, Cut()).vjp(), *args, dO, stat, stat)
+        return (dq * self.scale).flatten(1, 2), dk, dv
+
+    def jvp(self, q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor | None, ...]) -> Tensor:
+        """The tangent of the output by the formula."""
+        x = self._canonical(q, k, v)
+        tq, tk, tv = (torch.zeros_like(a) if t is None else t for a, t in zip((q, k, v), tangents, strict=True))
+        args = (x.query, k, v, *(() if x.bias is None else (x.bias,)))
+        moved = ((tq * self.scale).unflatten(1, x.query.shape[1:3]), tk, tv, *map(torch.zeros_like, args[3:]))
+        output: Tensor = Mapped.apply(attention_map(x, Cut()).jvp(), *args, *moved)[0]
+        return output.flatten(1, 2)
+
+    def _canonical(self, q: Tensor, k: Tensor, v: Tensor) -> Canonical:
+        batch, heads = k.shape[:2]
+        groups = q.shape[1] // max(heads, 1)
+        bias = self.bias
+        if bias is not None:
+            bias = bias.unflatten(1, (heads, groups)) if bias.shape[1] == heads * groups else bias.unsqueeze(1)
+        inner = batch // self.mask.lead[0] if self.mask is not None and self.mask.lead[0] > 1 else 1
+        rule = Rule(q.shape[2], k.shape[2], self.mask, inner=inner, period=batch)
+        return Canonical((q * self.scale).unflatten(1, (heads, groups)), k, v, bias, (), rule)
+
+
+class FusedOnCpu(torch.autograd.Function):
+    """Torch's CPU kernel and its backward; every other derivative by the formula, strip by strip."""
+
+    @staticmethod
+    def forward(
+        meaning: Meaning, mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=meaning.scale)
+        return output, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.meaning, mask, ctx.causal, q, k, v = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(q, k, v, mask, *output)
+        ctx.save_for_forward(q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, output, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, None, None, *ctx.meaning.vjp(q, k, v, grad)
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        scale = ctx.meaning.scale
+        return None, None, None, *op(grad, q, k, v, output, lse, 0.0, ctx.causal, attn_mask=mask, scale=scale)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return ctx.meaning.jvp(*ctx.saved_tensors[:3], tangents[3:]), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        """Item by item: the kernel knows one batch dimension, and a mask may follow it."""
+        items = [
+            FusedOnCpu.apply(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(column) for column in zip(*items, strict=True)), (0, 0)
+
+
+class FusedElsewhere(torch.autograd.Function):
+    """Torch's kernel of another device with its own backward, kept as a graph inside; double backward by the formula."""
+
+    @staticmethod
+    def forward(ctx: Any, meaning: Meaning, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inside = tuple(x.detach().requires_grad_(x.requires_grad) for x in (q, k, v))
+            output = _attend(call._replace(query=inside[0], key=inside[1], value=inside[2]))
+        ctx.meaning, ctx.inside, ctx.output = meaning, inside, output
+        ctx.save_for_backward(q, k, v)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, None, *ctx.meaning.vjp(q, k, v, grad)
+        wanted = [x for x in ctx.inside if x.requires_grad]
+        found = iter(torch.autograd.grad(ctx.output, wanted, grad, retain_graph=True))
+        return None, None, *(next(found) if x.requires_grad else None for x in ctx.inside)

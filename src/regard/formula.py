@@ -1,0 +1,115 @@
+"""The formula itself on one tile, in plain differentiable torch: the truth that everything else is held to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .canonical import Rows, Rule
+from .dropout import keep
+from .masks import Mask, everything
+from .tile import Spots, Tile
+
+__all__ = ["EMPTY", "FILL", "attend", "bias_tile", "hidden", "kept", "logits", "mask_at", "products"]
+
+EMPTY = -1e30  # the running max of a row that has seen nothing: finite, so that no difference is NaN
+FILL = -2e30  # the logit of a hidden pair in passes without derivatives: its exponential is exactly 0
+
+
+def products(rule: Rule, query: Tensor, key: Tensor, shared: tuple[Tensor, ...]) -> Tensor:
+    """The scores (l, k, g, r, c) of queries (l, k, g, r, D) and keys (l, k, c, D)."""
+    if rule.pair is not None:
+        return rule.pair(query, key.unsqueeze(-3), *shared[: rule.paired])
+    groups, rows = query.shape[-3:-1]
+    flat = query.reshape(*query.shape[:-3], groups * rows, query.shape[-1])
+    return (flat @ key.mT).unflatten(-2, (groups, rows))
+
+
+def bias_tile(rule: Rule, tile: Tile | Spots, groups: int, bias: Tensor | None, shared: tuple[Tensor, ...]) -> Tensor | None:
+    """What is added to the logits of a tile, broadcastable to (l, k, g, r, c)."""
+    if bias is not None:
+        return bias
+    if rule.bias is None:
+        return None
+    tables = shared[rule.paired :]
+    i, j = tile.indices(tables[0].device)
+    added = rule.bias.tile(tables, i, j, rule.n, rule.m)  # (H|1, r, c)
+    if added.shape[0] == 1:
+        return added[:, None]
+    return added[tile.heads.start * groups : tile.heads.stop * groups].unflatten(0, (-1, groups))
+
+
+def logits(
+    rule: Rule, tile: Tile | Spots, query: Tensor, key: Tensor, bias: Tensor | None, shared: tuple[Tensor, ...]
+) -> Tensor:
+    """The logits of a tile: score, softcap, bias; what the mask hides is not hidden yet."""
+    S = products(rule, query, key, shared)
+    if rule.softcap is not None:
+        S = rule.softcap * torch.tanh(S / rule.softcap)
+    added = bias_tile(rule, tile, query.shape[-3], bias, shared)
+    return S if added is None else S + added.to(S.dtype)
+
+
+def hidden(rule: Rule, tile: Tile | Spots, groups: int, device: torch.device) -> Tensor | None:
+    """Which pairs the mask hides: bool, broadcastable to (l, k, g, r, c)."""
+    if rule.mask is None:
+        return None
+    i, j = tile.indices(device)
+    allowed = mask_at(rule, tile, groups).allows(i[:, None], j, rule.n, rule.m)
+    if allowed.dim() == 4:
+        batch, heads = allowed.shape[:2]
+        shape = (batch, 1, 1) if heads == 1 else (batch, heads // groups, groups)
+        allowed = allowed.reshape(*shape, *allowed.shape[2:])
+    return ~allowed
+
+
+def mask_at(rule: Rule, tile: Tile | Spots, groups: int) -> Mask:
+    """The mask of a tile's batch items and heads."""
+    mask = everything() if rule.mask is None else rule.mask
+    if mask.lead == (1, 1):
+        return mask
+    first = tile.batch.start % rule.period // rule.inner
+    last = (tile.batch.stop - 1) % rule.period // rule.inner
+    return mask.restrict(slice(first, last + 1), slice(tile.heads.start * groups, tile.heads.stop * groups))
+
+
+def kept(rule: Rule, tile: Tile, groups: int, device: torch.device) -> Tensor:
+    """Which weights survive dropout: bool (l, k, g, r, c)."""
+    i, j = tile.indices(device)
+    items = torch.arange(tile.batch.start, tile.batch.stop, device=device) % rule.period
+    heads = torch.arange(tile.heads.start * groups, tile.heads.stop * groups, device=device)
+    return keep(rule.dropout, rule.seed, items, heads, i, j).unflatten(1, (-1, groups))
+
+
+def attend(
+    rule: Rule, tile: Tile, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *shared: Tensor
+) -> Rows:
+    """Scores, scaling, row-wise softmax, weighted sum: whole rows at once, any order of derivative."""
+    groups = query.shape[-3]
+    S = logits(rule, tile, query, key, bias, shared)  # (l, k, g, r, c)
+    hide = hidden(rule, tile, groups, S.device)
+    if bias is not None:
+        lost = S == -torch.inf
+        hide = lost if hide is None else hide | lost
+    if hide is not None:
+        S = torch.where(hide, 0.0, S)
+    peak = _peak(S.detach(), hide)  # (l, k, g, r, 1)
+    X = S - peak.clamp(min=EMPTY) if hide is None else torch.where(hide, 0.0, S - peak.clamp(min=EMPTY))
+    E = X.exp() if hide is None else torch.where(hide, 0.0, X.exp())
+    total = E.sum(-1, keepdim=True)  # (l, k, g, r, 1)
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    P = E / total
+    lse = torch.where(empty, -torch.inf, peak.clamp(min=EMPTY) + total.log()).squeeze(-1)
+    entropy = total.log().squeeze(-1) - (P * X).sum(-1)
+    if rule.dropout:
+        P = P * kept(rule, tile, groups, P.device) / (1 - rule.dropout)
+    output = (P.flatten(-3, -2) @ value).unflatten(-2, P.shape[-3:-1])
+    return Rows(output, lse, entropy, peak.squeeze(-1))
+
+
+def _peak(S: Tensor, hide: Tensor | None) -> Tensor:
+    """The largest visible logit of each row, −inf where there is none."""
+    if S.shape[-1] == 0:
+        return S.new_full((*S.shape[:-1], 1), -torch.inf)
+    return (S if hide is None else S.masked_fill(hide, -torch.inf)).amax(-1, keepdim=True)

@@ -1,0 +1,233 @@
+"""The public calls: each reads as one line from arguments to result."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .backends import Backend
+from .biases import Bias
+from .errors import ArgumentError, ShapeError
+from .masks import Mask, causal
+from .observation import Observation
+from .plan import Plan, choose, plan
+from .problem import Problem, pose
+from .scores import Score
+from .steps import Steps, walk
+
+__all__ = [
+    "attention",
+    "attention_with_weights",
+    "observe",
+    "scaled_dot_product_attention",
+    "steps",
+    "why",
+]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | Bias | None = None,
+    score: Score | None = None,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str | Backend = "auto",
+) -> Tensor:
+    """Average `value` with weights softmax(score(query, key)) over the pairs that `mask` allows.
+
+    >>> import torch, regard
+    >>> q = k = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> regard.attention(q, k, torch.tensor([[10.0], [20.0]]), scale=100.0)
+    tensor([[10.],
+            [20.]])
+    """
+    problem = pose(
+        query, key, value, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout
+    )
+    return choose(problem, backend).run(problem).output
+
+
+def observe(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | Bias | None = None,
+    score: Score | None = None,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str | Backend = "auto",
+) -> Observation:
+    """Attend, and see what the weights say: the output with statistics of every row, in linear memory.
+
+    >>> import torch, regard
+    >>> x = torch.zeros(1, 4, 8)
+    >>> seen = regard.observe(x, x, x, mask=regard.causal())
+    >>> seen.perplexity
+    tensor([[1.0000, 2.0000, 3.0000, 4.0000]])
+    """
+    problem = pose(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        score=score,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout=dropout,
+        observed=True,
+        who="observe",
+    )
+    return _seen(problem, backend)
+
+
+def why(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | Bias | None = None,
+    score: Score | None = None,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str | Backend = "auto",
+    observe: bool = False,
+) -> Plan:
+    """Tell which backend a call takes, and why each other is refused, without computing anything.
+
+    >>> import torch, regard
+    >>> x = torch.zeros(1, 2, 4, 8)
+    >>> print(regard.why(x, x, x, softcap=30.0).backend)
+    chunked
+    """
+    with torch.random.fork_rng(devices=[]):
+        problem = pose(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            score=score,
+            scale=scale,
+            softcap=softcap,
+            sink=sink,
+            dropout=dropout,
+            observed=observe,
+            who="why",
+        )
+    return plan(problem, backend)
+
+
+def steps(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> Steps:
+    """Walk through the formula: scores, scaled scores, weights, output, each with its shape.
+
+    >>> import torch, regard
+    >>> x = torch.eye(2)
+    >>> regard.steps(x, x, x).weights
+    tensor([[0.6698, 0.3302],
+            [0.3302, 0.6698]])
+    """
+    return walk(pose(query, key, value, mask=mask, scale=scale, who="steps"))
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Do what `torch.nn.functional.scaled_dot_product_attention` does, with its signature and meaning.
+
+    >>> import torch, regard
+    >>> q = torch.randn(2, 4, 6, 8)
+    >>> same = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> torch.allclose(regard.scaled_dot_product_attention(q, q, q, is_causal=True), same, atol=1e-6)
+    True
+    """
+    who = "scaled_dot_product_attention"
+    if is_causal and attn_mask is not None:
+        raise ArgumentError(f"{who}: attn_mask and is_causal exclude each other, as in torch. Combine them in one mask.")
+    query, key, value = _as_torch_broadcasts(query, key, value, enable_gqa, who)
+    selects = attn_mask is not None and attn_mask.dtype == torch.bool
+    problem = pose(
+        query,
+        key,
+        value,
+        mask=causal(offset=0) if is_causal else attn_mask if selects else None,
+        bias=None if selects else attn_mask,
+        scale=scale,
+        dropout=dropout_p,
+        who=who,
+    )
+    return choose(problem).run(problem).output
+
+
+def _as_torch_broadcasts(
+    query: Tensor, key: Tensor, value: Tensor, grouped: bool, who: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the tensors one rank and, but for grouped heads, one number of heads, as torch's broadcasting does."""
+    q, k, v = query.shape[:-2], key.shape[:-2], value.shape[:-2]
+    if q == k == v:
+        return query, key, value
+    try:
+        if grouped and len(q) >= 2:
+            lead = torch.broadcast_shapes(q[:-1], k[:-1], v[:-1])
+            return tuple(x.expand(*lead, *x.shape[-3:]) for x in (query, key, value))  # type: ignore[return-value]
+        lead = torch.broadcast_shapes(q, k, v)
+    except RuntimeError:
+        raise ShapeError(
+            f"{who}: the leading dimensions must broadcast (enable_gqa=True lets the heads differ). Got query "
+            f"{tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}."
+        ) from None
+    return tuple(x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))  # type: ignore[return-value]
+
+
+def attention_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attend and return (output, weights), the textbook's functional form; the weights are before dropout.
+
+    >>> import torch, regard
+    >>> output, weights = regard.attention_with_weights(*torch.randn(3, 2, 5, 4).unbind())
+    >>> output.shape, weights.shape, torch.allclose(weights.sum(-1), torch.ones(2, 5))
+    (torch.Size([2, 5, 4]), torch.Size([2, 5, 5]), True)
+    """
+    who = "attention_with_weights"
+    dropout = dropout_p if training else 0.0
+    seen = _seen(pose(query, key, value, mask=mask, dropout=dropout, observed=True, who=who), "auto")
+    return seen.output, seen.weights()
+
+
+def _seen(problem: Problem, backend: str | Backend) -> Observation:
+    chosen = choose(problem, backend)
+    return Observation(problem, chosen, chosen.run(problem))

@@ -1,0 +1,406 @@
+"""What is asked, checked once: `pose` is the only place that raises about arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+from .biases import Bias
+from .errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
+from .masks import Mask, dense
+from .scores import Score
+
+__all__ = ["Problem", "pose"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One call of attention, validated and in one layout: 4-D tensors, one batch dimension."""
+
+    query: Tensor  # (B, Hq, N, D)
+    key: Tensor  # (B, Hk, M, D)
+    value: Tensor  # (B, Hk, M, Dv)
+    mask: Mask | None
+    bias: Tensor | Bias | None  # a tensor is (B|1, Hq|1, N|1, M|1)
+    score: Score | None
+    scale: float | Tensor  # a tensor has one element, or one a head
+    softcap: float | None
+    sink: Tensor | None  # (Hq,)
+    dropout: float
+    seed: int
+    lead: tuple[int, ...]  # the dimensions of the results before (N, …)
+    observed: bool
+    who: str  # the public function, for messages
+
+    @property
+    def rows(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def keys(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.query.dtype
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The dtype of scores, statistics and the arithmetic of the softmax."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def plain_scale(self) -> bool:
+        """Whether the logits are q·k times a number."""
+        return self.score is None and not isinstance(self.scale, Tensor)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that the result depends on."""
+        found = [self.query, self.key, self.value]
+        if self.mask is not None:
+            found += self.mask.tensors
+        if isinstance(self.bias, Tensor):
+            found.append(self.bias)
+        elif self.bias is not None:
+            found += self.bias.tensors
+        if self.score is not None:
+            found += self.score.parameters()
+            found += self.score.buffers()
+        found += [t for t in (self.scale, self.sink) if isinstance(t, Tensor)]
+        return tuple(found)
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """View a result (B, Hq, …) in the dimensions that the caller gave."""
+        return x if self.lead == x.shape[:2] else x.reshape(self.lead + x.shape[2:])
+
+
+def pose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | Bias | None = None,
+    score: Score | None = None,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    observed: bool = False,
+    who: str = "attention",
+) -> Problem:
+    """Check every argument and put the tensors into one layout."""
+    query, key, value = _tensors(query, key, value, who)
+    _shapes(query, key, value, score, who)
+    lead = tuple(query.shape[:-2])
+    if query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+        first = query.shape[0]
+    else:
+        query, key, value, lead = _one_batch(query, key, value, who)
+        first = lead[0] if lead else 1
+    headless = len(lead) < 2
+    heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
+    full = (*lead, rows, keys)
+    batch = query.shape[0]
+    if mask is not None:
+        mask = _mask(mask, full, batch, first, heads, headless, query.device, who)
+    if bias is not None:
+        bias = _bias(bias, full, batch, heads, headless, query.device, who)
+    return Problem(
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        None if score is None else _score(score, query, key, scale, who),
+        _scale(scale, heads, query, who),
+        None if softcap is None else _softcap(softcap, who),
+        None if sink is None else _sink(sink, heads, query, who),
+        *((0.0, 0) if dropout == 0.0 and type(dropout) is float else _dropout(dropout, who)),
+        lead,
+        observed,
+        who,
+    )
+
+
+def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, Tensor]:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise DtypeError(f"{who}: {name} must be a torch.Tensor. Got {type(x).__name__}; convert it first.")
+    device = query.device
+    if key.device != device or value.device != device:
+        raise DeviceError(
+            f"{who}: query, key and value must be on one device. Got query on {device}, key on {key.device}, "
+            f"value on {value.device}; move them with .to(device)."
+        )
+    if torch.is_autocast_enabled(device.type):
+        query, key, value = (_autocast(x, device.type) for x in (query, key, value))
+    dtype = query.dtype
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise DtypeError(
+            f"{who}: query, key and value must be float16, bfloat16, float32 or float64. Got query {_name(dtype)}; "
+            f"convert with .float()."
+        )
+    if key.dtype != dtype or value.dtype != dtype:
+        raise DtypeError(
+            f"{who}: query, key and value must have one dtype. Got query {_name(dtype)}, key {_name(key.dtype)}, "
+            f"value {_name(value.dtype)}; convert with .to(query.dtype)."
+        )
+    return query, key, value
+
+
+def _autocast(x: Tensor, kind: str) -> Tensor:
+    wanted = x.dtype.is_floating_point and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if wanted else x
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor, score: Score | None, who: str) -> None:
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v) or len(q) < 2:
+        raise ShapeError(
+            f"{who}: query, key and value must have the same rank, at least 2: (…, heads, length, dim), "
+            f"(batch, length, dim) or (length, dim). Got {_got(query, key, value)}."
+        )
+    if k[-2] != v[-2]:
+        raise ShapeError(
+            f"{who}: key and value must have the same length. Got {k[-2]} keys and {v[-2]} values: "
+            f"{_got(query, key, value)}."
+        )
+    if q[-1] != k[-1] and (score is None or not isinstance(score, Score) or score.same_dims):
+        raise ShapeError(
+            f"{who}: query and key must have the same dim. Got {q[-1]} and {k[-1]}: {_got(query, key, value)}; "
+            f"for different dims use score=regard.scores.Bilinear({q[-1]}, {k[-1]})."
+        )
+    if len(q) < 4:
+        return
+    if k[-3] != v[-3]:
+        raise ShapeError(
+            f"{who}: key and value must have the same number of heads. Got {k[-3]} and {v[-3]}: "
+            f"{_got(query, key, value)} as (…, heads, length, dim)."
+        )
+    if q[-3] != k[-3] and (k[-3] == 0 or q[-3] % k[-3]):
+        raise ShapeError(
+            f"{who}: query has {q[-3]} heads and key has {k[-3]}; the first must be a multiple of the second. "
+            f"Got {_got(query, key, value)} as (…, heads, length, dim)."
+        )
+
+
+def _one_batch(
+    query: Tensor, key: Tensor, value: Tensor, who: str
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """Broadcast the leading dimensions and flatten them into one; add the head that 2-D and 3-D inputs lack."""
+    rank = query.dim()
+    tail = 3 if rank >= 4 else 2
+    try:
+        lead = torch.broadcast_shapes(query.shape[:-tail], key.shape[:-tail], value.shape[:-tail])
+    except RuntimeError:
+        raise ShapeError(
+            f"{who}: the leading dimensions of query, key and value must broadcast. Got {_got(query, key, value)}."
+        ) from None
+
+    def flat(x: Tensor) -> Tensor:
+        x = x.expand(lead + x.shape[-tail:])
+        if rank == 2:
+            return x[None, None]
+        if rank == 3:
+            return x.unsqueeze(1)
+        return x if rank == 4 else x.reshape(math.prod(lead), *x.shape[-3:])
+
+    heads = (query.shape[-3],) if rank >= 4 else ()
+    return flat(query), flat(key), flat(value), (*lead, *heads)
+
+
+def _mask(
+    mask: Mask | Tensor,
+    full: tuple[int, ...],
+    batch: int,
+    first: int,
+    heads: int,
+    headless: bool,
+    device: torch.device,
+    who: str,
+) -> Mask:
+    n, m = full[-2:]
+    if isinstance(mask, Tensor):
+        _same_device(mask, device, "mask", who)
+        mask = dense(_four(_selecting(mask, who), full, batch, headless, "mask", MaskError, who))
+        first = batch
+    elif not isinstance(mask, Mask):
+        raise DtypeError(
+            f"{who}: mask must be a regard Mask or a tensor in which True means 'may attend'. "
+            f"Got {type(mask).__name__}; regard.masks lists the masks."
+        )
+    mask = mask.bind(first, heads, headless)
+    if mask.lead[0] not in (1, first) or mask.lead[1] not in (1, heads):
+        raise MaskError(
+            f"{who}: the mask is for {mask.lead[0]} batch items and {mask.lead[1]} heads; the query has {first} and "
+            f"{heads}. Each must be the same, or 1 in the mask. Got {mask!r}."
+        )
+    if (misfit := mask.misfit(n, m)) is not None:
+        raise MaskError(f"{who}: the mask does not fit {n} queries and {m} keys: {misfit}. Got {mask!r}.")
+    return mask
+
+
+def _selecting(mask: Tensor, who: str) -> Tensor:
+    """Read a tensor as a mask: bool as it is, numbers if they are all 0 or 1."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dtype.is_complex:
+        raise DtypeError(f"{who}: mask must be bool, or 0 and 1. Got {_name(mask.dtype)}.")
+    remedy = "bias= adds to the logits, mask= selects: pass an additive mask as bias=, or mask == 0 as mask=."
+    if mask.dtype.is_floating_point:
+        if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise MaskError(
+                f"{who}: a float mask is refused under torch.compile and graph capture, where its values cannot be "
+                f"checked. Got {_name(mask.dtype)}; convert with mask.bool(), or pass it as bias= if it adds."
+            )
+        if mask.numel() and not mask.any():
+            raise MaskError(f"{who}: a float mask of zeros alone hides everything or adds nothing. {remedy}")
+    elif torch.compiler.is_compiling():
+        return mask != 0
+    if not ((mask == 0) | (mask == 1)).all():
+        raise MaskError(f"{who}: mask must be bool, or 0 and 1 alone. Got other values in {_name(mask.dtype)}; {remedy}")
+    return mask != 0
+
+
+def _bias(
+    bias: Tensor | Bias,
+    full: tuple[int, ...],
+    batch: int,
+    heads: int,
+    headless: bool,
+    device: torch.device,
+    who: str,
+) -> Tensor | Bias:
+    if isinstance(bias, Tensor):
+        _same_device(bias, device, "bias", who)
+        if not bias.dtype.is_floating_point:
+            raise DtypeError(
+                f"{who}: bias must be floating: it is added to the logits. Got {_name(bias.dtype)}; "
+                f"a tensor that selects goes to mask=."
+            )
+        return _four(bias, full, batch, headless, "bias", ShapeError, who)
+    if not isinstance(bias, Bias):
+        raise DtypeError(f"{who}: bias must be a tensor or a regard.biases bias. Got {type(bias).__name__}.")
+    for t in bias.tensors:
+        _same_device(t, device, "bias", who)
+    if bias.heads not in (1, heads):
+        raise ShapeError(f"{who}: bias is for {bias.heads} heads; the query has {heads}. Got {bias!r}.")
+    if (misfit := bias.misfit(*full[-2:])) is not None:
+        raise ShapeError(f"{who}: bias does not fit: {misfit}. Got {bias!r}.")
+    return bias
+
+
+def _four(
+    x: Tensor,
+    full: tuple[int, ...],
+    batch: int,
+    headless: bool,
+    name: str,
+    error: type[ShapeError] | type[MaskError],
+    who: str,
+) -> Tensor:
+    """View a tensor that broadcasts to `full` as (B|1, Hq|1, N|1, M|1), without expanding N or M."""
+    shape = x.shape
+    if len(shape) > len(full) or any(a not in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False)):
+        raise error(
+            f"{who}: {name} must broadcast to {full}, right-aligned. Got {tuple(shape)}; "
+            f"dimensions must be equal or 1."
+        )
+    x = x.reshape((1,) * (len(full) - len(shape)) + tuple(shape))
+    if headless:
+        x = x.unsqueeze(-3)
+    while x.dim() < 4:
+        x = x.unsqueeze(0)
+    if x.dim() > 4:
+        lead = x.shape[:-3]
+        if math.prod(lead) != 1:
+            x = x.expand(*full[: len(lead)], *x.shape[-3:])
+            return x.reshape(batch, *x.shape[-3:])
+        x = x.reshape(1, *x.shape[-3:])
+    return x
+
+
+def _score(score: Score, query: Tensor, key: Tensor, scale: float | Tensor | None, who: str) -> Score:
+    if not isinstance(score, Score):
+        raise DtypeError(f"{who}: score must be a regard.scores Score. Got {type(score).__name__}.")
+    if scale is not None:
+        raise ArgumentError(
+            f"{who}: scale and score exclude each other: a score brings its own scale. "
+            f"Got scale={scale!r} and {type(score).__name__}; leave one out."
+        )
+    if (misfit := score.misfit(query.shape[-1], key.shape[-1], query.shape[1])) is not None:
+        raise ShapeError(f"{who}: the score does not fit: {misfit}.")
+    return score
+
+
+def _scale(scale: float | Tensor | None, heads: int, query: Tensor, who: str) -> float | Tensor:
+    if scale is None:
+        return 1.0 / math.sqrt(max(query.shape[-1], 1))
+    if isinstance(scale, Tensor):
+        _same_device(scale, query.device, "scale", who)
+        if not scale.dtype.is_floating_point:
+            raise DtypeError(f"{who}: a scale tensor must be floating. Got {_name(scale.dtype)}.")
+        if scale.numel() != 1 and tuple(scale.shape) != (heads,):
+            raise ShapeError(
+                f"{who}: a scale tensor has one value, or one a head: shape ({heads},). Got {tuple(scale.shape)}."
+            )
+        return scale
+    if not _number(scale) or not math.isfinite(scale):
+        raise ArgumentError(f"{who}: scale must be a finite number or a tensor. Got {scale!r}.")
+    return float(scale)
+
+
+def _softcap(softcap: float, who: str) -> float:
+    if not _number(softcap) or not 0 < softcap < math.inf:
+        raise ArgumentError(f"{who}: softcap must be a number above 0 (None for no cap). Got {softcap!r}.")
+    return float(softcap)
+
+
+def _sink(sink: Tensor, heads: int, query: Tensor, who: str) -> Tensor:
+    if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
+        raise DtypeError(f"{who}: sink must be a floating tensor, one logit a head. Got {_kind(sink)}.")
+    _same_device(sink, query.device, "sink", who)
+    if tuple(sink.shape) not in ((heads,), (1,), ()):
+        raise ShapeError(f"{who}: sink must have one value a head: shape ({heads},). Got {tuple(sink.shape)}.")
+    return sink.expand(heads)
+
+
+def _dropout(dropout: float, who: str) -> tuple[float, int]:
+    if not _number(dropout) or not 0 <= dropout < 1:
+        raise ArgumentError(f"{who}: dropout must be a probability, 0 ≤ p < 1. Got {dropout!r}.")
+    seed = int(torch.randint(2**62, (), dtype=torch.int64)) if dropout else 0
+    return float(dropout), seed
+
+
+def _same_device(x: Tensor, device: torch.device, name: str, who: str) -> None:
+    if x.device != device:
+        raise DeviceError(
+            f"{who}: {name} must be on the query's device. Got {name} on {x.device}, query on {device}; "
+            f"move it with .to(query.device)."
+        )
+
+
+def _number(x: object) -> bool:
+    return isinstance(x, Real | Integral) and not isinstance(x, bool)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(x: object) -> str:
+    return f"a {_name(x.dtype)} tensor" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _got(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"

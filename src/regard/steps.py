@@ -1,0 +1,81 @@
+"""The formula in four steps, for reading: scores, scaled scores, weights, output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .problem import Problem
+from .softmax import stable
+
+__all__ = ["Steps", "walk"]
+
+_SHOWN = 8  # rows and columns that are printed
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The four stages of softmax(Q Kᵀ · scale) V; `str` prints small cases as matrices, with the facts beside them."""
+
+    scores: Tensor  # (…, N, M)  Q Kᵀ
+    scaled: Tensor  # (…, N, M)  scores · scale, −inf where hidden
+    weights: Tensor  # (…, N, M)  softmax of each row
+    output: Tensor  # (…, N, Dv)  weights V
+    scale: float
+
+    def __str__(self) -> str:
+        sums = self.weights.double().sum(-1)
+        empty = sums == 0
+        facts = {
+            "scores": "Q Kᵀ: entry (i, j) is the dot product of query i and key j",
+            "scaled": f"scores × {self.scale:.4g}" + ("; −inf where the mask hides" if self._hides() else ""),
+            "weights": f"softmax of each row: non-negative, row sums {_range(sums[~empty])}"
+            + (f"; {int(empty.sum())} rows see nothing and are 0" if bool(empty.any()) else ""),
+            "output": "weights V: each row is a convex combination of the values",
+        }
+        return "\n\n".join(_stage(name, getattr(self, name), fact) for name, fact in facts.items())
+
+    def _hides(self) -> bool:
+        return bool((self.scaled == -torch.inf).any())
+
+
+def walk(p: Problem) -> Steps:
+    """Take the four steps in float32, or float64 for float64 inputs."""
+    exact = p.exact_dtype
+    query, key, value = p.query.to(exact), p.key.to(exact), p.value.to(exact)
+    groups = query.shape[1] // max(key.shape[1], 1)
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.mT
+    scaled = scores * p.scale
+    if p.mask is not None:
+        scaled = scaled.masked_fill(~p.mask.dense(p.rows, p.keys, p.device), -torch.inf)
+    weights = stable(scaled)
+    stages = (p.shaped(x) for x in (scores, scaled, weights.to(p.dtype), (weights @ value).to(p.dtype)))
+    return Steps(*stages, scale=float(p.scale))
+
+
+def _stage(name: str, x: Tensor, fact: str) -> str:
+    head = f"{name} {tuple(x.shape)}: {fact}"
+    return head + "\n" + _matrix(x[(0,) * (x.dim() - 2)]) + ("" if x.dim() == 2 else "\n  (the first of them)")
+
+
+def _matrix(x: Tensor) -> str:
+    """A readable matrix, its middle left out where it is large."""
+    rows, cols = x.shape
+    cells = [[_cell(v) for v in row[:_SHOWN]] for row in x[:_SHOWN].tolist()]
+    width = max((len(c) for row in cells for c in row), default=0)
+    more = "  …" if cols > _SHOWN else ""
+    lines = ["  " + "  ".join(c.rjust(width) for c in row) + more for row in cells]
+    return "\n".join(lines + ["  …"] * (rows > _SHOWN))
+
+
+def _cell(v: float) -> str:
+    return "−inf" if v == -torch.inf else f"{v:.3f}"
+
+
+def _range(sums: Tensor) -> str:
+    if not sums.numel():
+        return "–"
+    return f"{sums.min():.6f}" + (f" to {sums.max():.6f}" if f"{sums.min():.6f}" != f"{sums.max():.6f}" else "")

@@ -1,0 +1,126 @@
+"""How a problem is cut: strips of rows, and in each strip the runs of keys that its rows may see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .canonical import Canonical, Rule
+from .formula import mask_at
+from .masks.base import FULL, HIDDEN, PARTIAL
+from .tile import Tile
+
+__all__ = ["Cut", "Run", "Strip", "strips"]
+
+_BUDGET = 2**21  # logits in flight: two such buffers of float32 are 16 MiB, which stays in a last-level cache
+_BLOCK = 128  # keys that are hidden or seen together
+_WORTH = 512  # a run of wholly visible keys shorter than this joins its masked neighbours
+
+
+class Run(NamedTuple):
+    """Keys start:stop; `full` if every row of the strip sees all of them."""
+
+    start: int
+    stop: int
+    full: bool
+
+
+class Strip(NamedTuple):
+    """Some rows of some heads, and the runs of keys that they may see."""
+
+    batch: slice
+    heads: slice
+    rows: slice
+    runs: list[Run]
+
+    def tile(self, run: Run) -> Tile:
+        return Tile(self.batch, self.heads, self.rows, slice(run.start, run.stop))
+
+    def hull(self, m: int) -> Tile:
+        """One tile over every key that the strip may see; over one hidden key if it sees none."""
+        cols = slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, min(m, 1))
+        return Tile(self.batch, self.heads, self.rows, cols)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Sizes of tiles. They follow the problem's lengths, never its batch, so that a batch changes no bits."""
+
+    rows: int = 512
+    budget: int = _BUDGET
+
+    def chunk(self, groups: int) -> int:
+        return max(1, self.rows // max(groups, 1))
+
+
+def strips(x: Canonical, cut: Cut, whole: bool = False) -> Iterator[Strip]:
+    """Yield every strip. `whole` keeps all keys of a row in one tile, and makes strips narrow enough for that."""
+    rule = x.rule
+    batch, heads, groups = x.query.shape[:3]
+    if 0 in (batch, heads, groups, rule.n):
+        return
+    chunk = min(cut.chunk(groups), rule.n)
+    if whole:
+        chunk = max(1, min(chunk, cut.budget // max(8 * groups * rule.m * rule.cost, 1)))
+        width = max(rule.m, 1)
+    else:
+        width = max(_BLOCK, cut.budget // (groups * chunk * rule.cost) // _BLOCK * _BLOCK)
+    together = max(1, cut.budget // (groups * chunk * min(width, max(rule.m, 1)) * rule.cost))
+    for items, some in _groups(rule, batch, heads, together):
+        probe = Tile(items, some, slice(0, 0), slice(0, 0))
+        yield from _rows(rule, probe, groups, chunk, width)
+
+
+def _groups(rule: Rule, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
+    """Cut batch and heads so that a tile of each stays within the budget."""
+    items = max(1, together // heads)
+    if rule.mask is not None and rule.mask.lead[0] > 1 and (rule.inner > 1 or rule.period != batch):
+        items = 1  # neighbours need not be neighbours in the mask
+    for b in range(0, batch, items):
+        for h in range(0, heads, min(together, heads)):
+            yield slice(b, min(b + items, batch)), slice(h, min(h + min(together, heads), heads))
+
+
+def _rows(rule: Rule, probe: Tile, groups: int, chunk: int, width: int) -> Iterator[Strip]:
+    n, m = rule.n, rule.m
+    starts = range(0, n, chunk)
+    if rule.mask is None:
+        runs = [Run(j, min(j + width, m), True) for j in range(0, m, width)]
+        for i in starts:
+            yield Strip(probe.batch, probe.heads, slice(i, min(i + chunk, n)), runs)
+        return
+    edges = [*range(0, m, _BLOCK), m]
+    cover = mask_at(rule, probe, groups).cover(torch.tensor([*starts, n]), torch.tensor(edges), n, m)
+    for i, states in zip(starts, cover.tolist(), strict=True):
+        yield Strip(probe.batch, probe.heads, slice(i, min(i + chunk, n)), list(_runs(states, edges, width)))
+
+
+def _runs(states: list[int], edges: list[int], width: int) -> Iterator[Run]:
+    """Join blocks of one state; short full runs join their partial neighbours."""
+    joined: list[list[int]] = []  # [first block, last block + 1, state]
+    for b, state in enumerate(states):
+        if joined and joined[-1][2] == state and joined[-1][1] == b:
+            joined[-1][1] = b + 1
+        elif state != HIDDEN:
+            joined.append([b, b + 1, state])
+    merged: list[list[int]] = []
+    for first, last, state in joined:
+        before = merged[-1] if merged and merged[-1][1] == first else None
+        short = edges[last] - edges[first] < _WORTH
+        thin = before is not None and edges[before[1]] - edges[before[0]] < _WORTH
+        if before is not None and (short or thin):
+            before[1], before[2] = last, PARTIAL
+        else:
+            merged.append([first, last, state])
+    for first, last, state in merged:
+        for j in range(edges[first], edges[last], width):
+            yield Run(j, min(j + width, edges[last]), state == FULL)
+
+
+def cells(length: int, count: int, device: torch.device) -> Tensor:
+    """The cell ⌊i·count/length⌋ of each index."""
+    return torch.arange(length, device=device) * count // max(length, 1)
