@@ -6,36 +6,19 @@ order, for nothing; so does the sink, which is applied to finished rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .biases import Bias
-from .masks import Mask
+from .finite import without_unseen
+from .formula import Rows
 from .problem import Problem
+from .rule import Rule
 
-__all__ = ["Canonical", "Result", "Rows", "Rule", "canonical", "finish"]
-
-
-@dataclass(frozen=True, eq=False)
-class Rule:
-    """What turns dot products into weights, apart from the tensors that have derivatives."""
-
-    n: int
-    m: int
-    mask: Mask | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    seed: int = 0
-    pair: Callable[..., Tensor] | None = None  # logits of a score that is no dot product
-    cost: int = 1  # numbers in flight for each pair
-    bias: Bias | None = None  # a structured bias
-    paired: int = 0  # how many of the shared tensors belong to `pair`; the others to `bias`
-    inner: int = 1  # flattened items that share one batch item of the mask
-    period: int = 1  # flattened items before the mask begins again (vmap puts more in front)
+__all__ = ["Canonical", "Result", "canonical", "finish"]
 
 
 class Canonical(NamedTuple):
@@ -47,15 +30,6 @@ class Canonical(NamedTuple):
     bias: Tensor | None  # (L|1, K|1, G|1, N|1, M|1)
     shared: tuple[Tensor, ...]  # parameters without a batch
     rule: Rule
-
-
-class Rows(NamedTuple):
-    """What the rows of the softmax come to, before the sink."""
-
-    output: Tensor  # (L, K, G, N, E)
-    lse: Tensor  # (L, K, G, N)
-    entropy: Tensor  # the same; empty where nobody observes
-    max_logit: Tensor
 
 
 class Result(NamedTuple):
@@ -70,23 +44,10 @@ class Result(NamedTuple):
 def canonical(p: Problem) -> Canonical:
     """Fold the score, cast, and group the heads."""
     exact = p.exact_dtype
-    query, key, value = p.query.to(exact), p.key.to(exact), p.value.to(exact)
-    shared: tuple[Tensor, ...] = ()
-    if p.score is not None:
-        query, key, shared = p.score.prepare(query, key)
-    elif isinstance(p.scale, Tensor):
-        query = query * p.scale.to(exact).reshape(-1, 1, 1)
-    else:
-        query = query * p.scale
-    paired = len(shared)
-    batch, heads, groups = query.shape[0], key.shape[1], query.shape[1] // max(key.shape[1], 1)
-    bias = p.bias if isinstance(p.bias, Tensor) else None
-    structured = None
+    batch, heads, groups = p.query.shape[0], p.key.shape[1], p.query.shape[1] // max(p.key.shape[1], 1)
+    structured, bias = (p.bias, None) if isinstance(p.bias, Bias) else (None, p.bias)
     if bias is not None:
-        bias = bias.unflatten(1, (heads, groups)) if bias.shape[1] != 1 or heads * groups == 1 else bias.unsqueeze(1)
-    elif isinstance(p.bias, Bias):
-        structured = p.bias
-        shared += tuple(t.to(exact) for t in structured.tensors)
+        bias = bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (heads, groups))
     rule = Rule(
         n=p.rows,
         m=p.keys,
@@ -94,13 +55,23 @@ def canonical(p: Problem) -> Canonical:
         softcap=p.softcap,
         dropout=p.dropout,
         seed=p.seed,
-        pair=p.score.pair if p.score is not None and p.score.pairwise else None,
-        cost=p.score.cost if p.score is not None else 1,
         bias=structured,
-        paired=paired,
         inner=batch // p.mask.lead[0] if p.mask is not None and p.mask.lead[0] > 1 else 1,
         period=batch,
     )
+    key, value = without_unseen(rule, p.key, p.value, bias, groups)
+    query, key, value = p.query.to(exact), key.to(exact), value.to(exact)
+    shared: tuple[Tensor, ...] = ()
+    if p.score is not None:
+        query, key, shared = p.score.prepare(query, key)
+        pair = p.score.pair if p.score.pairwise else None
+        rule = replace(rule, pair=pair, cost=p.score.cost, paired=len(shared))
+    elif isinstance(p.scale, Tensor):
+        query = query * p.scale.to(exact).reshape(-1, 1, 1)
+    else:
+        query = query * p.scale
+    if structured is not None:
+        shared += tuple(t.to(exact) for t in structured.tensors)
     return Canonical(query.unflatten(1, (heads, groups)), key, value, bias, shared, rule)
 
 

@@ -56,12 +56,18 @@ class Map:
         return Map(self.tiles, body, self.takes + self.gives, self.takes, tuple(range(count)))
 
     def jvp(self) -> Map:
-        """The map (arguments, their tangents) -> tangents of the results."""
+        """The map (arguments, their tangents) -> tangents of the results.
+
+        The pull-back is linear in its cotangents, and its transpose is the push-forward: so forward mode needs no
+        forward mode inside, which torch could not nest.
+        """
         count = len(self.takes)
 
         def body(tile: Tile, *parts: Tensor) -> Tensors:
-            _, tangents = torch.func.jvp(lambda *x: self.body(tile, *x), parts[:count], parts[count:])
-            return tuple(tangents)
+            results, pull = torch.func.vjp(lambda *x: self.body(tile, *x), *parts[:count])
+            zeros = tuple(torch.zeros_like(r) for r in results)
+            _, push = torch.func.vjp(lambda *u: pull(u), *zeros)
+            return tuple(push(tuple(parts[count:])))
 
         return Map(self.tiles, body, self.takes * 2, self.gives, self.like)
 
@@ -118,7 +124,7 @@ def attention_map(x: Canonical, cut: Cut) -> Map:
     rule = x.rule
     biased = x.bias is not None
     takes = (QUERY, KEY, KEY, *((BIAS,) if biased else ()), *(SHARED,) * len(x.shared))
-    tiles = tuple(s.hull(rule.m) for s in strips(x, cut, whole=True))
+    tiles = tuple(s.hull(rule.m) for s in strips(x.rule, x.query.shape, cut, whole=True))
 
     def body(tile: Tile, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensors:
         bias, shared = (rest[0], rest[1:]) if biased else (None, rest)

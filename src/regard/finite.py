@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
-from .canonical import Canonical
 from .formula import hidden
+from .rule import Rule
 from .tile import BIAS
 from .tiling import Cut, strips
 
@@ -15,30 +16,43 @@ __all__ = ["all_finite", "attended", "without_unseen"]
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether no NaN or inf is in them; a sum that overflows counts as one, which costs time and nothing else."""
-    return all(bool(torch.isfinite(x.sum())) for x in tensors)
+    return all(bool(torch.isfinite(_inside(x).sum())) for x in tensors)
 
 
-def without_unseen(x: Canonical, cut: Cut) -> Canonical:
-    """Zero the keys and values that no query may attend, if a NaN or inf in them could reach something."""
-    if (x.rule.mask is None and x.bias is None) or all_finite(x.key.detach(), x.value.detach()):
-        return x
-    seen = attended(x, cut)[..., None]
-    return x._replace(key=torch.where(seen, x.key, 0.0), value=torch.where(seen, x.value, 0.0))
+def without_unseen(
+    rule: Rule, key: Tensor, value: Tensor, bias: Tensor | None, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Zero the keys and values (L, K, M, …) that no query may attend, if a NaN or inf in them could reach something."""
+    if (rule.mask is None and bias is None) or all_finite(key, value):
+        return key, value
+    seen = attended(rule, key, bias, groups)[..., None]
+    return torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
 
 
-def attended(x: Canonical, cut: Cut) -> Tensor:
-    """Which keys some query may attend: bool (L, K, M)."""
-    seen = torch.zeros(x.key.shape[:-1], dtype=torch.bool, device=x.key.device)
-    groups = x.query.shape[2]
-    for strip in strips(x, cut):
+@torch.no_grad()
+def attended(rule: Rule, key: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Which keys (L, K, M) some query may attend."""
+    batch, heads, m = key.shape[:3]
+    seen = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
+    if bias is not None:
+        bias = None if _functorch.is_batchedtensor(bias) else _inside(bias)  # a batched bias hides differently each time
+    for strip in strips(rule, (batch, heads, groups), Cut()):
         for run in strip.runs:
             tile = strip.tile(run)
             part = seen[strip.batch, strip.heads, run.start : run.stop]
             shown = torch.ones((), dtype=torch.bool, device=seen.device)
-            if not run.full and (hide := hidden(x.rule, tile, groups, seen.device)) is not None:
+            if not run.full and (hide := hidden(rule, tile, groups, seen.device)) is not None:
                 shown = ~hide
-            if x.bias is not None:
-                shown = shown & (BIAS.part(x.bias.detach(), tile) != -torch.inf)
+            if bias is not None:
+                shown = shown & (BIAS.part(bias, tile) != -torch.inf)
             rows = tile.rows.stop - tile.rows.start
             part |= shown.expand(*part.shape[:2], groups, rows, part.shape[2]).flatten(2, 3).any(2)
     return seen
+
+
+def _inside(x: Tensor) -> Tensor:
+    """The plain tensor under the wrappers of torch.func."""
+    x = x.detach()
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x

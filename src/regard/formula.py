@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .canonical import Rows, Rule
 from .dropout import keep
 from .masks import Mask, everything
+from .rule import Rule
 from .tile import Spots, Tile
 
-__all__ = ["EMPTY", "FILL", "attend", "bias_tile", "hidden", "kept", "logits", "mask_at", "products"]
+__all__ = ["EMPTY", "FILL", "Rows", "attend", "bias_tile", "hidden", "kept", "logits", "mask_at", "products"]
 
 EMPTY = -1e30  # the running max of a row that has seen nothing: finite, so that no difference is NaN
 FILL = -2e30  # the logit of a hidden pair in passes without derivatives: its exponential is exactly 0
+
+
+class Rows(NamedTuple):
+    """What the rows of the softmax come to, before the sink."""
+
+    output: Tensor  # (L, K, G, N, E)
+    lse: Tensor  # (L, K, G, N)
+    entropy: Tensor  # the same; empty where nobody observes
+    max_logit: Tensor
 
 
 def products(rule: Rule, query: Tensor, key: Tensor, shared: tuple[Tensor, ...]) -> Tensor:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .canonical import Canonical, canonical
-from .finite import without_unseen
 from .formula import FILL, hidden, logits
 from .problem import Problem
 from .scan import Room, masked_logits, weights
@@ -21,10 +20,10 @@ _SPLIT = 32  # keys that compete before the strongest of them compete for the to
 @torch.no_grad()
 def received(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
     """Σ over queries of the weight each key receives: (…, Hq, M)."""
-    x, safe = _looking(p, lse, cut)
+    x, safe = _looking(p, lse)
     total = x.query.new_zeros(*x.query.shape[:3], x.rule.m)
     room = Room()
-    for strip in strips(x, cut):
+    for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
             P = weights(x, tile, run, safe, room)  # (l, k, g, r, c)
@@ -35,10 +34,10 @@ def received(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
 @torch.no_grad()
 def health(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
     """Σ p(1 − p) of each row: (…, Hq, N)."""
-    x, safe = _looking(p, lse, cut)
+    x, safe = _looking(p, lse)
     total = torch.zeros_like(safe)
     room = Room()
-    for strip in strips(x, cut):
+    for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
             P = weights(x, tile, run, safe, room)
@@ -49,14 +48,14 @@ def health(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
 @torch.no_grad()
 def pooled(p: Problem, lse: Tensor, height: int, width: int, cut: Cut) -> Tensor:
     """The mean weight in each cell of a grid over N × M: (…, Hq, height, width)."""
-    x, safe = _looking(p, lse, cut)
+    x, safe = _looking(p, lse)
     n, m = x.rule.n, x.rule.m
     device = safe.device
     down = torch.arange(n, device=device) * height // max(n, 1)  # the cell of each row
     across = torch.arange(m, device=device) * width // max(m, 1)
     total = x.query.new_zeros(*x.query.shape[:3], height, width)
     room = Room()
-    for strip in strips(x, cut):
+    for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
             P = weights(x, tile, run, safe, room)  # (l, k, g, r, c)
@@ -76,7 +75,7 @@ def visible(p: Problem, cut: Cut) -> Tensor:
     x = canonical(p)
     shape = x.query.shape[:-1]
     count = torch.zeros(shape, dtype=torch.int64, device=x.query.device)
-    for strip in strips(x, cut):
+    for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
             part = ROW.part(count, tile)
@@ -93,12 +92,12 @@ def visible(p: Problem, cut: Cut) -> Tensor:
 @torch.no_grad()
 def top(p: Problem, lse: Tensor, k: int, cut: Cut) -> tuple[Tensor, Tensor]:
     """The k largest weights of each row and their keys, ties to the lowest index; −1 where fewer are visible."""
-    x, safe = _looking(p, lse, cut)
+    x, safe = _looking(p, lse)
     shape = (*x.query.shape[:-1], k)
     best = x.query.new_full(shape, FILL)
     where = torch.full(shape, -1, dtype=torch.int64, device=safe.device)
     room = Room()
-    for strip in strips(x, cut):
+    for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
             S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)
@@ -163,8 +162,8 @@ def _by_rank(S: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return S.gather(-1, order), index.expand(S.shape).gather(-1, order)
 
 
-def _looking(p: Problem, lse: Tensor, cut: Cut) -> tuple[Canonical, Tensor]:
+def _looking(p: Problem, lse: Tensor) -> tuple[Canonical, Tensor]:
     """The problem without its graph, and lse (L, K, G, N) with +inf in rows that see nothing."""
-    x = without_unseen(canonical(p), cut)
+    x = canonical(p)
     rows = lse.detach().reshape(x.query.shape[:-1])
     return x, rows.masked_fill(rows == -torch.inf, torch.inf)

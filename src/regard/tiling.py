@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from .canonical import Canonical, Rule
 from .formula import mask_at
 from .masks.base import FULL, HIDDEN, PARTIAL
+from .rule import Rule
 from .tile import Tile
 
 __all__ = ["Cut", "Run", "Strip", "strips"]
@@ -57,10 +56,12 @@ class Cut:
         return max(1, self.rows // max(groups, 1))
 
 
-def strips(x: Canonical, cut: Cut, whole: bool = False) -> Iterator[Strip]:
-    """Yield every strip. `whole` keeps all keys of a row in one tile, and makes strips narrow enough for that."""
-    rule = x.rule
-    batch, heads, groups = x.query.shape[:3]
+def strips(rule: Rule, size: Sequence[int], cut: Cut, whole: bool = False) -> Iterator[Strip]:
+    """Yield every strip of a problem with `size` (batch items, key heads, query heads for each, …).
+
+    `whole` keeps all keys of a row in one tile, and makes strips narrow enough for that.
+    """
+    batch, heads, groups = size[:3]
     if 0 in (batch, heads, groups, rule.n):
         return
     chunk = min(cut.chunk(groups), rule.n)
@@ -120,7 +121,3 @@ def _runs(states: list[int], edges: list[int], width: int) -> Iterator[Run]:
         for j in range(edges[first], edges[last], width):
             yield Run(j, min(j + width, edges[last]), state == FULL)
 
-
-def cells(length: int, count: int, device: torch.device) -> Tensor:
-    """The cell ⌊i·count/length⌋ of each index."""
-    return torch.arange(length, device=device) * count // max(length, 1)

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
-from ..canonical import Canonical, Result, Rows, Rule, canonical, finish
+from ..canonical import Canonical, Result, canonical, finish
 from ..derivatives import Map, Mapped, attention_map
 from ..errors import ArgumentError
-from ..finite import without_unseen
-from ..formula import EMPTY, bias_tile, kept, products
+from ..formula import EMPTY, Rows, bias_tile, kept, products
 from ..problem import Problem
+from ..rule import Rule
 from ..scan import Room, masked_logits
 from ..softmax import Partial, merge
 from ..tile import BIAS, KEY, QUERY, ROW, Tile
@@ -54,7 +55,7 @@ class Chunked(Backend):
 
     @torch.compiler.disable
     def run(self, p: Problem) -> Result:
-        x = without_unseen(canonical(p), self.cut)
+        x = canonical(p)
         tensors = (x.query, x.key, x.value, x.bias, *x.shared)
         return finish(p, Rows(*Attend.apply(x.rule, self.cut, p.observed, *tensors)))
 
@@ -79,8 +80,11 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = tuple(ctx.needs_input_grad[3:])
-        return None, None, None, *AttendBackward.apply(ctx.rule, ctx.cut, needs, *ctx.saved_tensors, *cotangents[:3])
+        fixed = (ctx.rule, ctx.cut, tuple(ctx.needs_input_grad[3:]))
+        given = (*ctx.saved_tensors, *cotangents[:3])
+        if any(c is not None and _functorch.is_legacy_batchedtensor(c) for c in cotangents):
+            return None, None, None, *_grads_batched(fixed, given)
+        return None, None, None, *AttendBackward.apply(*fixed, *given)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -177,6 +181,18 @@ def _batched(
     return tuple(results), tuple(None if r is None else 0 for r in results)
 
 
+def _grads_batched(fixed: tuple[Any, ...], given: tuple[Any, ...]) -> list[Tensor | None]:
+    """The backward pass under `torch.autograd.grad(…, is_grads_batched=True)`, which batches behind our back."""
+    level = torch._C._vmapmode_increment_nesting() - 1  # type: ignore[attr-defined]
+    torch._C._vmapmode_decrement_nesting()  # type: ignore[attr-defined]
+    batched = [x is not None and _functorch.is_legacy_batchedtensor(x) for x in given]
+    plain = tuple(torch._remove_batch_dim(x, level, 1, 0) if b else x for x, b in zip(given, batched, strict=True))
+    size = next(x.shape[0] for x, b in zip(plain, batched, strict=True) if b)
+    in_dims = tuple(0 if b else None for b in batched)
+    found, _ = _batched(AttendBackward, size, in_dims, fixed, plain, simple=len(given) == 10)
+    return [None if g is None else torch._add_batch_dim(g, 0, level) for g in found]
+
+
 def forward(x: Canonical, cut: Cut, observed: bool) -> tuple[Tensor, ...]:
     """Output, lse, entropy and largest logit of every row, strip by strip."""
     shape = x.query.shape[:-1]
@@ -184,7 +200,7 @@ def forward(x: Canonical, cut: Cut, observed: bool) -> tuple[Tensor, ...]:
     lse = x.query.new_full(shape, -torch.inf)
     entropy, peak = x.query.new_zeros(shape), x.query.new_full(shape, -torch.inf)
     room = Room()
-    for strip in strips(x, cut):
+    for strip in strips(x.rule, x.query.shape, cut):
         if not strip.runs:
             continue
         state, e = _fold(x, strip, observed, room)
@@ -251,7 +267,7 @@ def backward(
     inputs = (x.query, x.key, x.value, x.bias, *x.shared)
     grads = [_zeros(t, x.query.dtype) if need else None for t, need in zip(inputs, needs, strict=True)]
     room = Room()
-    for strip in strips(x, cut):
+    for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
             S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..canonical import Result, Rows, canonical, finish
-from ..finite import without_unseen
+from ..canonical import Result, canonical, finish
 from ..formula import attend
 from ..problem import Problem
 from ..tile import Tile
@@ -24,8 +23,8 @@ class Reference(Backend):
         return []
 
     def run(self, p: Problem) -> Result:
-        x = without_unseen(canonical(p), self.cut)
+        x = canonical(p)
         batch, heads = x.query.shape[:2]
         rule = x.rule
         tile = Tile(slice(0, batch), slice(0, heads), slice(0, rule.n), slice(0, rule.m))
-        return finish(p, Rows(*attend(rule, tile, x.query, x.key, x.value, x.bias, *x.shared)))
+        return finish(p, attend(rule, tile, x.query, x.key, x.value, x.bias, *x.shared))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..canonical import Canonical, Result, Rule
+from ..canonical import Canonical, Result
 from ..derivatives import Mapped, attention_map
 from ..finite import all_finite
 from ..masks import Mask
@@ -19,6 +19,7 @@ from ..masks.dense import Dense
 from ..masks.everything import Everything
 from ..masks.padding import Padding
 from ..problem import Problem
+from ..rule import Rule
 from ..tiling import Cut
 from .base import Backend
 
