@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arithmetic import exactly
 from .canonical import Canonical
 from .formula import attend
 from .tile import BIAS, KEY, QUERY, ROW, SHARED, Kind, Tile
@@ -34,6 +35,7 @@ class Map:
     gives: tuple[Kind, ...]
     like: tuple[int | tuple[int, ...], ...]  # each result has the shape of an argument, or a shape of its own
 
+    @exactly
     def __call__(self, *args: Tensor) -> Tensors:
         shapes = [s if isinstance(s, tuple) else tuple(args[s].shape) for s in self.like]
         results: list[Tensor] = []

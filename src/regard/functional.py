@@ -10,7 +10,7 @@ from .biases import Bias
 from .errors import ArgumentError, ShapeError
 from .masks import Mask, causal
 from .observation import Observation
-from .plan import Plan, choose, plan
+from .plan import Plan, choose, plan, run
 from .problem import Problem, pose
 from .scores import Score
 from .steps import Steps, walk
@@ -50,7 +50,7 @@ def attention(
     problem = pose(
         query, key, value, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout
     )
-    return choose(problem, backend).run(problem).output
+    return run(problem, choose(problem, backend)).output
 
 
 def observe(
@@ -184,7 +184,7 @@ def scaled_dot_product_attention(
         dropout=dropout_p,
         who=who,
     )
-    return choose(problem).run(problem).output
+    return run(problem, choose(problem)).output
 
 
 def _as_torch_broadcasts(
@@ -230,4 +230,4 @@ def attention_with_weights(
 
 def _seen(problem: Problem, backend: str | Backend) -> Observation:
     chosen = choose(problem, backend)
-    return Observation(problem, chosen, chosen.run(problem))
+    return Observation(problem, chosen, run(problem, chosen))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .arithmetic import exactly
 from .canonical import Canonical, canonical
 from .formula import FILL, hidden, logits
 from .problem import Problem
@@ -18,6 +19,7 @@ _SPLIT = 32  # keys that compete before the strongest of them compete for the to
 
 
 @torch.no_grad()
+@exactly
 def received(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
     """Σ over queries of the weight each key receives: (…, Hq, M)."""
     x, safe = _looking(p, lse)
@@ -32,6 +34,7 @@ def received(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
 
 
 @torch.no_grad()
+@exactly
 def health(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
     """Σ p(1 − p) of each row: (…, Hq, N)."""
     x, safe = _looking(p, lse)
@@ -46,6 +49,7 @@ def health(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
 
 
 @torch.no_grad()
+@exactly
 def pooled(p: Problem, lse: Tensor, height: int, width: int, cut: Cut) -> Tensor:
     """The mean weight in each cell of a grid over N × M: (…, Hq, height, width)."""
     x, safe = _looking(p, lse)
@@ -70,6 +74,7 @@ def pooled(p: Problem, lse: Tensor, height: int, width: int, cut: Cut) -> Tensor
 
 
 @torch.no_grad()
+@exactly
 def visible(p: Problem, cut: Cut) -> Tensor:
     """How many keys each row may attend: (…, Hq, N), int64."""
     x = canonical(p)
@@ -90,6 +95,7 @@ def visible(p: Problem, cut: Cut) -> Tensor:
 
 
 @torch.no_grad()
+@exactly
 def top(p: Problem, lse: Tensor, k: int, cut: Cut) -> tuple[Tensor, Tensor]:
     """The k largest weights of each row and their keys, ties to the lowest index; −1 where fewer are visible."""
     x, safe = _looking(p, lse)
@@ -113,6 +119,7 @@ def top(p: Problem, lse: Tensor, k: int, cut: Cut) -> tuple[Tensor, Tensor]:
     return p.shaped(share.flatten(1, 2)), p.shaped(where.flatten(1, 2))
 
 
+@exactly
 def logits_at(p: Problem, rows: Tensor, cols: Tensor) -> Tensor:
     """The logits of chosen rows and keys, −inf where hidden, with derivatives: (…, Hq, rows, cols)."""
     x = canonical(p)

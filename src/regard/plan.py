@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from .arithmetic import exact
 from .backends import KNOWN, Backend
+from .canonical import Result
 from .errors import BackendError
 from .problem import Problem
 
-__all__ = ["Plan", "choose", "plan"]
+__all__ = ["Plan", "choose", "plan", "run"]
 
 AUTO: tuple[Backend, ...] = tuple(KNOWN[name] for name in ("sdpa", "triton", "chunked"))  # fastest first
 
@@ -48,6 +52,14 @@ def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
             f"backend='auto' takes one that accepts, and regard.why(...) lists them all."
         )
     return named
+
+
+def run(p: Problem, backend: Backend) -> Result:
+    """Run a problem on a backend in the dtypes that the problem has, whatever autocast would make of them."""
+    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(p.device.type):
+        return backend.run(p)
+    with exact():
+        return backend.run(p)
 
 
 def plan(p: Problem, backend: str | Backend = "auto") -> Plan:

@@ -240,9 +240,10 @@ def _mask(
             f"Got {type(mask).__name__}; regard.masks lists the masks."
         )
     mask = mask.bind(first, heads, headless)
-    if mask.lead[0] not in (1, first) or mask.lead[1] not in (1, heads):
+    items, told = mask.lead
+    if items not in (1, first) or told not in (1, heads):
         raise MaskError(
-            f"{who}: the mask is for {mask.lead[0]} batch items and {mask.lead[1]} heads; the query has {first} and "
+            f"{who}: the mask is for {items} batch items and {told} heads; the query has {first} and "
             f"{heads}. Each must be the same, or 1 in the mask. Got {mask!r}."
         )
     if (misfit := mask.misfit(n, m)) is not None:

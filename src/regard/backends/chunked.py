@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
+from ..arithmetic import exactly
 from ..canonical import Canonical, Result, canonical, finish
 from ..derivatives import Map, Mapped, attention_map
 from ..errors import ArgumentError
@@ -193,6 +194,7 @@ def _grads_batched(fixed: tuple[Any, ...], given: tuple[Any, ...]) -> list[Tenso
     return [None if g is None else torch._add_batch_dim(g, 0, level) for g in found]
 
 
+@exactly
 def forward(x: Canonical, cut: Cut, observed: bool) -> tuple[Tensor, ...]:
     """Output, lse, entropy and largest logit of every row, strip by strip."""
     shape = x.query.shape[:-1]
@@ -250,6 +252,7 @@ def _shifted(e: Tensor, old: Partial, new: Partial) -> Tensor:
     return down.exp() * (e + down * old.denominator)
 
 
+@exactly
 def backward(
     x: Canonical,
     cut: Cut,
