@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from . import backends, biases, masks, positions, scores, softmax
+from . import backends, biases, errors, masks, positions, scores, softmax
 from .functional import (
     attention,
     attention_with_weights,
@@ -46,6 +46,7 @@ __all__ = [
     "causal",
     "dense",
     "documents",
+    "errors",
     "everything",
     "global_tokens",
     "masks",

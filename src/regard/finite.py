@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch._C import _functorch
@@ -14,9 +16,13 @@ from .tiling import Cut, strips
 __all__ = ["all_finite", "attended", "without_unseen"]
 
 
+@torch.no_grad()
 def all_finite(*tensors: Tensor) -> bool:
     """Whether no NaN or inf is in them; a sum that overflows counts as one, which costs time and nothing else."""
-    return all(bool(torch.isfinite(_inside(x).sum())) for x in tensors)
+    total = _inside(tensors[0]).sum()
+    for x in tensors[1:]:
+        total = total + _inside(x).sum()
+    return math.isfinite(float(total))
 
 
 def without_unseen(
@@ -52,7 +58,6 @@ def attended(rule: Rule, key: Tensor, bias: Tensor | None, groups: int) -> Tenso
 
 def _inside(x: Tensor) -> Tensor:
     """The plain tensor under the wrappers of torch.func."""
-    x = x.detach()
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x

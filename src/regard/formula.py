@@ -10,12 +10,12 @@ from torch import Tensor
 from .dropout import keep
 from .masks import Mask, everything
 from .rule import Rule
+from .softmax import LOWEST
 from .tile import Spots, Tile
 
-__all__ = ["EMPTY", "FILL", "Rows", "attend", "bias_tile", "hidden", "kept", "logits", "mask_at", "products"]
+__all__ = ["FILL", "Rows", "attend", "bias_tile", "hidden", "kept", "logits", "mask_at", "products"]
 
-EMPTY = -1e30  # the running max of a row that has seen nothing: finite, so that no difference is NaN
-FILL = -2e30  # the logit of a hidden pair in passes without derivatives: its exponential is exactly 0
+FILL = 2 * LOWEST  # the logit of a hidden pair in passes without derivatives: its exponential is exactly 0
 
 
 class Rows(NamedTuple):
@@ -105,13 +105,13 @@ def attend(
     if hide is not None:
         S = torch.where(hide, 0.0, S)
     peak = _peak(S.detach(), hide)  # (l, k, g, r, 1)
-    X = S - peak.clamp(min=EMPTY) if hide is None else torch.where(hide, 0.0, S - peak.clamp(min=EMPTY))
+    X = S - peak.clamp(min=LOWEST) if hide is None else torch.where(hide, 0.0, S - peak.clamp(min=LOWEST))
     E = X.exp() if hide is None else torch.where(hide, 0.0, X.exp())
     total = E.sum(-1, keepdim=True)  # (l, k, g, r, 1)
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     P = E / total
-    lse = torch.where(empty, -torch.inf, peak.clamp(min=EMPTY) + total.log()).squeeze(-1)
+    lse = torch.where(empty, -torch.inf, peak.clamp(min=LOWEST) + total.log()).squeeze(-1)
     entropy = total.log().squeeze(-1) - (P * X).sum(-1)
     if rule.dropout:
         P = P * kept(rule, tile, groups, P.device) / (1 - rule.dropout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 import torch
@@ -13,8 +13,11 @@ from .biases import Bias
 from .errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from .masks import Mask, dense
 from .scores import Score
+from .softmax import arithmetic_dtype
 
 __all__ = ["Problem", "pose"]
+
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +38,7 @@ class Problem:
     lead: tuple[int, ...]  # the dimensions of the results before (N, …)
     observed: bool
     who: str  # the public function, for messages
+    notes: dict[str, object] = field(default_factory=dict)  # what a backend found when it was asked, for its run
 
     @property
     def rows(self) -> int:
@@ -51,7 +55,7 @@ class Problem:
     @property
     def exact_dtype(self) -> torch.dtype:
         """The dtype of scores, statistics and the arithmetic of the softmax."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return arithmetic_dtype(self.query.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -133,9 +137,9 @@ def pose(
 
 
 def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, Tensor]:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise DtypeError(f"{who}: {name} must be a torch.Tensor. Got {type(x).__name__}; convert it first.")
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        name, x = next((n, x) for n, x in zip(("query", "key", "value"), (query, key, value)) if not isinstance(x, Tensor))
+        raise DtypeError(f"{who}: {name} must be a torch.Tensor. Got {type(x).__name__}; convert it first.")
     device = query.device
     if key.device != device or value.device != device:
         raise DeviceError(
@@ -145,7 +149,7 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tenso
     if torch.is_autocast_enabled(device.type):
         query, key, value = (_autocast(x, device.type) for x in (query, key, value))
     dtype = query.dtype
-    if not dtype.is_floating_point or dtype.itemsize < 2:
+    if dtype not in _FLOATS:
         raise DtypeError(
             f"{who}: query, key and value must be float16, bfloat16, float32 or float64. Got query {_name(dtype)}; "
             f"convert with .float()."

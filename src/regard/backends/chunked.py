@@ -17,11 +17,11 @@ from ..arithmetic import exactly
 from ..canonical import Canonical, Result, canonical, finish
 from ..derivatives import Map, Mapped, attention_map
 from ..errors import ArgumentError
-from ..formula import EMPTY, Rows, bias_tile, kept, products
+from ..formula import Rows, bias_tile, kept, products
 from ..problem import Problem
 from ..rule import Rule
 from ..scan import Room, masked_logits
-from ..softmax import Partial, merge
+from ..softmax import LOWEST, Partial, merge
 from ..tile import BIAS, KEY, QUERY, ROW, Tile
 from ..tiling import Cut, Strip, strips
 from .base import Backend
@@ -226,7 +226,7 @@ def _fold(x: Canonical, strip: Strip, observed: bool, room: Room) -> tuple[Parti
     for run in strip.runs:
         tile = strip.tile(run)
         S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)
-        m = S.amax(-1).clamp_(min=EMPTY)  # (l, k, g, r)
+        m = S.amax(-1).clamp_(min=LOWEST)  # (l, k, g, r)
         S.sub_(m[..., None])
         P = torch.exp(S, out=room.like("weights", S))
         l = P.sum(-1)  # noqa: E741

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -65,9 +67,12 @@ class Sdpa(Backend):
             reasons += _about_mask(p)
         if torch.are_deterministic_algorithms_enabled() and p.query.is_cuda:
             reasons.append("torch's CUDA kernels do not promise the same bits, and deterministic algorithms are asked for")
-        if p.device.type != "cpu" and (_forward_mode() or torch._C._are_functorch_transforms_active()):
+        if not p.query.is_cpu and (_forward_mode() or torch._C._are_functorch_transforms_active()):
             reasons.append("torch's kernels have no rules for forward mode and torch.func on this device")
-        if not reasons and not torch.compiler.is_compiling() and _kernel(_call(p)) not in _KERNELS:
+        if reasons:
+            return reasons
+        call = p.notes["sdpa"] = _call(p)
+        if not torch.compiler.is_compiling() and _kernel(call) not in _KERNELS:
             reasons.append("torch would take its matrix path: no fused kernel of its does this, or they are switched off")
         return reasons
 
@@ -75,7 +80,9 @@ class Sdpa(Backend):
         return f"torch's {_KERNELS.get(_kernel(_call(p)), 'matrix')} kernel"
 
     def run(self, p: Problem) -> Result:
-        call = _call(p)
+        call = p.notes.pop("sdpa", None)
+        if not isinstance(call, Call):
+            call = _call(p)
         if torch.compiler.is_compiling():
             return _result(p, _traced(p, call))
         if _watched(call):
@@ -121,25 +128,26 @@ def _forward_mode() -> bool:
 
 def _call(p: Problem) -> Call:
     query, key, value, scale = p.query, p.key, p.value, p.scale
-    if p.dtype != torch.float64 and (not p.plain_scale or _slow_half(p)):
+    if p.dtype not in (torch.float32, torch.float64) and (not p.plain_scale or _slow_half(p)):
         query, key, value = query.float(), key.float(), value.float()
     if p.score is not None:
         query, key, _ = p.score.prepare(query, key)
         scale = 1.0
     elif isinstance(scale, Tensor):
         query, scale = query * scale.to(query.dtype).reshape(-1, 1, 1), 1.0
-    mask, causal = _masked(p)
+    mask, causal = (None, False) if p.mask is None else _masked(p.mask, p)
     if causal and key.shape[2] > query.shape[2]:  # nobody sees the keys behind the last row
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if isinstance(p.bias, Tensor):
         mask = p.bias.to(query.dtype)
-    query, key, value = _unit(query), _unit(key), _unit(value)
+    if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
+        query, key, value = _unit(query), _unit(key), _unit(value)
     return Call(query, key, value, mask, causal, scale, query.shape[1] != key.shape[1])
 
 
 def _slow_half(p: Problem) -> bool:
     """Whether this processor multiplies float32 faster than what it is given."""
-    if p.query.device.type != "cpu" or p.dtype == torch.float32:
+    if p.dtype == torch.float32 or not p.query.is_cpu or torch.compiler.is_compiling():
         return False
     return not (p.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -148,10 +156,9 @@ def _unit(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _masked(p: Problem) -> tuple[Tensor | None, bool]:
+def _masked(mask: Mask, p: Problem) -> tuple[Tensor | None, bool]:
     """The mask as torch takes it: (tensor, is_causal)."""
-    mask = p.mask
-    if mask is None or isinstance(mask, Everything):
+    if isinstance(mask, Everything):
         return None, False
     if isinstance(mask, Causal) and _from_the_top(mask, p.rows, p.keys):
         return None, p.rows != 1 or p.keys != 1
@@ -160,8 +167,16 @@ def _masked(p: Problem) -> tuple[Tensor | None, bool]:
     if isinstance(mask, Padding):
         j = torch.arange(p.keys, device=p.device)
         return mask.allows(j[:1, None], j, p.rows, p.keys), False
-    laid = mask.dense(p.rows, p.keys, p.device)
-    return laid, False
+    if mask.tensors:
+        return mask.dense(p.rows, p.keys, p.device), False
+    return _laid(mask, p.rows, p.keys, p.device)[0], False
+
+
+@lru_cache(maxsize=32)
+def _laid(mask: Mask, n: int, m: int, device: torch.device) -> tuple[Tensor, bool]:
+    """A small mask in full, kept for the next call, and whether every key is seen by some row."""
+    allowed = mask.dense(n, m, device)
+    return allowed, bool(allowed.any(-2).all())
 
 
 def _from_the_top(mask: Causal, n: int, m: int) -> bool:
@@ -184,9 +199,16 @@ def _about_mask(p: Problem) -> list[str]:
     if torch.compiler.is_compiling():
         if not isinstance(mask, Padding):
             reasons.append("under torch.compile only padding is laid out")
-    elif not all_finite(p.key.detach(), p.value.detach()):
+    elif not reasons and not _harmless(mask, p):
         reasons.append("a NaN or inf behind the mask would leak through torch's kernels")
     return reasons
+
+
+def _harmless(mask: Mask, p: Problem) -> bool:
+    """Whether nothing behind the mask can leak: no key is hidden from all, or all are finite."""
+    if not isinstance(mask, Dense | Padding) and not mask.tensors and _laid(mask, p.rows, p.keys, p.device)[1]:
+        return True
+    return all_finite(p.key, p.value)
 
 
 def _about_bias(p: Problem) -> list[str]:
@@ -195,7 +217,7 @@ def _about_bias(p: Problem) -> list[str]:
     reasons = []
     if p.bias.requires_grad or _forward_mode() or torch._C._are_functorch_transforms_active():
         reasons.append("torch's kernels give the bias no gradient")
-    if torch.compiler.is_compiling() or not all_finite(p.key.detach(), p.value.detach()):
+    if torch.compiler.is_compiling() or not all_finite(p.key, p.value):
         reasons.append("a NaN or inf behind −inf in the bias would leak through torch's kernels")
     return reasons
 
@@ -203,6 +225,8 @@ def _about_bias(p: Problem) -> list[str]:
 def _kernel(call: Call) -> int:
     """Which kernel torch would take, by its own choice and switches; 0 is the matrix path."""
     query, key, value, mask, causal, scale, grouped = call
+    if torch._C._are_functorch_transforms_active():  # torch's choice reads through no wrapper: ask it about the shapes
+        query, key, value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     try:
         return int(torch._fused_sdp_choice(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped))
     except RuntimeError:  # every kernel is switched off
@@ -218,7 +242,8 @@ def _traced(p: Problem, call: Call) -> Tensor:
     return _attend(call._replace(key=key, value=value))
 
 
-class Meaning(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Meaning:
     """What a call means, for derivatives that torch's kernels do not have."""
 
     mask: Mask | None

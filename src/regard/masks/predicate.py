@@ -1,0 +1,95 @@
+"""Predicate: a mask given by a Python function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from regard.errors import DtypeError, MaskError
+from regard.masks.base import PARTIAL, Mask, Span
+from regard.masks.index import Index, indices, joint
+from regard.masks.span import interval
+from regard.masks.tiles import whole_cover
+
+__all__ = ["Predicate", "predicate"]
+
+Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Predicate(Mask):
+    """Row i sees key j if f(batch, head, i, j); unless bound to the sizes of a problem, batch and head are 0."""
+
+    f: Rule
+    batch: range | None = None
+    head: range | None = None
+
+    factory: ClassVar[str] = "predicate"
+
+    def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
+        i, j = indices(i, j)
+        shape = joint(i.shape, j.shape)
+        batch = _positions(self.batch, i).reshape(-1, 1, *(1,) * i.dim())
+        head = _positions(self.head, i).reshape(1, -1, *(1,) * i.dim())
+        found = _checked(self.f(batch, head, i, j), (batch.shape[0], head.shape[1], *shape))
+        return found[0, 0] if self.batch is None else found
+
+    def span(self, i: Tensor, n: int, m: int) -> Span:
+        lo, hi, _ = interval(i, m, 0, m)
+        shape = i.shape if self.batch is None else (*self.lead, *i.shape)
+        return Span(lo.expand(shape), hi.expand(shape), False)
+
+    def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
+        return whole_cover(rows, cols, PARTIAL)
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return 1 if self.batch is None else len(self.batch), 1 if self.head is None else len(self.head)
+
+    def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
+        return replace(self, batch=range(batch), head=range(heads)) if self.batch is None else self
+
+    def restrict(self, batch: slice, heads: slice) -> Mask:
+        if self.batch is None or self.head is None or self.lead == (1, 1):
+            return self
+        items = self.batch[batch] if len(self.batch) != 1 else self.batch
+        return replace(self, batch=items, head=self.head[heads] if len(self.head) != 1 else self.head)
+
+    def __repr__(self) -> str:
+        return f"predicate({getattr(self.f, '__name__', repr(self.f))})"
+
+
+def _positions(among: range | None, like: Tensor) -> Tensor:
+    return torch.tensor([0] if among is None else list(among), dtype=torch.int64, device=like.device)
+
+
+def _checked(found: object, shape: tuple[int, ...]) -> Tensor:
+    rule = f"predicate: f must return a bool tensor that broadcasts to (batch, heads, rows, keys), here {shape}"
+    if not isinstance(found, Tensor):
+        raise MaskError(f"{rule}; got {type(found).__name__}. Use torch operations on the four indices it is given.")
+    if found.dtype != torch.bool:
+        raise MaskError(f"{rule}; got {found.dtype}. End it with a comparison.")
+    try:
+        return found.expand(shape)
+    except RuntimeError:
+        raise MaskError(f"{rule}; got shape {tuple(found.shape)}. Combine the indices by broadcasting.") from None
+
+
+def predicate(f: Rule) -> Mask:
+    """Let row i see key j where `f(batch, head, i, j)` is True; `f` works on index tensors that broadcast together.
+
+    >>> print(predicate(lambda batch, head, i, j: (i + j) % 3 == 0).picture(3, 6))
+    █··█··
+    ··█··█
+    ·█··█·
+    """
+    if not callable(f):
+        raise DtypeError(
+            f"predicate: f must be a function f(batch, head, i, j); got {type(f).__name__}. dense() takes a tensor."
+        )
+    return Predicate(f)

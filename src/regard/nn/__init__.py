@@ -1,0 +1,7 @@
+"""Modules: parameters and state only; the mathematics is that of `regard.attention` and `regard.observe`."""
+
+from .kv_cache import KVCache
+from .multihead import MultiheadAttention
+from .scaled_dot_product import ScaledDotProductAttention
+
+__all__ = ["KVCache", "MultiheadAttention", "ScaledDotProductAttention"]

@@ -1,0 +1,51 @@
+"""ScaledDotProductAttention: the textbook's module."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..functional import attention, observe
+from ..masks import Mask
+from ..scores import Score
+from .arguments import optional_score, probability
+
+__all__ = ["ScaledDotProductAttention"]
+
+
+class ScaledDotProductAttention(nn.Module):
+    """Attend with softmax(QKᵀ / √d), or with another `score`, and return the output with the weights.
+
+    Dropout works on the weights, in training mode only. The returned weights are those before dropout: each row that
+    sees something sums to 1. With `return_weights=False` they are never formed, and memory is linear in the sequence.
+
+    >>> import torch
+    >>> output, weights = ScaledDotProductAttention()(*torch.randn(3, 2, 5, 8).unbind())
+    >>> output.shape, weights.shape
+    (torch.Size([2, 5, 8]), torch.Size([2, 5, 5]))
+    """
+
+    def __init__(self, dropout: float = 0.0, score: Score | None = None) -> None:
+        super().__init__()
+        self.dropout = probability("ScaledDotProductAttention", dropout)
+        self.score = optional_score("ScaledDotProductAttention", score)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask | Tensor | None = None,
+        return_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Give (output, weights), or (output, None); in `mask`, 0 and False hide.
+
+        The shapes are those of `regard.attention`: (…, heads, N, D), (batch, N, D) or (N, D).
+        """
+        dropout = self.dropout if self.training else 0.0
+        if not return_weights:
+            return attention(query, key, value, mask=mask, score=self.score, dropout=dropout), None
+        seen = observe(query, key, value, mask=mask, score=self.score, dropout=dropout)
+        return seen.output, seen.weights()
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout:g}"

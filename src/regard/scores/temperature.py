@@ -1,0 +1,74 @@
+"""The dot product over a temperature, learned or given."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from regard.scores.base import Prepared, Score, positive, whole
+
+__all__ = ["Temperature"]
+
+
+class Temperature(Score):
+    """Dot product over a temperature above 0, one or one a head: q·k / T.
+
+    T starts at `init`, or at √D of the first call where that is None. What is learned is `log_ratio` = ln(T / start),
+    which starts at 0 and keeps T positive whatever a step does to it.
+
+    >>> import torch
+    >>> score = Temperature()
+    >>> score(torch.ones(1, 4), torch.ones(2, 4))
+    tensor([[2., 2.]], grad_fn=<SqueezeBackward1>)
+    >>> score.temperature
+    tensor(2., grad_fn=<MulBackward0>)
+    """
+
+    def __init__(self, init: float | None = None, heads: int | None = None, learnable: bool = True) -> None:
+        super().__init__()
+        self.init = None if init is None else positive("Temperature", "init", init)
+        self.heads = None if heads is None else whole("Temperature", "heads", heads)
+        self.learnable = bool(learnable)
+        if self.learnable:
+            self.log_ratio = nn.Parameter(torch.empty(() if self.heads is None else (self.heads,)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Go back to `init`, or to waiting for the first call."""
+        self.start = self.init
+        if self.learnable:
+            nn.init.zeros_(self.log_ratio)
+
+    @property
+    def temperature(self) -> Tensor:
+        """T, () or (heads,); NaN before the first call where no `init` was given."""
+        start = math.nan if self.start is None else self.start
+        if self.learnable:
+            return self.log_ratio.exp() * start
+        return torch.full(() if self.heads is None else (self.heads,), start)
+
+    def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
+        if self.heads not in (None, 1, heads):
+            return f"it has one temperature for each of {self.heads} heads and query has {heads}"
+        return super().misfit(query_dim, key_dim, heads)
+
+    def prepare(self, query: Tensor, key: Tensor) -> Prepared:
+        if self.start is None:
+            self.start = max(query.shape[-1], 1) ** 0.5
+        if not self.learnable:
+            return Prepared(query / self.start, key)
+        temperature = self.own(self.log_ratio, query).exp() * self.start
+        return Prepared(query / temperature.reshape(-1, 1, 1), key)
+
+    # The start is a part of the state, as a tensor: so that what was learned is read back with the meaning it had.
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(math.nan if self.start is None else self.start, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        start = float(state)
+        self.start = None if math.isnan(start) else start
+
+    def extra_repr(self) -> str:
+        return f"init={self.init}, heads={self.heads}, learnable={self.learnable}"
