@@ -174,7 +174,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, **kw: Any) -> tuple[Tensor,
     if mask is not None:
         allowed = mask if isinstance(mask, Tensor) else mask.bind(*query.shape[:2]).dense(n, m)
         S = torch.where(allowed, S, -torch.inf)
-    seen = S > -torch.inf
+    seen = -torch.inf < S
     rows = seen.any(-1, keepdim=True)
     S = torch.where(rows, S, 0.0)
     sink = kw.get("sink")

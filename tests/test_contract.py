@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import ARGUMENTS, BY_NAME, CASES, MASKS, SCORES, Case, leaves, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
+from contract_cases import ARGUMENTS, BY_NAME, CASES, MASKS, SCORES, Case, leaves, plain
 from regard import biases
 from regard.backends import KNOWN, Backend, Chunked
 
@@ -127,7 +127,8 @@ def test_chunked_in_float64_is_reference_to_rounding(case: Case, backend: str) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name in {"all together", "causal", "Bilinear", "Cosine", "relative", "bias"}],
+    "case",
+    [c for c in CASES if c.name in {"all together", "causal", "Bilinear", "Cosine", "relative", "bias"}],
     ids=lambda c: c.name,
 )
 def test_half_precision_agrees_too(case: Case, backend: str, dtype: torch.dtype) -> None:

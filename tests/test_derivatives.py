@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import ARGUMENTS, BY_NAME, MASKS, SCORES, Case, Shape, leaves
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import regard
+from contract_cases import ARGUMENTS, BY_NAME, MASKS, SCORES, Case, Shape, leaves
 from regard.backends import Backend, Chunked
 
 SMALL = Shape(batch=2, heads=2, kv_heads=1, n=3, m=5, d=2, dv=3)
@@ -57,7 +57,10 @@ def test_first_derivatives_are_right_in_both_modes_and_batched(case: Case) -> No
 @pytest.mark.parametrize("backend", ["reference", BY_ROWS], ids=str)
 @pytest.mark.parametrize("name", ["plain", "causal", "bias", "bias with −inf", "sink", "all together", "Additive"])
 def test_second_derivatives_are_right_in_both_modes(name: str, backend: str | Backend) -> None:
-    case = Case(name, lambda s: {**BY_NAME[name].make(s), **({"mask": regard.causal()} if "mask" in BY_NAME[name].make(s) else {})})
+    case = Case(
+        name,
+        lambda s: {**BY_NAME[name].make(s), **({"mask": regard.causal()} if "mask" in BY_NAME[name].make(s) else {})},
+    )
     function, args = checkable(case, backend)
     assert gradgradcheck(function, args, fast_mode=True, check_fwd_over_rev=True)
 

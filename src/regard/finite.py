@@ -25,9 +25,7 @@ def all_finite(*tensors: Tensor) -> bool:
     return math.isfinite(float(total))
 
 
-def without_unseen(
-    rule: Rule, key: Tensor, value: Tensor, bias: Tensor | None, groups: int
-) -> tuple[Tensor, Tensor]:
+def without_unseen(rule: Rule, key: Tensor, value: Tensor, bias: Tensor | None, groups: int) -> tuple[Tensor, Tensor]:
     """Zero the keys and values (L, K, M, …) that no query may attend, if a NaN or inf in them could reach something."""
     if (rule.mask is None and bias is None) or all_finite(key, value):
         return key, value
@@ -41,7 +39,9 @@ def attended(rule: Rule, key: Tensor, bias: Tensor | None, groups: int) -> Tenso
     batch, heads, m = key.shape[:3]
     seen = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
-        bias = None if _functorch.is_batchedtensor(bias) else _inside(bias)  # a batched bias hides differently each time
+        bias = (
+            None if _functorch.is_batchedtensor(bias) else _inside(bias)
+        )  # a batched bias hides differently each time
     for strip in strips(rule, (batch, heads, groups), Cut()):
         for run in strip.runs:
             tile = strip.tile(run)

@@ -36,7 +36,9 @@ def products(rule: Rule, query: Tensor, key: Tensor, shared: tuple[Tensor, ...])
     return (flat @ key.mT).unflatten(-2, (groups, rows))
 
 
-def bias_tile(rule: Rule, tile: Tile | Spots, groups: int, bias: Tensor | None, shared: tuple[Tensor, ...]) -> Tensor | None:
+def bias_tile(
+    rule: Rule, tile: Tile | Spots, groups: int, bias: Tensor | None, shared: tuple[Tensor, ...]
+) -> Tensor | None:
     """What is added to the logits of a tile, broadcastable to (l, k, g, r, c)."""
     if bias is not None:
         return bias
@@ -100,7 +102,7 @@ def attend(
     S = logits(rule, tile, query, key, bias, shared)  # (l, k, g, r, c)
     hide = hidden(rule, tile, groups, S.device)
     if bias is not None:
-        lost = S == -torch.inf
+        lost = -torch.inf == S
         hide = lost if hide is None else hide | lost
     if hide is not None:
         S = torch.where(hide, 0.0, S)

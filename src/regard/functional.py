@@ -171,7 +171,9 @@ def scaled_dot_product_attention(
     """
     who = "scaled_dot_product_attention"
     if is_causal and attn_mask is not None:
-        raise ArgumentError(f"{who}: attn_mask and is_causal exclude each other, as in torch. Combine them in one mask.")
+        raise ArgumentError(
+            f"{who}: attn_mask and is_causal exclude each other, as in torch. Combine them in one mask."
+        )
     query, key, value = _as_torch_broadcasts(query, key, value, enable_gqa, who)
     selects = attn_mask is not None and attn_mask.dtype == torch.bool
     problem = pose(

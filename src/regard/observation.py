@@ -41,7 +41,12 @@ class Observation:
     def __init__(self, problem: Problem, backend: Backend, result: Result) -> None:
         if result.lse is None or result.entropy is None or result.max_logit is None:
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
-        self.output, self.lse, self.entropy, self.max_logit = result.output, result.lse, result.entropy, result.max_logit
+        self.output, self.lse, self.entropy, self.max_logit = (
+            result.output,
+            result.lse,
+            result.entropy,
+            result.max_logit,
+        )
         if problem.query.is_inference():  # their changes cannot be traced: look at copies
             problem = replace(problem, query=problem.query.clone(), key=problem.key.clone())
         self._problem, self._backend = problem, backend
@@ -81,7 +86,7 @@ class Observation:
         p = self._unchanged("weights")
         i = _picked(rows, p.rows, "rows", p)
         S = logits_at(p, i, _picked(cols, p.keys, "cols", p))
-        seen = S > -torch.inf
+        seen = -torch.inf < S
         lse = self.lse.index_select(-1, i)[..., None]
         lse = torch.where(lse > -torch.inf, lse, 0.0)
         P = torch.where(seen, (torch.where(seen, S, 0.0) - lse).exp(), 0.0)
@@ -93,7 +98,7 @@ class Observation:
         Where fewer keys are visible, the weight is 0 and the index −1.
         """
         p = self._unchanged("top")
-        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k:
+        if not isinstance(k, int) or isinstance(k, bool) or not k >= 1:
             raise ArgumentError(f"top: k must be a whole number, at least 1. Got {k!r}.")
         return self._backend.top(p, self.lse, k)
 
@@ -138,4 +143,3 @@ def _picked(index: Index, length: int, name: str, p: Problem) -> Tensor:
     if index.numel() and not bool(((index >= -length) & (index < length)).all()):
         raise ArgumentError(f"weights: {name} must be within {length}. Got {index.min()} to {index.max()}.")
     return torch.where(index < 0, index + length, index)
-

@@ -138,7 +138,9 @@ def pose(
 
 def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, Tensor]:
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        name, x = next((n, x) for n, x in zip(("query", "key", "value"), (query, key, value)) if not isinstance(x, Tensor))
+        name, x = next(
+            (n, x) for n, x in zip(("query", "key", "value"), (query, key, value)) if not isinstance(x, Tensor)
+        )
         raise DtypeError(f"{who}: {name} must be a torch.Tensor. Got {type(x).__name__}; convert it first.")
     device = query.device
     if key.device != device or value.device != device:
@@ -198,9 +200,7 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor, score: Score | None, who:
         )
 
 
-def _one_batch(
-    query: Tensor, key: Tensor, value: Tensor, who: str
-) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+def _one_batch(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """Broadcast the leading dimensions and flatten them into one; add the head that 2-D and 3-D inputs lack."""
     rank = query.dim()
     tail = 3 if rank >= 4 else 2
@@ -273,7 +273,9 @@ def _selecting(mask: Tensor, who: str) -> Tensor:
     elif torch.compiler.is_compiling():
         return mask != 0
     if not ((mask == 0) | (mask == 1)).all():
-        raise MaskError(f"{who}: mask must be bool, or 0 and 1 alone. Got other values in {_name(mask.dtype)}; {remedy}")
+        raise MaskError(
+            f"{who}: mask must be bool, or 0 and 1 alone. Got other values in {_name(mask.dtype)}; {remedy}"
+        )
     return mask != 0
 
 
@@ -318,8 +320,7 @@ def _four(
     shape = x.shape
     if len(shape) > len(full) or any(a not in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False)):
         raise error(
-            f"{who}: {name} must broadcast to {full}, right-aligned. Got {tuple(shape)}; "
-            f"dimensions must be equal or 1."
+            f"{who}: {name} must broadcast to {full}, right-aligned. Got {tuple(shape)}; dimensions must be equal or 1."
         )
     x = x.reshape((1,) * (len(full) - len(shape)) + tuple(shape))
     if headless:

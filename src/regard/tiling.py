@@ -120,4 +120,3 @@ def _runs(states: list[int], edges: list[int], width: int) -> Iterator[Run]:
     for first, last, state in merged:
         for j in range(edges[first], edges[last], width):
             yield Run(j, min(j + width, edges[last]), state == FULL)
-

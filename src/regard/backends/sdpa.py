@@ -66,14 +66,18 @@ class Sdpa(Backend):
         if p.mask is not None:
             reasons += _about_mask(p)
         if torch.are_deterministic_algorithms_enabled() and p.query.is_cuda:
-            reasons.append("torch's CUDA kernels do not promise the same bits, and deterministic algorithms are asked for")
+            reasons.append(
+                "torch's CUDA kernels do not promise the same bits, and deterministic algorithms are asked for"
+            )
         if not p.query.is_cpu and (_forward_mode() or torch._C._are_functorch_transforms_active()):
             reasons.append("torch's kernels have no rules for forward mode and torch.func on this device")
         if reasons:
             return reasons
         call = p.notes["sdpa"] = _call(p)
         if not torch.compiler.is_compiling() and _kernel(call) not in _KERNELS:
-            reasons.append("torch would take its matrix path: no fused kernel of its does this, or they are switched off")
+            reasons.append(
+                "torch would take its matrix path: no fused kernel of its does this, or they are switched off"
+            )
         return reasons
 
     def detail(self, p: Problem) -> str:
@@ -117,9 +121,7 @@ def _watched(call: Call) -> bool:
     """Whether a derivative may be asked for, in any mode."""
     if _forward_mode() or torch._C._are_functorch_transforms_active():
         return True
-    return torch.is_grad_enabled() and (
-        call.query.requires_grad or call.key.requires_grad or call.value.requires_grad
-    )
+    return torch.is_grad_enabled() and (call.query.requires_grad or call.key.requires_grad or call.value.requires_grad)
 
 
 def _forward_mode() -> bool:
@@ -187,7 +189,11 @@ def _from_the_top(mask: Causal, n: int, m: int) -> bool:
 
 def _about_mask(p: Problem) -> list[str]:
     mask, reasons = p.mask, []
-    if mask is None or isinstance(mask, Everything) or (isinstance(mask, Causal) and _from_the_top(mask, p.rows, p.keys)):
+    if (
+        mask is None
+        or isinstance(mask, Everything)
+        or (isinstance(mask, Causal) and _from_the_top(mask, p.rows, p.keys))
+    ):
         return []
     if p.bias is not None:
         return ["torch takes one of mask and bias"]

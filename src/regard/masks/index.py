@@ -46,4 +46,4 @@ def spread(result: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def joint(*shapes: torch.Size) -> torch.Size:
     """Give the shape that the shapes broadcast to."""
-    return torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call, no-any-return]
+    return torch.broadcast_shapes(*shapes)  # type: ignore[no-any-return]

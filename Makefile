@@ -1,0 +1,68 @@
+# `make demo` and `make test` need only Python 3.11 or newer: they make .venv and install everything into it themselves.
+
+PYTHON ?= python3
+EXTRAS ?= dev,viz,docs
+WORKERS ?= 2
+EXAMPLE_SECONDS ?= 300
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+LIMIT := $(if $(shell command -v timeout 2>/dev/null),timeout $(EXAMPLE_SECONDS))
+
+# "yes" if the environment's Python runs and finds the package in this very directory; a moved one is made anew.
+FIND := import importlib.util as u, os; \
+	print("yes" * os.path.samefile(u.find_spec("regard").submodule_search_locations[0], "src/regard"))
+USABLE = $(shell $(PY) -c '$(FIND)' 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format lint types examples docs bench clean anew
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## show an attention pattern in the terminal
+	@$(PY) -m regard show
+
+test: $(STAMP) ## run the tests and the doctests
+	$(PY) -m pytest -n $(WORKERS) tests --doctest-modules src/regard --ignore=src/regard/kernels
+
+check: lint types examples docs ## run the linter, the type checker and the examples, and build the docs
+
+format: $(STAMP) ## rewrite the code in the one format
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+lint: $(STAMP)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+
+types: $(STAMP)
+	$(PY) -m mypy --strict src/regard
+
+examples: $(STAMP) ## run every example
+	@for file in $(sort $(wildcard examples/*.py)); do \
+		echo "$$file"; \
+		out=$$($(LIMIT) $(PY) $$file 2>&1) || { code=$$?; echo "$$out"; echo "$$file failed with $$code"; exit 1; }; \
+	done
+
+docs: $(STAMP) ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+bench: $(STAMP) ## run every benchmark
+	@for file in $(sort $(filter-out bench/_%,$(wildcard bench/*.py))); do \
+		echo "$$file"; $(PY) $$file || exit 1; \
+	done
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) site dist build .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt $(if $(filter-out help clean,$(or $(MAKECMDGOALS),help)),$(if $(USABLE),,anew))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regard needs Python 3.11 or newer; set PYTHON=")'
+	@echo "installing into $(VENV); the first time takes minutes"
+	$(if $(USABLE),,$(PYTHON) -m venv --clear $(VENV))
+	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+anew:

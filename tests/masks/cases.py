@@ -1,0 +1,139 @@
+"""The masks that every test of a mask goes over, each with numbers of rows and keys; a new mask is added here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.masks import (
+    Mask,
+    blocks,
+    causal,
+    dense,
+    documents,
+    everything,
+    global_tokens,
+    packed,
+    padding,
+    predicate,
+    prefix,
+    strided,
+    window,
+)
+
+__all__ = ["CASES", "Case", "written_out"]
+
+
+class Case(NamedTuple):
+    mask: Mask
+    n: int
+    m: int
+
+
+def slanted(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i + 2 * j + batch + 3 * head) % 3 != 0
+
+
+def random(*shape: int, seed: int = 0, share: float = 0.5) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+SIZES = [(7, 7), (5, 9), (9, 5), (1, 6), (0, 4), (4, 0)]
+
+ANY_SIZE: list[Mask] = [
+    everything(),
+    causal(),
+    causal(offset=2),
+    causal(offset=-3),
+    causal(offset=[-2, 0, 9]),
+    window(2),
+    window(0, 0),
+    window(1, right=2),
+    window(None, right=1),
+    window(2, right=None),
+    window(None, right=None),
+    window(2, right=1, offset=-4),
+    window(1, offset=torch.tensor([0, 3, -9])),
+    window(None, right=None, offset=torch.tensor([0, 3])),
+    padding([3, 0, 12]),
+    padding(torch.tensor([4])),
+    blocks(1),
+    blocks(3),
+    blocks(20),
+    prefix(0),
+    prefix(3),
+    prefix(torch.tensor([0, 2, 30])),
+    strided(1),
+    strided(3),
+    strided(20),
+    global_tokens([]),
+    global_tokens([0]),
+    global_tokens([2, 3, 2]),
+    global_tokens([4, 1, 99]),
+    dense(torch.tensor(True)),
+    predicate(slanted),
+    predicate(slanted).bind(2, 3),
+    ~causal(),
+    ~window(1, right=1),
+    ~padding([3, 0]),
+    ~everything(),
+    ~~blocks(2),
+    causal() & padding([3, 5]),
+    causal() | prefix(2),
+    causal() | prefix([1, 4]),
+    window(1, right=1) | global_tokens([0]),
+    window(2) & ~window(0),
+    (window(1) | strided(3)) & causal(),
+    blocks(2) | ~causal(offset=1),
+    prefix(1) | ~prefix(2),
+    prefix(1) | window(0, 0, offset=[0, 3]),
+    predicate(slanted).bind(2, 3) & padding([2, 4]) | blocks(2),
+]
+
+FIXED_SIZE = [
+    Case(padding(random(3, 7)), 4, 7),
+    Case(padding(random(7, seed=1)), 4, 7),
+    Case(padding([[1, 1, 0], [0, 1, 1], [0, 0, 0]]), 2, 3),
+    Case(padding(keep=torch.zeros(2, 0, dtype=torch.bool)), 2, 0),
+    Case(padding(keep=torch.zeros(0, dtype=torch.bool)), 2, 0),
+    Case(documents([5, 5, 3, 3, 3, 9]), 6, 6),
+    Case(documents([0, 1, 0, 2, 2, 1]), 6, 6),
+    Case(documents([[0, 0, 1, 1], [1, 0, 0, 0]]), 4, 4),
+    Case(documents([0, 4, 1, 1], [1, 1, 0, 0, 1, 7]), 4, 6),
+    Case(documents([[0, 1], [2, 2]], [0, 0, 2]), 2, 3),
+    Case(documents([0, 1], [[0, 0, 2], [1, 1, 1], [5, 6, 7]]), 2, 3),
+    Case(documents([0, 1], []), 2, 0),
+    Case(documents(torch.zeros(2, 0, dtype=torch.int32)), 0, 0),
+    Case(packed([2, 0, 3, 1]), 6, 6),
+    Case(packed([]), 0, 0),
+    Case(packed(torch.tensor([7])), 7, 7),
+    Case(dense(random(5, 7)), 5, 7),
+    Case(dense(random(3, 5, 7).int()), 5, 7),
+    Case(dense(random(2, 3, 5, 7)), 5, 7),
+    Case(dense(random(2, 1, 5, 7, share=0.9)), 5, 7),
+    Case(dense(random(2, 1, 1, 7)), 5, 7),
+    Case(dense(random(1, 2, 5, 1)), 5, 7),
+    Case(dense(random(6)), 3, 6),
+    Case(dense(random(0, 4)), 0, 4),
+    Case(dense(torch.ones(5, 7).tril().bool()), 5, 7),
+    Case(dense(random(2, 5, 7)).bind(2, 1, headless=True), 5, 7),
+    Case(dense(random(3, 5, 7)) & padding([2, 7]), 5, 7),
+    Case(causal() & documents([0, 0, 1, 1, 1]) | ~padding(random(2, 5)), 5, 5),
+    Case(causal() & random(5, 7), 5, 7),
+    Case(random(5, 7) | window(1), 5, 7),
+    Case(packed([3, 4]) & window(1, right=1) | global_tokens([6]), 7, 7),
+]
+
+CASES = [Case(mask, n, m) for mask in ANY_SIZE for n, m in SIZES] + FIXED_SIZE
+
+
+def written_out(case: Case) -> Tensor:
+    """The mask pair by pair: `allows` of two Python numbers at a time, as bool (B, H, n, m)."""
+    mask, n, m = case
+    grid = torch.zeros(*mask.lead, n, m, dtype=torch.bool)
+    for i in range(n):
+        for j in range(m):
+            grid[..., i, j] = mask.allows(i, j, n, m)
+    return grid

@@ -1,0 +1,124 @@
+"""Bad arguments get one error that names the factory, the rule, what came, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from regard.errors import ArgumentError, DtypeError, MaskError, RegardError
+from regard.masks import (
+    Mask,
+    blocks,
+    causal,
+    dense,
+    documents,
+    global_tokens,
+    packed,
+    padding,
+    predicate,
+    prefix,
+    strided,
+    window,
+)
+
+FLOATS = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: causal(offset=1.5), DtypeError, "causal: offset must be an integer; got 1.5"),
+        (lambda: causal(offset=torch.ones(2)), MaskError, "causal: offset must hold integers; got torch.float32"),
+        (lambda: causal(offset=torch.ones(2, 2).int()), MaskError, "causal: offset must be 0-D or 1-D"),
+        (lambda: causal(True), DtypeError, "causal: offset must be an integer; got True"),
+        (lambda: window(-1), ArgumentError, "window: left must be an integer of at least 0; got -1"),
+        (lambda: window(1, right=-2), ArgumentError, "window: right must be"),
+        (lambda: window("wide"), DtypeError, "window: left must be an integer of at least 0; got 'wide' (str)"),
+        (lambda: window(torch.tensor(3)), DtypeError, "window: left must be an integer of at least 0; got a tensor"),
+        (lambda: padding(FLOATS), MaskError, "padding: lengths are integers and keep is bool; got torch.float32"),
+        (lambda: padding(), ArgumentError, "padding: it takes one of lengths and keep; got 0"),
+        (lambda: padding([1], lengths=[1]), ArgumentError, "padding: it takes one of lengths and keep; got 2"),
+        (lambda: padding(3), MaskError, "padding: lengths have one entry a batch item; got one number"),
+        (lambda: padding([-1]), ArgumentError, "padding: lengths must be at least 0; got -1"),
+        (lambda: padding(torch.ones(1, 2, 3).bool()), MaskError, "padding: keep must be (batch, keys) or (keys,)"),
+        (lambda: padding("all"), DtypeError, "padding: lengths or keep must be a tensor"),
+        (lambda: documents(FLOATS), MaskError, "documents: query_ids must hold integers"),
+        (lambda: documents([[[1]]]), MaskError, "documents: query_ids must be 1-D or 2-D; got shape (1, 1, 1)"),
+        (lambda: documents([[1], [2]], [[1], [2], [3]]), MaskError, "documents: query_ids and key_ids must have"),
+        (lambda: packed([3, -1]), ArgumentError, "packed: lengths must be at least 0"),
+        (lambda: packed([[3]]), MaskError, "packed: lengths must be 1-D"),
+        (lambda: blocks(0), ArgumentError, "blocks: size must be an integer of at least 1; got 0"),
+        (lambda: prefix(-1), ArgumentError, "prefix: length must be an integer of at least 0; got -1"),
+        (lambda: prefix(None), DtypeError, "prefix: length must be an integer"),
+        (lambda: strided(0), ArgumentError, "strided: step must be an integer of at least 1; got 0"),
+        (lambda: global_tokens([3, -1]), ArgumentError, "global_tokens: indices must be at least 0; got -1"),
+        (lambda: global_tokens(3), MaskError, "global_tokens: indices must be 1-D"),
+        (lambda: dense(FLOATS), MaskError, "dense: the tensor must be bool"),
+        (lambda: dense(torch.ones(1, 1, 1, 2, 3).bool()), MaskError, "dense: the tensor must be (n, m), (heads, n, m)"),
+        (lambda: dense([[1], [1, 2]]), DtypeError, "dense: tensor must be a tensor or a list that makes one"),
+        (lambda: predicate(FLOATS > 0), DtypeError, "predicate: f must be a function f(batch, head, i, j); got Tensor"),
+        (lambda: padding([1, 2]) & padding([1, 2, 3]), MaskError, "&: masks go together if they have the same number"),
+        (lambda: dense(torch.ones(2, 3, 3) > 0) | dense(torch.ones(5, 3, 3) > 0), MaskError, "|: masks go together"),
+        (lambda: causal().picture(3, 3, width=0), ArgumentError, "picture: width must be at least 1; got 0"),
+        (lambda: padding([1, 2]).picture(3, 3, batch=2), ArgumentError, "picture: batch must be from 0 to 1; got 2"),
+        (lambda: causal() & FLOATS, MaskError, "bias= adds, mask= selects"),
+    ],
+)
+def test_a_bad_argument_gets_one_clear_error(make: Callable[[], Mask], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert isinstance(caught.value, RegardError)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mask", "n", "m", "reason"),
+    [
+        (documents([0] * 7), 8, 8, "documents: there are ids for 7 rows, and 8 rows"),
+        (documents([0] * 7), 7, 8, "documents: there are ids for 7 keys, and 8 keys"),
+        (packed([3, 4]), 8, 8, "packed: the lengths sum to 7; there are 8 rows"),
+        (packed([3, 4]), 7, 8, "packed: rows and keys are the same tokens; there are 7 rows and 8 keys"),
+        (dense(torch.ones(5, 6) > 0), 5, 7, "dense: the tensor has shape (5, 6); there are 5 rows and 7 keys"),
+        (padding([[1, 0]]), 2, 3, "padding: keep says of 2 keys whether they count; there are 3"),
+        (causal() & ~padding([[1, 0]]), 2, 3, "padding: keep"),
+        (causal() | packed([3]), 2, 3, "packed: rows"),
+    ],
+    ids=repr,
+)
+def test_a_mask_of_another_size_says_why_it_does_not_fit(mask: Mask, n: int, m: int, reason: str) -> None:
+    assert reason in str(mask.misfit(n, m))
+    for use in (mask.dense, mask.density, mask.picture):
+        with pytest.raises(MaskError, match=r"^(documents|packed|dense|padding): "):
+            use(n, m)
+
+
+def test_masks_of_any_size_fit() -> None:
+    assert (causal() & window(3) | padding([1, 2]) & ~blocks(3)).misfit(3, 9) is None
+
+
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (lambda b, h, i, j: True, "got bool. Use torch operations"),
+        (lambda b, h, i, j: i - j, "got torch.int64. End it with a comparison"),
+        (lambda b, h, i, j: torch.ones(7) > 0, "got shape (7,). Combine the indices"),
+    ],
+)
+def test_a_predicate_must_give_a_bool_for_each_pair(f: object, message: str) -> None:
+    with pytest.raises(MaskError) as caught:
+        predicate(f).dense(2, 3)
+    assert message in str(caught.value)
+
+
+def test_masks_compose_with_masks_and_tensors_only() -> None:
+    for other in (1, None, "causal"):
+        with pytest.raises(TypeError):
+            causal() & other
+        with pytest.raises(TypeError):
+            causal() | other
+        with pytest.raises(TypeError):
+            other & causal()
+        with pytest.raises(TypeError):
+            other | causal()
