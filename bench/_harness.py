@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,12 +25,13 @@ def machine() -> str:
     """The machine in one line."""
     name = platform.processor() or platform.machine()
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), name)
-    except OSError:
-        pass
+        listed = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
+        name = next((x.split(":", 1)[1].strip() for x in listed if x.startswith("Model name")), name)
+    except (OSError, subprocess.CalledProcessError):
+        name = platform.machine()
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{name} ({platform.machine()}), {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}; torch {torch.__version__}"
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"{name} ({platform.machine()}), {cores}{gpu}; torch {torch.__version__}"
 
 
 def side_by_side(calls: dict[str, Callable[[], object]], rounds: int = 7, inner: int = 1) -> dict[str, float]:

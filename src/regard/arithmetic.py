@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 def exact() -> AbstractContextManager[None]:
     """A context in which autocast casts nothing: the arithmetic of the softmax keeps its dtype."""
-    return torch._C._DisableAutocast()  # type: ignore[attr-defined,no-any-return]
+    return torch._C._DisableAutocast()
 
 
 def exactly(function: Callable[P, R]) -> Callable[P, R]:

@@ -36,9 +36,10 @@ class Result(NamedTuple):
     """What a backend gives back, in the caller's shape; the statistics are None where nobody observes."""
 
     output: Tensor  # (…, Hq, N, Dv)
-    lse: Tensor | None  # (…, Hq, N)
-    entropy: Tensor | None
-    max_logit: Tensor | None
+    lse: Tensor | None = None  # (…, Hq, N)
+    entropy: Tensor | None = None
+    max_logit: Tensor | None = None
+    spread: Tensor | None = None  # lse − max_logit, to all digits even where the logits are large
 
 
 def canonical(p: Problem) -> Canonical:
@@ -59,8 +60,8 @@ def canonical(p: Problem) -> Canonical:
         inner=batch // p.mask.lead[0] if p.mask is not None and p.mask.lead[0] > 1 else 1,
         period=batch,
     )
-    key, value = without_unseen(rule, p.key, p.value, bias, groups)
-    query, key, value = p.query.to(exact), key.to(exact), value.to(exact)
+    parts = without_unseen(rule, p.query, p.key, p.value, bias)
+    query, key, value = (x.to(exact) for x in parts)
     shared: tuple[Tensor, ...] = ()
     if p.score is not None:
         query, key, shared = p.score.prepare(query, key)
@@ -77,8 +78,7 @@ def canonical(p: Problem) -> Canonical:
 
 def finish(p: Problem, rows: Rows) -> Result:
     """Let the sink take its share of each row, and give the results the caller's shape and dtype."""
-    output, lse = rows.output.flatten(1, 2), rows.lse.flatten(1, 2)
-    entropy = rows.entropy.flatten(1, 2) if p.observed else None
+    output, lse, entropy, peak, spread = (x.flatten(1, 2) for x in rows)
     if p.sink is not None:
         sink = p.sink.to(lse.dtype)[:, None].expand_as(lse)
         seen = lse > -torch.inf
@@ -86,9 +86,10 @@ def finish(p: Problem, rows: Rows) -> Result:
         total = torch.logaddexp(alone, sink)
         left = torch.where(seen, alone - total, 0.0)  # log of what the sink leaves to the keys
         output = output * left.exp()[..., None]
-        entropy = None if entropy is None else left.exp() * (entropy - left)
+        entropy = left.exp() * (entropy - left)
         lse = torch.where(seen, total, sink)
+        spread = torch.where(seen, torch.logaddexp(spread, sink.detach() - peak), 0.0)
     output = p.shaped(output.to(p.dtype))
-    if entropy is None:
-        return Result(output, None, None, None)
-    return Result(output, p.shaped(lse), p.shaped(entropy), p.shaped(rows.max_logit.flatten(1, 2)))
+    if not p.observed:
+        return Result(output)
+    return Result(output, p.shaped(lse), p.shaped(entropy), p.shaped(peak), p.shaped(spread))

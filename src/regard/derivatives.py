@@ -20,7 +20,7 @@ from .formula import attend
 from .tile import BIAS, KEY, QUERY, ROW, SHARED, Kind, Tile
 from .tiling import Cut, strips
 
-__all__ = ["Map", "Mapped", "attention_map"]
+__all__ = ["Map", "Mapped", "applied", "attention_map", "pull_back"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -52,7 +52,7 @@ class Map:
         count = len(self.takes)
 
         def body(tile: Tile, *parts: Tensor) -> Tensors:
-            _, pull = torch.func.vjp(lambda *x: self.body(tile, *x), *parts[:count])
+            _, pull = pull_back(lambda *x: self.body(tile, *x), *parts[:count])
             return tuple(pull(tuple(parts[count:])))
 
         return Map(self.tiles, body, self.takes + self.gives, self.takes, tuple(range(count)))
@@ -66,9 +66,9 @@ class Map:
         count = len(self.takes)
 
         def body(tile: Tile, *parts: Tensor) -> Tensors:
-            results, pull = torch.func.vjp(lambda *x: self.body(tile, *x), *parts[:count])
+            results, pull = pull_back(lambda *x: self.body(tile, *x), *parts[:count])
             zeros = tuple(torch.zeros_like(r) for r in results)
-            _, push = torch.func.vjp(lambda *u: pull(u), *zeros)
+            _, push = pull_back(lambda *u: pull(u), *zeros)
             return tuple(push(tuple(parts[count:])))
 
         return Map(self.tiles, body, self.takes * 2, self.gives, self.like)
@@ -89,6 +89,17 @@ class Map:
         return [s if isinstance(s, tuple) else tuple(one[s]) for s in self.like]
 
 
+def applied(function: Any, *args: Any) -> Any:
+    """Apply an autograd function; torch leaves `apply` without a type."""
+    return function.apply(*args)
+
+
+def pull_back(function: Callable[..., Any], *args: Tensor) -> tuple[Any, Callable[..., Any]]:
+    """The value of a function, and its vector-Jacobian product."""
+    value, pull = torch.func.vjp(function, *args)[:2]
+    return value, pull
+
+
 class Mapped(torch.autograd.Function):
     """Apply a Map; every derivative is again a Map."""
 
@@ -104,13 +115,13 @@ class Mapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *Mapped.apply(ctx.plan.vjp(), *ctx.saved_tensors, *grads)
+        return None, *applied(Mapped, ctx.plan.vjp(), *ctx.saved_tensors, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensors:
         args = ctx.saved_tensors
         filled = (torch.zeros_like(x) if t is None else t for x, t in zip(args, tangents[1:], strict=True))
-        result: Tensors = Mapped.apply(ctx.plan.jvp(), *args, *filled)
+        result: Tensors = applied(Mapped, ctx.plan.jvp(), *args, *filled)
         return result
 
     @staticmethod
@@ -118,7 +129,7 @@ class Mapped(torch.autograd.Function):
         moved = tuple(x if d is None else x.movedim(d, 0) for x, d in zip(args, in_dims[1:], strict=True))
         front = tuple(None if d is None else 0 for d in in_dims[1:])
         over = plan.vmap(front, info.batch_size, plan.shapes(moved, front))
-        return Mapped.apply(over, *moved), (0,) * len(plan.gives)
+        return applied(Mapped, over, *moved), (0,) * len(plan.gives)
 
 
 def attention_map(x: Canonical, cut: Cut) -> Map:

@@ -1,4 +1,4 @@
-"""Keys and values that nobody may attend leave no trace, not even if they are NaN or inf."""
+"""What nobody may see leaves no trace, not even if it is NaN or inf: keys, values, and queries without a key."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch._C import _functorch
 
 from .formula import hidden
 from .rule import Rule
-from .tile import BIAS
+from .tile import BIAS, ROW
 from .tiling import Cut, strips
 
-__all__ = ["all_finite", "attended", "without_unseen"]
+__all__ = ["all_finite", "seen", "without_unseen"]
 
 
 @torch.no_grad()
@@ -25,35 +25,41 @@ def all_finite(*tensors: Tensor) -> bool:
     return math.isfinite(float(total))
 
 
-def without_unseen(rule: Rule, key: Tensor, value: Tensor, bias: Tensor | None, groups: int) -> tuple[Tensor, Tensor]:
-    """Zero the keys and values (L, K, M, …) that no query may attend, if a NaN or inf in them could reach something."""
-    if (rule.mask is None and bias is None) or all_finite(key, value):
-        return key, value
-    seen = attended(rule, key, bias, groups)[..., None]
-    return torch.where(seen, key, 0.0), torch.where(seen, value, 0.0)
+def without_unseen(
+    rule: Rule, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero what takes no part, if a NaN or inf in it could reach something: (L, H, N, D), (L, K, M, …)."""
+    if (rule.mask is None and bias is None) or all_finite(query, key, value):
+        return query, key, value
+    rows, keys = seen(rule, query, key, bias)
+    keys = keys[..., None]
+    return torch.where(rows[..., None], query, 0.0), torch.where(keys, key, 0.0), torch.where(keys, value, 0.0)
 
 
 @torch.no_grad()
-def attended(rule: Rule, key: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    """Which keys (L, K, M) some query may attend."""
+def seen(rule: Rule, query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which rows (L, H, N) may attend some key, and which keys (L, K, M) some row may attend."""
     batch, heads, m = key.shape[:3]
-    seen = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
+    groups = query.shape[1] // max(heads, 1)
+    rows = torch.zeros(batch, heads, groups, rule.n, dtype=torch.bool, device=key.device)
+    keys = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
         bias = (
             None if _functorch.is_batchedtensor(bias) else _inside(bias)
         )  # a batched bias hides differently each time
-    for strip in strips(rule, (batch, heads, groups), Cut()):
+    for strip in strips(rule, rows.shape, Cut()):
         for run in strip.runs:
             tile = strip.tile(run)
-            part = seen[strip.batch, strip.heads, run.start : run.stop]
-            shown = torch.ones((), dtype=torch.bool, device=seen.device)
-            if not run.full and (hide := hidden(rule, tile, groups, seen.device)) is not None:
+            row, col = ROW.part(rows, tile), keys[strip.batch, strip.heads, run.start : run.stop]
+            shown = torch.ones((), dtype=torch.bool, device=key.device)
+            if not run.full and (hide := hidden(rule, tile, groups, key.device)) is not None:
                 shown = ~hide
             if bias is not None:
                 shown = shown & (BIAS.part(bias, tile) != -torch.inf)
-            rows = tile.rows.stop - tile.rows.start
-            part |= shown.expand(*part.shape[:2], groups, rows, part.shape[2]).flatten(2, 3).any(2)
-    return seen
+            shown = shown.expand(*row.shape, col.shape[-1])  # (l, k, g, r, c)
+            row |= shown.any(-1)
+            col |= shown.flatten(2, 3).any(2)
+    return rows.flatten(1, 2), keys
 
 
 def _inside(x: Tensor) -> Tensor:

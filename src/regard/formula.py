@@ -10,12 +10,10 @@ from torch import Tensor
 from .dropout import keep
 from .masks import Mask, everything
 from .rule import Rule
-from .softmax import LOWEST
+from .softmax import lowest
 from .tile import Spots, Tile
 
-__all__ = ["FILL", "Rows", "attend", "bias_tile", "hidden", "kept", "logits", "mask_at", "products"]
-
-FILL = 2 * LOWEST  # the logit of a hidden pair in passes without derivatives: its exponential is exactly 0
+__all__ = ["Rows", "attend", "bias_tile", "hidden", "kept", "logits", "mask_at", "products"]
 
 
 class Rows(NamedTuple):
@@ -25,6 +23,7 @@ class Rows(NamedTuple):
     lse: Tensor  # (L, K, G, N)
     entropy: Tensor  # the same; empty where nobody observes
     max_logit: Tensor
+    spread: Tensor  # lse − max_logit, to all digits even where the logits are large
 
 
 def products(rule: Rule, query: Tensor, key: Tensor, shared: tuple[Tensor, ...]) -> Tensor:
@@ -33,7 +32,8 @@ def products(rule: Rule, query: Tensor, key: Tensor, shared: tuple[Tensor, ...])
         return rule.pair(query, key.unsqueeze(-3), *shared[: rule.paired])
     groups, rows = query.shape[-3:-1]
     flat = query.reshape(*query.shape[:-3], groups * rows, query.shape[-1])
-    return (flat @ key.mT).unflatten(-2, (groups, rows))
+    S: Tensor = (flat @ key.mT).unflatten(-2, (groups, rows))
+    return S
 
 
 def bias_tile(
@@ -49,7 +49,8 @@ def bias_tile(
     added = rule.bias.tile(tables, i, j, rule.n, rule.m)  # (H|1, r, c)
     if added.shape[0] == 1:
         return added[:, None]
-    return added[tile.heads.start * groups : tile.heads.stop * groups].unflatten(0, (-1, groups))
+    some: Tensor = added[tile.heads.start * groups : tile.heads.stop * groups].unflatten(0, (-1, groups))
+    return some
 
 
 def logits(
@@ -91,7 +92,8 @@ def kept(rule: Rule, tile: Tile, groups: int, device: torch.device) -> Tensor:
     i, j = tile.indices(device)
     items = torch.arange(tile.batch.start, tile.batch.stop, device=device) % rule.period
     heads = torch.arange(tile.heads.start * groups, tile.heads.stop * groups, device=device)
-    return keep(rule.dropout, rule.seed, items, heads, i, j).unflatten(1, (-1, groups))
+    survivors: Tensor = keep(rule.dropout, rule.seed, items, heads, i, j).unflatten(1, (-1, groups))
+    return survivors
 
 
 def attend(
@@ -103,22 +105,25 @@ def attend(
     hide = hidden(rule, tile, groups, S.device)
     if bias is not None:
         lost = -torch.inf == S
-        hide = lost if hide is None else hide | lost
+        hide = lost if hide is None else torch.logical_or(hide, lost)
     if hide is not None:
         S = torch.where(hide, 0.0, S)
     peak = _peak(S.detach(), hide)  # (l, k, g, r, 1)
-    X = S - peak.clamp(min=LOWEST) if hide is None else torch.where(hide, 0.0, S - peak.clamp(min=LOWEST))
+    level = peak.clamp(min=lowest(S.dtype))
+    X = S - level if hide is None else torch.where(hide, 0.0, S - level)
     E = X.exp() if hide is None else torch.where(hide, 0.0, X.exp())
     total = E.sum(-1, keepdim=True)  # (l, k, g, r, 1)
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     P = E / total
-    lse = torch.where(empty, -torch.inf, peak.clamp(min=LOWEST) + total.log()).squeeze(-1)
-    entropy = total.log().squeeze(-1) - (P * X).sum(-1)
+    spread = total.log()
+    lse = torch.where(empty, -torch.inf, level + spread).squeeze(-1)
+    spread = spread.squeeze(-1)
+    entropy = spread - (P * X).sum(-1)
     if rule.dropout:
         P = P * kept(rule, tile, groups, P.device) / (1 - rule.dropout)
     output = (P.flatten(-3, -2) @ value).unflatten(-2, P.shape[-3:-1])
-    return Rows(output, lse, entropy, peak.squeeze(-1))
+    return Rows(output, lse, entropy, peak.squeeze(-1), spread.detach())
 
 
 def _peak(S: Tensor, hide: Tensor | None) -> Tensor:

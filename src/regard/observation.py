@@ -49,7 +49,7 @@ class Observation:
         )
         if problem.query.is_inference():  # their changes cannot be traced: look at copies
             problem = replace(problem, query=problem.query.clone(), key=problem.key.clone())
-        self._problem, self._backend = problem, backend
+        self._problem, self._backend, self._found = problem, backend, result
         self._versions = [(t, _version(t)) for t in problem.tensors]
 
     def __repr__(self) -> str:
@@ -69,12 +69,12 @@ class Observation:
     @cached_property
     def received(self) -> Tensor:
         """Σ over queries of the weight each key receives, (…, Hq, M)."""
-        return self._backend.received(self._unchanged("received"), self.lse)
+        return self._backend.received(self._unchanged("received"), self._found)
 
     @cached_property
     def gradient_health(self) -> Tensor:
         """Σ p(1 − p), the trace of the softmax Jacobian: 0 where the softmax is saturated, (…, Hq, N)."""
-        return self._backend.health(self._unchanged("gradient_health"), self.lse)
+        return self._backend.health(self._unchanged("gradient_health"), self._found)
 
     def scores(self, rows: Index = None, cols: Index = None) -> Tensor:
         """The logits that entered the softmax, −inf where hidden: (…, Hq, rows, cols); differentiable."""
@@ -100,7 +100,7 @@ class Observation:
         p = self._unchanged("top")
         if not isinstance(k, int) or isinstance(k, bool) or not k >= 1:
             raise ArgumentError(f"top: k must be a whole number, at least 1. Got {k!r}.")
-        return self._backend.top(p, self.lse, k)
+        return self._backend.top(p, self._found, k)
 
     def map(self, height: int, width: int) -> Tensor:
         """The mean weight in each cell of a grid over N × M; row i is in cell ⌊i·height/N⌋: (…, Hq, height, width)."""
@@ -110,7 +110,7 @@ class Observation:
                 raise ArgumentError(
                     f"map: {name} must be a whole number from 1 to {limit}, so that no cell is empty. Got {size!r}."
                 )
-        return self._backend.pooled(p, self.lse, height, width)
+        return self._backend.pooled(p, self._found, height, width)
 
     def _unchanged(self, member: str) -> Problem:
         if any(_version(t) != version for t, version in self._versions):

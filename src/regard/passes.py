@@ -1,4 +1,4 @@
-"""What the weights say, from q, k and lse: passes over tiles that never hold N × M numbers."""
+"""What the weights say, from q, k and what is known of the rows: passes over tiles that never hold N × M numbers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from .arithmetic import exactly
-from .canonical import Canonical, canonical
-from .formula import FILL, hidden, logits
+from .canonical import Canonical, Result, canonical
+from .formula import hidden, logits
 from .problem import Problem
-from .scan import Room, masked_logits, weights
+from .scan import Look, Room, masked_logits, weights
 from .tile import BIAS, ROW, Spots
 from .tiling import Cut, strips
 
@@ -20,41 +20,41 @@ _SPLIT = 32  # keys that compete before the strongest of them compete for the to
 
 @torch.no_grad()
 @exactly
-def received(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
+def received(p: Problem, found: Result, cut: Cut) -> Tensor:
     """Σ over queries of the weight each key receives: (…, Hq, M)."""
-    x, safe = _looking(p, lse)
+    x, look = _looking(p, found)
     total = x.query.new_zeros(*x.query.shape[:3], x.rule.m)
     room = Room()
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
-            P = weights(x, tile, run, safe, room)  # (l, k, g, r, c)
+            P = weights(x, tile, run, look, room)  # (l, k, g, r, c)
             total[tile.batch, tile.heads, :, tile.cols] += P.sum(-2)
     return p.shaped(total.flatten(1, 2))
 
 
 @torch.no_grad()
 @exactly
-def health(p: Problem, lse: Tensor, cut: Cut) -> Tensor:
+def health(p: Problem, found: Result, cut: Cut) -> Tensor:
     """Σ p(1 − p) of each row: (…, Hq, N)."""
-    x, safe = _looking(p, lse)
-    total = torch.zeros_like(safe)
+    x, look = _looking(p, found)
+    total = torch.zeros_like(look.spread)
     room = Room()
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
-            P = weights(x, tile, run, safe, room)
+            P = weights(x, tile, run, look, room)
             ROW.part(total, tile).add_(torch.addcmul(P, P, P, value=-1, out=room.like("weights", P)).sum(-1))
     return p.shaped(total.flatten(1, 2))
 
 
 @torch.no_grad()
 @exactly
-def pooled(p: Problem, lse: Tensor, height: int, width: int, cut: Cut) -> Tensor:
+def pooled(p: Problem, found: Result, height: int, width: int, cut: Cut) -> Tensor:
     """The mean weight in each cell of a grid over N × M: (…, Hq, height, width)."""
-    x, safe = _looking(p, lse)
+    x, look = _looking(p, found)
     n, m = x.rule.n, x.rule.m
-    device = safe.device
+    device = look.peak.device
     down = torch.arange(n, device=device) * height // max(n, 1)  # the cell of each row
     across = torch.arange(m, device=device) * width // max(m, 1)
     total = x.query.new_zeros(*x.query.shape[:3], height, width)
@@ -62,7 +62,7 @@ def pooled(p: Problem, lse: Tensor, height: int, width: int, cut: Cut) -> Tensor
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
-            P = weights(x, tile, run, safe, room)  # (l, k, g, r, c)
+            P = weights(x, tile, run, look, room)  # (l, k, g, r, c)
             first, last = int(down[tile.rows.start]), int(down[tile.rows.stop - 1]) + 1
             rows = P.new_zeros(*P.shape[:3], last - first, P.shape[-1])
             rows.index_add_(3, down[tile.rows] - first, P)
@@ -96,12 +96,12 @@ def visible(p: Problem, cut: Cut) -> Tensor:
 
 @torch.no_grad()
 @exactly
-def top(p: Problem, lse: Tensor, k: int, cut: Cut) -> tuple[Tensor, Tensor]:
+def top(p: Problem, found: Result, k: int, cut: Cut) -> tuple[Tensor, Tensor]:
     """The k largest weights of each row and their keys, ties to the lowest index; −1 where fewer are visible."""
-    x, safe = _looking(p, lse)
+    x, look = _looking(p, found)
     shape = (*x.query.shape[:-1], k)
-    best = x.query.new_full(shape, FILL)
-    where = torch.full(shape, -1, dtype=torch.int64, device=safe.device)
+    best = x.query.new_full(shape, -torch.inf)
+    where = torch.full(shape, -1, dtype=torch.int64, device=look.peak.device)
     room = Room()
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
@@ -113,8 +113,8 @@ def top(p: Problem, lse: Tensor, k: int, cut: Cut) -> tuple[Tensor, Tensor]:
             index = torch.cat((where[rows], index + run.start), -1)
             order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]  # earlier runs have lower keys
             best[rows], where[rows] = values.gather(-1, order), index.gather(-1, order)
-    seen = best > FILL
-    share = torch.where(seen, (best - safe[..., None]).exp(), 0.0).to(p.dtype)
+    seen = best > -torch.inf
+    share = torch.where(seen, (best - look.peak[..., None] - look.spread[..., None]).exp(), 0.0).to(p.dtype)
     where = where.masked_fill(~seen, -1)
     return p.shaped(share.flatten(1, 2)), p.shaped(where.flatten(1, 2))
 
@@ -169,8 +169,10 @@ def _by_rank(S: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return S.gather(-1, order), index.expand(S.shape).gather(-1, order)
 
 
-def _looking(p: Problem, lse: Tensor) -> tuple[Canonical, Tensor]:
-    """The problem without its graph, and lse (L, K, G, N) with +inf in rows that see nothing."""
+def _looking(p: Problem, found: Result) -> tuple[Canonical, Look]:
+    """The problem without its graph, and what is known of its rows."""
     x = canonical(p)
-    rows = lse.detach().reshape(x.query.shape[:-1])
-    return x, rows.masked_fill(rows == -torch.inf, torch.inf)
+    shape = x.query.shape[:-1]
+    if found.max_logit is None or found.spread is None:
+        raise RuntimeError("a pass needs what the forward pass found")
+    return x, Look.at(found.max_logit.detach().reshape(shape), found.spread.detach().reshape(shape))

@@ -138,9 +138,8 @@ def pose(
 
 def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, Tensor]:
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        name, x = next(
-            (n, x) for n, x in zip(("query", "key", "value"), (query, key, value)) if not isinstance(x, Tensor)
-        )
+        named = {"query": query, "key": key, "value": value}
+        name, x = next((name, x) for name, x in named.items() if not isinstance(x, Tensor))
         raise DtypeError(f"{who}: {name} must be a torch.Tensor. Got {type(x).__name__}; convert it first.")
     device = query.device
     if key.device != device or value.device != device:

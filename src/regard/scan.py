@@ -1,18 +1,21 @@
-"""Tiles for passes without derivatives: logits in buffers that are used again, hidden pairs at a finite floor."""
+"""Tiles for passes without derivatives: logits in buffers that are used again, hidden pairs without a NaN."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .canonical import Canonical
-from .formula import FILL, bias_tile, hidden, products
+from .formula import bias_tile, hidden, products
 from .tile import BIAS, KEY, QUERY, ROW, Tile
 from .tiling import Run
 
-__all__ = ["Room", "masked_logits", "weights"]
+__all__ = ["Look", "Room", "below", "masked_logits", "weights"]
+
+_DEEP = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
 
 
 class Room:
@@ -37,12 +40,23 @@ class Room:
         batch, heads, groups, count, dim = rows.shape
         cols = keys.shape[2]
         S = self.take(name, (batch * heads, groups * count, cols), rows)
-        torch.bmm(rows.reshape(batch * heads, -1, dim), keys.reshape(batch * heads, cols, dim).mT, out=S)
+        torch.bmm(rows.reshape(batch * heads, groups * count, dim), keys.reshape(batch * heads, cols, dim).mT, out=S)
         return S.view(batch, heads, groups, count, cols)
 
 
+class Look(NamedTuple):
+    """What a pass needs of every row: its largest logit (+inf if it sees nothing), and lse above that."""
+
+    peak: Tensor  # (L, K, G, N)
+    spread: Tensor
+
+    @staticmethod
+    def at(peak: Tensor, spread: Tensor) -> Look:
+        return Look(peak.masked_fill(peak == -torch.inf, torch.inf), spread)
+
+
 def masked_logits(x: Canonical, tile: Tile, run: Run, room: Room) -> Tensor:
-    """The logits (l, k, g, r, c) of a tile, hidden pairs at FILL."""
+    """The logits (l, k, g, r, c) of a tile, hidden pairs at −inf."""
     rule = x.rule
     query, key = QUERY.part(x.query, tile), KEY.part(x.key, tile)
     S = room.product(query, key) if rule.pair is None else products(rule, query, key, x.shared)
@@ -53,10 +67,17 @@ def masked_logits(x: Canonical, tile: Tile, run: Run, room: Room) -> Tensor:
     if added is not None:
         S.add_(added)
     if not run.full and (hide := hidden(rule, tile, S.shape[2], S.device)) is not None:
-        S.masked_fill_(hide, FILL)
-    return S if x.bias is None else S.clamp_(min=FILL)
+        S.masked_fill_(hide, -torch.inf)
+    return S
 
 
-def weights(x: Canonical, tile: Tile, run: Run, safe: Tensor, room: Room) -> Tensor:
-    """The weights (l, k, g, r, c) of a tile from its rows' lse, in which an empty row has +inf."""
-    return masked_logits(x, tile, run, room).sub_(ROW.part(safe, tile)[..., None]).exp_()
+def below(x: Canonical, S: Tensor, peak: Tensor, run: Run) -> Tensor:
+    """Turn logits into distances below their row's largest, hidden pairs at a finite depth where exp is exactly 0."""
+    S.sub_(peak[..., None])
+    return S if run.full and x.bias is None else S.clamp_(min=_DEEP)
+
+
+def weights(x: Canonical, tile: Tile, run: Run, look: Look, room: Room) -> Tensor:
+    """The weights (l, k, g, r, c) of a tile."""
+    X = below(x, masked_logits(x, tile, run, room), ROW.part(look.peak, tile), run)
+    return X.sub_(ROW.part(look.spread, tile)[..., None]).exp_()

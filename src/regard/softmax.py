@@ -11,27 +11,24 @@ from torch import Tensor
 from regard.errors import ArgumentError, DtypeError, ShapeError
 
 __all__ = [
-    "LOWEST",
     "Finished",
     "Partial",
     "arithmetic_dtype",
     "finish",
     "jacobian",
+    "lowest",
     "merge",
     "online",
     "partial",
     "stable",
 ]
 
-LOWEST = -1e30
-"""Where a running maximum starts: finite, so that an empty block subtracts no infinity from another."""
-
 
 class Partial(NamedTuple):
     """The state of a softmax-weighted sum that has seen some of the keys."""
 
     max: Tensor
-    """(…, N) the largest logit so far, at least `LOWEST`."""
+    """(…, N) the largest logit so far, finite even if there was none."""
     denominator: Tensor
     """(…, N) Σ exp(logit − max)."""
     numerator: Tensor
@@ -79,6 +76,15 @@ def stable(x: Tensor, dim: int = -1) -> Tensor:
     return (exponentials / total.masked_fill(total == 0, 1.0)).to(x.dtype)
 
 
+def lowest(dtype: torch.dtype) -> float:
+    """Where a running maximum starts: finite, so that an empty block subtracts no infinity from another.
+
+    >>> lowest(torch.float32)
+    -3.4028234663852886e+38
+    """
+    return torch.finfo(dtype).min
+
+
 def partial(logits: Tensor, values: Tensor) -> Partial:
     """Summarise one block of keys, logits (…, N, m) and values (…, m, E), as the state of an online softmax.
 
@@ -95,9 +101,9 @@ def partial(logits: Tensor, values: Tensor) -> Partial:
     dtype = arithmetic_dtype(torch.promote_types(logits.dtype, values.dtype))
     logits, values = logits.to(dtype), values.to(dtype)
     if logits.shape[-1] == 0:
-        top = logits.new_full(logits.shape[:-1], LOWEST)
+        top = logits.new_full(logits.shape[:-1], lowest(dtype))
     else:
-        top = logits.detach().amax(-1).clamp(min=LOWEST)
+        top = logits.detach().amax(-1).clamp(min=lowest(dtype))
     exponentials = torch.exp(logits - top.unsqueeze(-1))
     return Partial(top, exponentials.sum(-1), exponentials @ values)
 

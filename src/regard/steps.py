@@ -52,8 +52,8 @@ def walk(p: Problem) -> Steps:
     if p.mask is not None:
         scaled = scaled.masked_fill(~p.mask.dense(p.rows, p.keys, p.device), -torch.inf)
     weights = stable(scaled)
-    stages = (p.shaped(x) for x in (scores, scaled, weights.to(p.dtype), (weights @ value).to(p.dtype)))
-    return Steps(*stages, scale=float(p.scale))
+    output = (weights @ value).to(p.dtype)
+    return Steps(p.shaped(scores), p.shaped(scaled), p.shaped(weights.to(p.dtype)), p.shaped(output), float(p.scale))
 
 
 def _stage(name: str, x: Tensor, fact: str) -> str:

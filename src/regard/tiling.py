@@ -79,8 +79,8 @@ def strips(rule: Rule, size: Sequence[int], cut: Cut, whole: bool = False) -> It
 def _groups(rule: Rule, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
     """Cut batch and heads so that a tile of each stays within the budget."""
     items = max(1, together // heads)
-    if rule.mask is not None and rule.mask.lead[0] > 1 and (rule.inner > 1 or rule.period != batch):
-        items = 1  # neighbours need not be neighbours in the mask
+    if rule.mask is not None and rule.mask.lead[0] > 1 and (rule.m > _BLOCK or rule.inner > 1 or rule.period != batch):
+        items = 1  # an item's runs must not follow its neighbours' mask, nor neighbours need be that in the mask
     for b in range(0, batch, items):
         for h in range(0, heads, min(together, heads)):
             yield slice(b, min(b + items, batch)), slice(h, min(h + min(together, heads), heads))

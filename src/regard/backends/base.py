@@ -19,7 +19,7 @@ class Backend(ABC):
     """One way to compute attention.
 
     `refuses` lists why it will not take a problem; `run` may rely on that list being empty. The late passes of an
-    Observation come from q, k and lse in linear memory on any device; a backend with kernels for them overrides.
+    Observation come from q, k and the rows' results in linear memory on any device; a backend with kernels for them overrides.
     """
 
     name: ClassVar[str]
@@ -41,17 +41,17 @@ class Backend(ABC):
     def cut(self) -> Cut:
         return Cut()
 
-    def received(self, p: Problem, lse: Tensor) -> Tensor:
-        return passes.received(p, lse, self.cut)
+    def received(self, p: Problem, found: Result) -> Tensor:
+        return passes.received(p, found, self.cut)
 
-    def pooled(self, p: Problem, lse: Tensor, height: int, width: int) -> Tensor:
-        return passes.pooled(p, lse, height, width, self.cut)
+    def pooled(self, p: Problem, found: Result, height: int, width: int) -> Tensor:
+        return passes.pooled(p, found, height, width, self.cut)
 
-    def top(self, p: Problem, lse: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        return passes.top(p, lse, k, self.cut)
+    def top(self, p: Problem, found: Result, k: int) -> tuple[Tensor, Tensor]:
+        return passes.top(p, found, k, self.cut)
 
-    def health(self, p: Problem, lse: Tensor) -> Tensor:
-        return passes.health(p, lse, self.cut)
+    def health(self, p: Problem, found: Result) -> Tensor:
+        return passes.health(p, found, self.cut)
 
     def visible(self, p: Problem) -> Tensor:
         return passes.visible(p, self.cut)

@@ -15,13 +15,13 @@ from torch._C import _functorch
 
 from ..arithmetic import exactly
 from ..canonical import Canonical, Result, canonical, finish
-from ..derivatives import Map, Mapped, attention_map
+from ..derivatives import Map, Mapped, applied, attention_map, pull_back
 from ..errors import ArgumentError
 from ..formula import Rows, bias_tile, kept, products
 from ..problem import Problem
 from ..rule import Rule
-from ..scan import Room, masked_logits
-from ..softmax import LOWEST, Partial, merge
+from ..scan import Look, Room, below, masked_logits
+from ..softmax import Partial, lowest, merge
 from ..tile import BIAS, KEY, QUERY, ROW, Tile
 from ..tiling import Cut, Strip, strips
 from .base import Backend
@@ -54,18 +54,18 @@ class Chunked(Backend):
     def refuses(self, p: Problem) -> list[str]:
         return []
 
-    @torch._disable_dynamo  # what torch.compiler.disable does, without importing the compiler
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable imports the compiler
     def run(self, p: Problem) -> Result:
         x = canonical(p)
         tensors = (x.query, x.key, x.value, x.bias, *x.shared)
-        return finish(p, Rows(*Attend.apply(x.rule, self.cut, p.observed, *tensors)))
+        return finish(p, Rows(*applied(Attend, x.rule, self.cut, p.observed, *tensors)))
 
     def __repr__(self) -> str:
         return f"regard.backends.Chunked(chunk_size={self.chunk_size})"
 
 
 class Attend(torch.autograd.Function):
-    """(query, key, value, bias, *shared) -> (output, lse, entropy, max logit)."""
+    """(query, key, value, bias, *shared) -> (output, lse, entropy, max logit, spread)."""
 
     @staticmethod
     def forward(rule: Rule, cut: Cut, observed: bool, *inputs: Any) -> tuple[Tensor, ...]:
@@ -74,9 +74,9 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.rule, ctx.cut, _ = inputs[:3]
-        ctx.mark_non_differentiable(output[3])
+        ctx.mark_non_differentiable(*output[3:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[3:], *output[:3])
+        ctx.save_for_backward(*inputs[3:], output[0], *output[2:])
         ctx.save_for_forward(*inputs[3:])
 
     @staticmethod
@@ -85,13 +85,13 @@ class Attend(torch.autograd.Function):
         given = (*ctx.saved_tensors, *cotangents[:3])
         if any(c is not None and _functorch.is_legacy_batchedtensor(c) for c in cotangents):
             return None, None, None, *_grads_batched(fixed, given)
-        return None, None, None, *AttendBackward.apply(*fixed, *given)
+        return None, None, None, *applied(AttendBackward, *fixed, *given)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         plan = attention_map(_canonical(ctx.rule, inputs), ctx.cut).jvp()
-        return *Mapped.apply(plan, *_present(inputs), *_filled(inputs, tangents[3:])), None
+        return *applied(Mapped, plan, *_present(inputs), *_filled(inputs, tangents[3:])), None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], rule: Rule, cut: Cut, observed: bool, *inputs: Any) -> Any:
@@ -106,37 +106,37 @@ class AttendBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(rule: Rule, cut: Cut, needs: tuple[bool, ...], *given: Any) -> tuple[Tensor | None, ...]:
-        inputs, found, cotangents = given[:-6], given[-6:-3], given[-3:]
+        inputs, found, cotangents = given[:-7], given[-7:-3], given[-3:]
         return backward(_canonical(rule, inputs), cut, needs, found, cotangents)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.rule, ctx.cut, ctx.needs = inputs[:3]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[3:-6], *inputs[-3:])
-        ctx.save_for_forward(*inputs[3:-6], *inputs[-3:])
+        ctx.save_for_backward(*inputs[3:-7], *inputs[-3:])
+        ctx.save_for_forward(*inputs[3:-7], *inputs[-3:])
 
     @staticmethod
     def backward(ctx: Any, *seconds: Tensor | None) -> tuple[Tensor | None, ...]:
         args, plan = AttendBackward._plan(ctx)
         inputs = ctx.saved_tensors[:-3]
-        found = iter(Mapped.apply(plan.vjp(), *args, *_filled(inputs, seconds)))
+        found = iter(applied(Mapped, plan.vjp(), *args, *_filled(inputs, seconds)))
         firsts = [None if x is None else next(found) for x in inputs]
         lasts = [None if g is None else f for f, g in zip(found, ctx.saved_tensors[-3:], strict=True)]
-        return None, None, None, *firsts, None, None, None, *lasts
+        return None, None, None, *firsts, None, None, None, None, *lasts
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         args, plan = AttendBackward._plan(ctx)
         inputs = ctx.saved_tensors[:-3]
-        moved = _filled((*inputs, *args[-3:]), (*tangents[3:-6], *tangents[-3:]))
-        found = iter(Mapped.apply(plan.jvp(), *args, *moved))
+        moved = _filled((*inputs, *args[-3:]), (*tangents[3:-7], *tangents[-3:]))
+        found = iter(applied(Mapped, plan.jvp(), *args, *moved))
         firsts = [None if x is None else next(found) for x in inputs]
         return tuple(f if need else None for f, need in zip(firsts, ctx.needs, strict=True))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], rule: Rule, cut: Cut, needs: tuple[bool, ...], *given: Any) -> Any:
-        return _batched(AttendBackward, info.batch_size, in_dims[3:], (rule, cut, needs), given, len(given) == 10)
+        return _batched(AttendBackward, info.batch_size, in_dims[3:], (rule, cut, needs), given, len(given) == 11)
 
     @staticmethod
     def _plan(ctx: Any) -> tuple[tuple[Tensor, ...], Map]:
@@ -166,16 +166,20 @@ def _filled(inputs: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) 
 def _batched(
     function: Any, size: int, in_dims: tuple[Any, ...], fixed: tuple[Any, ...], given: tuple[Any, ...], simple: bool
 ) -> tuple[Any, Any]:
-    """Apply a function over one more dimension: folded into the batch, or item by item if a bias or a score shares it."""
+    """Apply a function over one more dimension: folded into the batch, or item by item if a bias shares it."""
     if simple and given[3] is None:
         front = [x if x is None or d is None else x.movedim(d, 0) for x, d in zip(given, in_dims, strict=True)]
-        wide = [x.expand(size, *x.shape) if x is not None and d is None else x for x, d in zip(front, in_dims)]
+        wide = [
+            x.expand(size, *x.shape) if x is not None and d is None else x for x, d in zip(front, in_dims, strict=True)
+        ]
         batch = wide[0].shape[1]
-        folded = function.apply(*fixed, *(None if x is None else x.flatten(0, 1) for x in wide))
+        folded = applied(function, *fixed, *(None if x is None else x.flatten(0, 1) for x in wide))
         results = [None if r is None else r.unflatten(0, (size, batch)) for r in folded]
     else:
         items = [
-            function.apply(*fixed, *(x if d is None else x.select(d, v) for x, d in zip(given, in_dims, strict=True)))
+            applied(
+                function, *fixed, *(x if d is None else x.select(d, v) for x, d in zip(given, in_dims, strict=True))
+            )
             for v in range(size)
         ]
         results = [None if column[0] is None else torch.stack(column) for column in zip(*items, strict=True)]
@@ -184,13 +188,13 @@ def _batched(
 
 def _grads_batched(fixed: tuple[Any, ...], given: tuple[Any, ...]) -> list[Tensor | None]:
     """The backward pass under `torch.autograd.grad(…, is_grads_batched=True)`, which batches behind our back."""
-    level = torch._C._vmapmode_increment_nesting() - 1  # type: ignore[attr-defined]
-    torch._C._vmapmode_decrement_nesting()  # type: ignore[attr-defined]
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
     batched = [x is not None and _functorch.is_legacy_batchedtensor(x) for x in given]
     plain = tuple(torch._remove_batch_dim(x, level, 1, 0) if b else x for x, b in zip(given, batched, strict=True))
     size = next(x.shape[0] for x, b in zip(plain, batched, strict=True) if b)
     in_dims = tuple(0 if b else None for b in batched)
-    found, _ = _batched(AttendBackward, size, in_dims, fixed, plain, simple=len(given) == 10)
+    found, _ = _batched(AttendBackward, size, in_dims, fixed, plain, simple=len(given) == 11)
     return [None if g is None else torch._add_batch_dim(g, 0, level) for g in found]
 
 
@@ -200,7 +204,8 @@ def forward(x: Canonical, cut: Cut, observed: bool) -> tuple[Tensor, ...]:
     shape = x.query.shape[:-1]
     output = x.query.new_zeros(*shape, x.value.shape[-1])
     lse = x.query.new_full(shape, -torch.inf)
-    entropy, peak = x.query.new_zeros(shape), x.query.new_full(shape, -torch.inf)
+    peak = torch.full_like(lse, -torch.inf)
+    entropy, spread = torch.zeros_like(lse), torch.zeros_like(lse)
     room = Room()
     for strip in strips(x.rule, x.query.shape, cut):
         if not strip.runs:
@@ -212,11 +217,12 @@ def forward(x: Canonical, cut: Cut, observed: bool) -> tuple[Tensor, ...]:
         l = torch.where(empty, 1.0, l)  # noqa: E741
         scale = 1.0 / (l * (1 - x.rule.dropout)) if x.rule.dropout else 1.0 / l
         torch.mul(state.numerator, scale[..., None], out=QUERY.part(output, hull))
-        ROW.part(lse, hull).copy_((state.max + l.log()).masked_fill_(empty, -torch.inf))
+        above = torch.log(l, out=ROW.part(spread, hull))
+        ROW.part(lse, hull).copy_((state.max + above).masked_fill_(empty, -torch.inf))
         ROW.part(peak, hull).copy_(state.max.masked_fill(empty, -torch.inf))
         if e is not None:
-            ROW.part(entropy, hull).copy_((l.log() - e / l).masked_fill_(empty, 0.0))
-    return output, lse, entropy, peak
+            torch.sub(above, e / l, out=ROW.part(entropy, hull))
+    return output, lse, entropy, peak, spread
 
 
 def _fold(x: Canonical, strip: Strip, observed: bool, room: Room) -> tuple[Partial, Tensor | None]:
@@ -226,11 +232,11 @@ def _fold(x: Canonical, strip: Strip, observed: bool, room: Room) -> tuple[Parti
     for run in strip.runs:
         tile = strip.tile(run)
         S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)
-        m = S.amax(-1).clamp_(min=LOWEST)  # (l, k, g, r)
-        S.sub_(m[..., None])
-        P = torch.exp(S, out=room.like("weights", S))
+        m = S.amax(-1).clamp_(min=lowest(S.dtype))  # (l, k, g, r)
+        X = below(x, S, m, run)
+        P = torch.exp(X, out=room.like("weights", X))
         l = P.sum(-1)  # noqa: E741
-        e_run = S.mul_(P).sum(-1) if observed else None
+        e_run = X.mul_(P).sum(-1) if observed else None
         if x.rule.dropout:
             P.mul_(kept(x.rule, tile, S.shape[2], S.device))
         O = (P.flatten(2, 3) @ KEY.part(x.value, tile)).unflatten(2, P.shape[2:4])  # noqa: E741
@@ -248,7 +254,7 @@ def _fold(x: Canonical, strip: Strip, observed: bool, room: Room) -> tuple[Parti
 
 def _shifted(e: Tensor, old: Partial, new: Partial) -> Tensor:
     """e relative to a new max: exp(old − new)·(e + (old − new)·l)."""
-    down = old.max - new.max
+    down = (old.max - new.max).clamp_(min=-1e4)  # finite, and deep enough for exp to be 0
     return down.exp() * (e + down * old.denominator)
 
 
@@ -261,33 +267,33 @@ def backward(
     cotangents: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
     """Cotangents of (query, key, value, bias, *shared) where needed: dS = P ∘ (dP − δ + g_lse − g_H·(S − E[S]))."""
-    output, lse, entropy = found
+    output, entropy, peak, spread = found
     dO, g_lse, g_H = cotangents
     dO = torch.zeros_like(output) if dO is None else dO
     delta = -(dO * output).sum(-1) if g_lse is None else g_lse - (dO * output).sum(-1)  # (L, K, G, N)
-    safe = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(s − inf) = 0 in a row that sees nothing
-    mean = torch.where(lse == -torch.inf, 0.0, lse - entropy)  # E[S]
+    look = Look.at(peak, spread)
+    mean = spread - entropy  # E[S] above the largest logit
     inputs = (x.query, x.key, x.value, x.bias, *x.shared)
     grads = [_zeros(t, x.query.dtype) if need else None for t, need in zip(inputs, needs, strict=True)]
     room = Room()
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
-            S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)
-            P = torch.sub(S, ROW.part(safe, tile)[..., None], out=room.like("weights", S)).exp_()
+            X = below(x, masked_logits(x, tile, run, room), ROW.part(look.peak, tile), run)  # (l, k, g, r, c)
+            P = torch.sub(X, ROW.part(spread, tile)[..., None], out=room.like("weights", X)).exp_()
             dO_tile = _rows(QUERY.part(dO, tile))  # (l, k, g·r, E)
             dP = room.product(QUERY.part(dO, tile), KEY.part(x.value, tile), "slopes")
             Pd = P
             if x.rule.dropout:
-                keep = kept(x.rule, tile, S.shape[2], S.device) / (1 - x.rule.dropout)
+                keep = kept(x.rule, tile, X.shape[2], X.device) / (1 - x.rule.dropout)
                 dP.mul_(keep)
                 Pd = P * keep
             if grads[2] is not None:
                 KEY.part(grads[2], tile).add_(_rows(Pd).mT @ dO_tile)
             dS = dP.add_(ROW.part(delta, tile)[..., None]).mul_(P)
             if g_H is not None:
-                spread = S.sub_(ROW.part(mean, tile)[..., None]).mul_(P)
-                dS.sub_(spread.mul_(ROW.part(g_H, tile)[..., None]))
+                surprise = X.sub_(ROW.part(mean, tile)[..., None]).mul_(P)
+                dS.sub_(surprise.mul_(ROW.part(g_H, tile)[..., None]))
             _pull(x, tile, dS, grads, room)
     return tuple(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
 
@@ -302,7 +308,7 @@ def _pull(x: Canonical, tile: Tile, dS: Tensor, grads: list[Tensor | None], room
     tables = x.shared[rule.paired :]
     if rule.bias is not None and any(g is not None for g in grads[4 + rule.paired :]):
         skipped = x.shared[: rule.paired]
-        added, pull = torch.func.vjp(lambda *t: bias_tile(rule, tile, groups, None, (*skipped, *t)), *tables)
+        added, pull = pull_back(lambda *t: bias_tile(rule, tile, groups, None, (*skipped, *t)), *tables)
         _add(grads, 4 + rule.paired, pull(dS.sum_to_size(added.shape)))
     query, key = QUERY.part(x.query, tile), KEY.part(x.key, tile)
     if rule.softcap is not None:
@@ -310,7 +316,7 @@ def _pull(x: Canonical, tile: Tile, dS: Tensor, grads: list[Tensor | None], room
         dS = dS.mul_(1 - (raw / rule.softcap).tanh_().square_())
     if rule.pair is not None:
         paired = x.shared[: rule.paired]
-        _, pull = torch.func.vjp(lambda q, k, *w: products(rule, q, k, w), query, key, *paired)
+        _, pull = pull_back(lambda q, k, *w: products(rule, q, k, w), query, key, *paired)
         d_query, d_key, *d_shared = pull(dS)
         _add(grads, 4, d_shared)
     else:
@@ -330,7 +336,7 @@ def _add(grads: list[Tensor | None], first: int, found: Sequence[Tensor]) -> Non
 
 def _rows(x: Tensor) -> Tensor:
     """(l, k, g, r, …) as (l, k, g·r, …)."""
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
 def _zeros(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

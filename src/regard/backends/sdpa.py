@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..canonical import Canonical, Result
-from ..derivatives import Mapped, attention_map
+from ..derivatives import Mapped, applied, attention_map
 from ..finite import all_finite
 from ..masks import Mask
 from ..masks.causal import Causal
@@ -97,7 +97,7 @@ class Sdpa(Backend):
 def _result(p: Problem, output: Tensor) -> Result:
     if output.dtype != p.dtype:
         output = output.to(p.dtype)
-    return Result(p.shaped(output), None, None, None)
+    return Result(p.shaped(output))
 
 
 def _attend(call: Call) -> Tensor:
@@ -108,12 +108,12 @@ def _attend(call: Call) -> Tensor:
 def _with_derivatives(p: Problem, call: Call) -> Tensor:
     meaning = Meaning.of(p, call)
     if p.query.device.type != "cpu":
-        output: Tensor = FusedElsewhere.apply(meaning, call, *call[:3])
+        output: Tensor = applied(FusedElsewhere, meaning, call, *call[:3])
         return output
     mask = call.mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=call.query.dtype).masked_fill_(~mask, -torch.inf)
-    output, _ = FusedOnCpu.apply(meaning, mask, call.causal, *call[:3])
+    output, _ = applied(FusedOnCpu, meaning, mask, call.causal, *call[:3])
     return output
 
 
@@ -176,9 +176,9 @@ def _masked(mask: Mask, p: Problem) -> tuple[Tensor | None, bool]:
 
 @lru_cache(maxsize=32)
 def _laid(mask: Mask, n: int, m: int, device: torch.device) -> tuple[Tensor, bool]:
-    """A small mask in full, kept for the next call, and whether every key is seen by some row."""
+    """A small mask in full, kept for the next call, and whether every row sees and every key is seen."""
     allowed = mask.dense(n, m, device)
-    return allowed, bool(allowed.any(-2).all())
+    return allowed, bool(allowed.any(-2).all() & allowed.any(-1).all())
 
 
 def _from_the_top(mask: Causal, n: int, m: int) -> bool:
@@ -211,10 +211,10 @@ def _about_mask(p: Problem) -> list[str]:
 
 
 def _harmless(mask: Mask, p: Problem) -> bool:
-    """Whether nothing behind the mask can leak: no key is hidden from all, or all are finite."""
+    """Whether nothing behind the mask can leak: everything takes part, or all is finite."""
     if not isinstance(mask, Dense | Padding) and not mask.tensors and _laid(mask, p.rows, p.keys, p.device)[1]:
         return True
-    return all_finite(p.key, p.value)
+    return all_finite(p.query, p.key, p.value)
 
 
 def _about_bias(p: Problem) -> list[str]:
@@ -223,7 +223,7 @@ def _about_bias(p: Problem) -> list[str]:
     reasons = []
     if p.bias.requires_grad or _forward_mode() or torch._C._are_functorch_transforms_active():
         reasons.append("torch's kernels give the bias no gradient")
-    if torch.compiler.is_compiling() or not all_finite(p.key, p.value):
+    if torch.compiler.is_compiling() or not all_finite(p.query, p.key, p.value):
         reasons.append("a NaN or inf behind −inf in the bias would leak through torch's kernels")
     return reasons
 
@@ -266,7 +266,7 @@ class Meaning:
         args = (x.query, k, v, *(() if x.bias is None else (x.bias,)))
         stat = x.query.new_zeros(x.query.shape[:-1])
         dO = grad.unflatten(1, x.query.shape[1:3])
-        dq, dk, dv, *_ = Mapped.apply(attention_map(x, Cut()).vjp(), *args, dO, stat, stat)
+        dq, dk, dv, *_ = applied(Mapped, attention_map(x, Cut()).vjp(), *args, dO, stat, stat)
         return (dq * self.scale).flatten(1, 2), dk, dv
 
     def jvp(self, q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor | None, ...]) -> Tensor:
@@ -275,7 +275,7 @@ class Meaning:
         tq, tk, tv = (torch.zeros_like(a) if t is None else t for a, t in zip((q, k, v), tangents, strict=True))
         args = (x.query, k, v, *(() if x.bias is None else (x.bias,)))
         moved = ((tq * self.scale).unflatten(1, x.query.shape[1:3]), tk, tv, *map(torch.zeros_like, args[3:]))
-        output: Tensor = Mapped.apply(attention_map(x, Cut()).jvp(), *args, *moved)[0]
+        output: Tensor = applied(Mapped, attention_map(x, Cut()).jvp(), *args, *moved)[0]
         return output.flatten(1, 2)
 
     def _canonical(self, q: Tensor, k: Tensor, v: Tensor) -> Canonical:
@@ -324,14 +324,14 @@ class FusedOnCpu(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         """Item by item: the kernel knows one batch dimension, and a mask may follow it."""
         items = [
-            FusedOnCpu.apply(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
+            applied(FusedOnCpu, *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
         return tuple(torch.stack(column) for column in zip(*items, strict=True)), (0, 0)
 
 
 class FusedElsewhere(torch.autograd.Function):
-    """Torch's kernel of another device with its own backward, kept as a graph inside; double backward by the formula."""
+    """Torch's kernel of another device, its backward kept as a graph inside; double backward by the formula."""
 
     @staticmethod
     def forward(ctx: Any, meaning: Meaning, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

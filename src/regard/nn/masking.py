@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, final
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, MaskError
 from ..masks import Mask, dense, padding
-from ..masks.base import Span
+from ..masks.base import FULL, PARTIAL, Span
 from ..masks.index import Index, indices, spread
+from ..masks.tiles import whole_cover
 
 __all__ = ["Masking", "Sizes", "both", "masking", "ours"]
 
@@ -152,9 +153,25 @@ class _Opened(Mask):
         whole = exact and bool((nothing | (hi == own)).all())
         return Span(torch.where(nothing, own, lo), torch.full_like(hi, m), whole)
 
+    def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
+        own = m - self.extra
+        inner = int((cols[:-1] < own).sum())  # tiles that begin among the keys of `part`
+        found = whole_cover(rows, cols, FULL)
+        if inner:
+            found[:, :inner] = self.part.cover(rows, cols[: inner + 1].clamp(max=own), n, own)
+            if cols[inner] > own:
+                found[:, inner - 1].clamp_(min=PARTIAL)
+        return found
+
     @property
     def lead(self) -> tuple[int, int]:
         return self.part.lead
+
+    def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
+        return replace(self, part=self.part.bind(batch, heads, headless))
+
+    def restrict(self, batch: slice, heads: slice) -> Mask:
+        return replace(self, part=self.part.restrict(batch, heads))
 
     def misfit(self, n: int, m: int) -> str | None:
         return self.part.misfit(n, m - self.extra)

@@ -1,0 +1,40 @@
+"""Which word of the source does each word of a translation look at? The textbook's first picture of attention.
+
+Words are small vectors of meaning; nothing is trained. The weights show that the order of adjective and noun turns
+around, and the entropy shows where the alignment is unsure.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from regard.nn import ScaledDotProductAttention
+from regard.report.example import SOURCE, TARGET, known
+
+EXPECTED = {
+    "le": "the",
+    "chat": "cat",
+    "noir": "black",
+    "veut": "wants",
+    "souvent": "often",
+    "lait": "milk",
+    "froid": "cold",
+}
+
+
+def main() -> int:
+    source, target = known(SOURCE), known(TARGET)
+    _, weights = ScaledDotProductAttention()(target, source, source)
+    entropy = -(weights * weights.log()).sum(-1)
+    print(" " * 9 + "".join(f"{word:>7}" for word in SOURCE) + "   effective words")
+    for word, row, h in zip(TARGET, weights, entropy, strict=True):
+        print(f"{word:>9}" + "".join(f"{weight:7.2f}" for weight in row.tolist()) + f"   {h.exp().item():.1f}")
+    found = {word: SOURCE[j] for word, j in zip(TARGET, weights.argmax(-1).tolist(), strict=True)}
+    sure = all(found[word] == wanted for word, wanted in EXPECTED.items())
+    unsure = TARGET[int(entropy.argmax())]
+    print(f"each word looks at its translation: {sure}; the least sure is {unsure!r}, which has none")
+    return 0 if sure and unsure == "du" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

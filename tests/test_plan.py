@@ -1,0 +1,221 @@
+"""Which backend a call takes, and why: said without computing, and true."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import regard
+from regard.backends import KNOWN, Backend, Chunked
+from regard.canonical import Result
+from regard.errors import BackendError
+from regard.plan import Plan, choose
+from regard.problem import Problem, pose
+
+X = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(0))
+LONG = torch.randn(1, 1, 600, 8)
+
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # arguments, the backend taken, a word of sdpa's reason
+    "plain": ({}, "sdpa", ""),
+    "causal": ({"mask": regard.causal()}, "sdpa", ""),
+    "window": ({"mask": regard.window(3)}, "sdpa", ""),
+    "tensor": ({"mask": torch.ones(12, 12, dtype=torch.bool)}, "sdpa", ""),
+    "padding": ({"mask": regard.padding([5])}, "sdpa", ""),
+    "bias": ({"bias": torch.zeros(12, 12)}, "sdpa", ""),
+    "bias that learns": ({"bias": torch.zeros(12, 12, requires_grad=True)}, "chunked", "gradient"),
+    "mask and bias": ({"bias": torch.zeros(12, 12), "mask": regard.window(3)}, "chunked", "one of mask and bias"),
+    "alibi": ({"bias": regard.biases.alibi(torch.ones(2))}, "chunked", "matrix"),
+    "softcap": ({"softcap": 2.0}, "chunked", "softcap"),
+    "sink": ({"sink": torch.zeros(2)}, "chunked", "sink"),
+    "dropout": ({"dropout": 0.1}, "chunked", "dropout"),
+    "observed": ({"observe": True}, "chunked", "statistics"),
+    "cosine": ({"score": regard.scores.Cosine()}, "sdpa", ""),
+    "additive": ({"score": regard.scores.Additive(8, 8, 4)}, "chunked", "no dot product"),
+    "scale that learns": ({"scale": torch.ones(2, requires_grad=True)}, "sdpa", ""),
+}
+
+
+def asked(**arguments: Any) -> Problem:
+    observed = arguments.pop("observe", False)
+    return pose(X, X, X, observed=observed, **arguments)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_why_tells_the_backend_that_is_taken_and_the_reasons_of_the_others(case: str) -> None:
+    arguments, backend, reason = CASES[case]
+    plan = regard.why(X, X, X, **arguments)
+    assert isinstance(plan, Plan)
+    assert plan.backend == backend
+    assert set(plan.refusals) == set(KNOWN)
+    assert not plan.refusals[backend]
+    assert plan.refusals["triton"]
+    assert any(reason in said for said in plan.refusals["sdpa"]) == bool(reason)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reasons_are_those_that_choose_used(case: str) -> None:
+    arguments, backend, _ = CASES[case]
+    plan = regard.why(X, X, X, **arguments)
+    assert choose(asked(**arguments)).name == plan.backend == backend
+    for name, known in KNOWN.items():
+        reasons = known.refuses(asked(**arguments))
+        assert tuple(reasons) == plan.refusals[name]
+        if reasons:
+            with pytest.raises(BackendError) as caught:
+                choose(asked(**arguments), name)
+            assert all(reason in str(caught.value) for reason in reasons)
+        else:
+            assert choose(asked(**arguments), name) is known
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_text_has_one_arrow_and_every_reason(case: str) -> None:
+    arguments, backend, _ = CASES[case]
+    plan = regard.why(X, X, X, **arguments)
+    lines = str(plan).splitlines()
+    arrows = [line for line in lines if line.startswith("→")]
+    assert len(arrows) == 1
+    assert arrows[0].split()[1] == backend
+    for name in KNOWN:
+        assert sum(line.lstrip("→ ").startswith(name) for line in lines) == 1
+    for reasons in plan.refusals.values():
+        assert all(any(line.endswith(reason) for line in lines) for reason in reasons)
+    assert "reference" in str(plan)
+    assert "not the first choice" in str(plan)
+
+
+def test_the_text_of_sdpa_names_the_kernel() -> None:
+    assert "flash" in str(regard.why(X, X, X))
+
+
+def test_a_named_backend_that_refuses_has_no_arrow_but_reasons() -> None:
+    plan = regard.why(X, X, X, softcap=2.0, backend="sdpa")
+    assert plan.backend is None
+    assert "→" not in str(plan)
+    assert "softcap" in str(plan)
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked", "sdpa"])
+def test_a_named_backend_that_accepts_is_taken(name: str) -> None:
+    plan = regard.why(X, X, X, backend=name)
+    assert plan.backend == name
+    assert f"→ {name}" in str(plan)
+
+
+def test_an_unknown_backend_is_told_the_known_ones() -> None:
+    with pytest.raises(BackendError) as caught:
+        regard.why(X, X, X, backend="cudnn")
+    for name in ("auto", *KNOWN):
+        assert repr(name) in str(caught.value)
+
+
+def test_a_switched_off_kernel_is_a_reason() -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        plan = regard.why(X, X, X)
+    assert plan.backend == "chunked"
+    assert any("switched off" in reason for reason in plan.refusals["sdpa"])
+
+
+def test_a_mask_of_many_pairs_is_not_laid_out_for_torch() -> None:
+    assert regard.why(LONG, LONG, LONG, mask=regard.window(3)).backend == "chunked"
+    assert regard.why(LONG, LONG, LONG, mask=regard.causal()).backend == "sdpa"
+    assert regard.why(LONG, LONG, LONG, mask=regard.padding([500])).backend == "sdpa"
+
+
+class Mine(Backend):
+    name: ClassVar[str] = "mine"
+    about: ClassVar[str] = "a backend of a user"
+
+    def refuses(self, p: Problem) -> list[str]:
+        return ["it likes no sinks"] if p.sink is not None else []
+
+    def run(self, p: Problem) -> Result:
+        return Result(p.shaped(torch.full((*p.query.shape[:3], p.value.shape[-1]), 7.0)), None, None, None)
+
+
+def test_a_backend_object_of_a_user_runs_and_is_shown() -> None:
+    assert (regard.attention(X, X, X, backend=Mine()) == 7).all()
+    text = str(regard.why(X, X, X, backend=Mine()))
+    assert "→ mine" in text
+    assert text.count("→") == 1
+
+
+def test_a_backend_object_that_refuses_raises_and_why_shows_its_reasons() -> None:
+    with pytest.raises(BackendError, match="'mine' refuses: it likes no sinks"):
+        regard.attention(X, X, X, sink=torch.zeros(2), backend=Mine())
+    assert "it likes no sinks" in str(regard.why(X, X, X, sink=torch.zeros(2), backend=Mine()))
+
+
+def test_a_chunk_size_shows_in_the_repr_and_changes_no_result() -> None:
+    small = Chunked(chunk_size=5)
+    assert repr(small) == "regard.backends.Chunked(chunk_size=5)"
+    assert small.chunk_size == 5
+    assert eval(repr(small)).chunk_size == 5
+    expected = regard.attention(X, X, X, mask=regard.causal(), backend="reference")
+    torch.testing.assert_close(regard.attention(X, X, X, mask=regard.causal(), backend=small), expected)
+    assert "chunked" in repr(regard.observe(X, X, X, backend=small))
+
+
+def test_every_known_backend_has_a_name_and_says_what_it_is() -> None:
+    assert list(KNOWN) == ["sdpa", "triton", "chunked", "reference"]
+    for name, backend in KNOWN.items():
+        assert backend.name == name
+        assert backend.about
+        assert repr(backend).startswith("regard.backends.")
+
+
+# why computes nothing
+
+
+def test_why_leaves_torchs_generator_untouched() -> None:
+    state = torch.get_rng_state()
+    regard.why(X, X, X, dropout=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_why_asks_no_score_for_numbers() -> None:
+    class Counting(regard.scores.Balanced):
+        calls = 0
+
+        def prepare(self, query: torch.Tensor, key: torch.Tensor) -> regard.scores.Prepared:
+            type(self).calls += 1
+            return super().prepare(query, key)
+
+    regard.why(X, X, X, score=Counting())
+    assert Counting.calls == 0
+
+
+def test_why_leaves_a_temperature_that_waits_for_its_first_call_waiting() -> None:
+    score = regard.scores.Temperature()
+    regard.why(X, X, X, score=score)
+    assert score.temperature.isnan()
+
+
+def test_why_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("why computed something")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", never)
+    for backend in KNOWN.values():
+        monkeypatch.setattr(type(backend), "run", never)
+    for arguments, _, _ in CASES.values():
+        regard.why(X, X, X, **arguments)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunked", "sdpa"])
+def test_attention_runs_the_backend_that_why_tells(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    for known in KNOWN.values():
+        run = type(known).run
+        monkeypatch.setattr(type(known), "run", lambda self, p, run=run: ran.append(self.name) or run(self, p))
+    for arguments, _, _ in CASES.values():
+        if arguments.get("observe"):
+            continue
+        told = regard.why(X, X, X, backend=backend, **arguments).backend
+        if told is not None:
+            regard.attention(X, X, X, backend=backend, **arguments)
+            assert ran.pop() == told
+    assert not ran
