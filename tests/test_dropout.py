@@ -23,7 +23,9 @@ def all_kept(p: float, seed: int, items: int = 1, heads: int = 1, rows: int = 25
     return keep(p, seed, I(items), I(heads), I(rows), I(cols))
 
 
-def inputs(dtype: torch.dtype = torch.float64, heads: int = 4, kv_heads: int = 4, n: int = 11, m: int = 13) -> list[Tensor]:
+def inputs(
+    dtype: torch.dtype = torch.float64, heads: int = 4, kv_heads: int = 4, n: int = 11, m: int = 13
+) -> list[Tensor]:
     made = torch.Generator().manual_seed(0)
     shapes = (2, heads, n, 4), (2, kv_heads, m, 4), (2, kv_heads, m, 3)
     return [torch.randn(s, generator=made, dtype=dtype).requires_grad_() for s in shapes]

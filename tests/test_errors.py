@@ -333,7 +333,7 @@ def test_a_member_of_an_observation_says_what_it_cannot_show(case: str) -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "512", None])
 def test_a_chunk_is_a_whole_number_of_rows(size: object) -> None:
-    with pytest.raises(ArgumentError, match="^Chunked: chunk_size") as caught:
+    with pytest.raises(ArgumentError, match=r"^Chunked: chunk_size") as caught:
         regard.backends.Chunked(chunk_size=size)  # type: ignore[arg-type]
     assert repr(size) in str(caught.value)
 

@@ -19,7 +19,7 @@ from regard.scores import Additive, Balanced, Bilinear, Cosine, Gaussian, Scaled
 INF, NAN = math.inf, math.nan
 OURS = ("reference", "chunked")
 ours = pytest.mark.parametrize("backend", OURS)
-everyone = pytest.mark.parametrize("backend", (*OURS, "auto"))
+everyone = pytest.mark.parametrize("backend", [*OURS, "auto"])
 SRC = Path(__file__).resolve().parent.parent / "src"
 
 

@@ -87,7 +87,11 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "softcap": ((2, 4), {}, {"softcap": 1.5}),
     "scale a head": ((2, 4), {}, {"scale": torch.tensor([0.1, 0.5, 1.0, 3.0])}),
     "sink": ((2, 4), {}, {"sink": torch.tensor([-2.0, 0.0, 1.0, 5.0])}),
-    "sink and empty rows": ((1, 2), {"n": 17}, {"mask": regard.window(2, offset=-1), "sink": torch.tensor([0.5, -1.0])}),
+    "sink and empty rows": (
+        (1, 2),
+        {"n": 17},
+        {"mask": regard.window(2, offset=-1), "sink": torch.tensor([0.5, -1.0])},
+    ),
     "all together": (
         (2, 4),
         {"kv_heads": 2},
@@ -121,7 +125,11 @@ MEMBERS = (
 
 def members(seen: regard.Observation, truth: Truth) -> dict[str, tuple[Tensor, Tensor]]:
     named = {name: (getattr(seen, name), getattr(truth, name)) for name in MEMBERS[:8]}
-    rest = {"weights": (seen.weights(), truth.P), "scores": (seen.scores(), truth.S), "map": (seen.map(5, 7), truth.map(5, 7))}
+    rest = {
+        "weights": (seen.weights(), truth.P),
+        "scores": (seen.scores(), truth.S),
+        "map": (seen.map(5, 7), truth.map(5, 7)),
+    }
     return named | rest
 
 
@@ -237,7 +245,9 @@ def test_equal_weights_go_to_the_lowest_index(backend: str, m: int, k: int, leve
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mask", [regard.causal(), regard.strided(37), regard.prefix(3), regard.window(100, offset=900)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [regard.causal(), regard.strided(37), regard.prefix(3), regard.window(100, offset=900)], ids=str
+)
 def test_equal_weights_go_to_the_lowest_visible_index_over_many_keys(dtype: torch.dtype, mask: regard.Mask) -> None:
     query, key = (x.to(dtype) for x in few_levels(9, 1500, 2))
     check_top(regard.observe(query, key, key, scale=1.0, mask=mask), 8)
@@ -273,7 +283,9 @@ def test_the_map_is_the_mean_weight_of_each_cell(backend: str, height: int, widt
 def test_the_map_over_several_strips_and_runs_keeps_the_total() -> None:
     tensors = inputs(1, 2, n=650, m=1100)
     seen = regard.observe(*tensors, backend=regard.backends.Chunked(chunk_size=48))
-    torch.testing.assert_close(seen.map(7, 9), regard.observe(*tensors, backend="reference").map(7, 9), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        seen.map(7, 9), regard.observe(*tensors, backend="reference").map(7, 9), rtol=1e-4, atol=1e-7
+    )
     whole = seen.map(1, 1)
     torch.testing.assert_close(whole, torch.full_like(whole, 1 / 1100), rtol=1e-4, atol=0)
 
@@ -339,7 +351,14 @@ def test_weights_scores_lse_and_entropy_have_gradients(backend: str, with_sink: 
         q, k, v, b, *s = leaves
         seen = regard.observe(q, k, v, bias=b, sink=s[0] if s else None, mask=regard.causal(), backend=backend)
         scores = seen.scores(rows=[2])
-        return seen.weights(), seen.weights([1, 2], slice(1, 3)), scores[scores > -INF], seen.lse, seen.entropy, seen.output
+        return (
+            seen.weights(),
+            seen.weights([1, 2], slice(1, 3)),
+            scores[scores > -INF],
+            seen.lse,
+            seen.entropy,
+            seen.output,
+        )
 
     leaves = (query, key, value, bias, *(() if sink is None else (sink,)))
     assert torch.autograd.gradcheck(members_of, leaves)

@@ -71,6 +71,9 @@ def hidden(rule: Rule, tile: Tile | Spots, groups: int, device: torch.device) ->
     i, j = tile.indices(device)
     allowed = mask_at(rule, tile, groups).allows(i[:, None], j, rule.n, rule.m)
     if allowed.dim() == 4:
+        if allowed.shape[0] > 1 and rule.inner > 1:  # several flattened items share one item of the mask
+            items = torch.arange(tile.batch.start, tile.batch.stop, device=device) // rule.inner
+            allowed = allowed[items - items[0]]
         batch, heads = allowed.shape[:2]
         shape = (batch, 1, 1) if heads == 1 else (batch, heads // groups, groups)
         allowed = allowed.reshape(*shape, *allowed.shape[2:])
@@ -104,7 +107,7 @@ def attend(
     S = logits(rule, tile, query, key, bias, shared)  # (l, k, g, r, c)
     hide = hidden(rule, tile, groups, S.device)
     if bias is not None:
-        lost = -torch.inf == S
+        lost = torch.isneginf(S)
         hide = lost if hide is None else torch.logical_or(hide, lost)
     if hide is not None:
         S = torch.where(hide, 0.0, S)

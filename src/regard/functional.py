@@ -7,8 +7,9 @@ from torch import Tensor
 
 from .backends import Backend
 from .biases import Bias
-from .errors import ArgumentError, ShapeError
+from .errors import ArgumentError, DtypeError, ShapeError
 from .masks import Mask, causal
+from .masks.index import joint
 from .observation import Observation
 from .plan import Plan, choose, plan, run
 from .problem import Problem, pose
@@ -114,21 +115,20 @@ def why(
     >>> print(regard.why(x, x, x, softcap=30.0).backend)
     chunked
     """
-    with torch.random.fork_rng(devices=[]):
-        problem = pose(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            score=score,
-            scale=scale,
-            softcap=softcap,
-            sink=sink,
-            dropout=dropout,
-            observed=observe,
-            who="why",
-        )
+    problem = pose(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        score=score,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout=dropout,
+        observed=observe,
+        who="why",
+    )
     return plan(problem, backend)
 
 
@@ -148,6 +148,8 @@ def steps(
     tensor([[0.6698, 0.3302],
             [0.3302, 0.6698]])
     """
+    if isinstance(scale, Tensor):
+        raise ArgumentError(f"steps: scale must be a number. Got a tensor of shape {tuple(scale.shape)}; use observe.")
     return walk(pose(query, key, value, mask=mask, scale=scale, who="steps"))
 
 
@@ -174,7 +176,14 @@ def scaled_dot_product_attention(
         raise ArgumentError(
             f"{who}: attn_mask and is_causal exclude each other, as in torch. Combine them in one mask."
         )
-    query, key, value = _as_torch_broadcasts(query, key, value, enable_gqa, who)
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise DtypeError(f"{who}: attn_mask must be a tensor, bool or floating. Got {type(attn_mask).__name__}.")
+    if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
+        if enable_gqa and query.dim() == 3:  # torch reads (heads, length, dim) here
+            query, key, value = query[None], key[None], value[None]
+            again = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return again[0]
+        query, key, value = _as_torch_broadcasts(query, key, value, enable_gqa, who)
     selects = attn_mask is not None and attn_mask.dtype == torch.bool
     problem = pose(
         query,
@@ -185,6 +194,7 @@ def scaled_dot_product_attention(
         scale=scale,
         dropout=dropout_p,
         who=who,
+        names=("attn_mask", "attn_mask"),
     )
     return run(problem, choose(problem)).output
 
@@ -198,10 +208,10 @@ def _as_torch_broadcasts(
         return query, key, value
     try:
         if grouped and len(q) >= 2:
-            lead = torch.broadcast_shapes(q[:-1], k[:-1], v[:-1])
+            lead = joint(q[:-1], k[:-1], v[:-1])
             return tuple(x.expand(*lead, *x.shape[-3:]) for x in (query, key, value))  # type: ignore[return-value]
-        lead = torch.broadcast_shapes(q, k, v)
-    except RuntimeError:
+        lead = joint(q, k, v)
+    except ShapeError:
         raise ShapeError(
             f"{who}: the leading dimensions must broadcast (enable_gqa=True lets the heads differ). Got query "
             f"{tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}."

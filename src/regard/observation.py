@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from .problem import Problem
 __all__ = ["Observation"]
 
 Index = slice | Tensor | list[int] | None
+_LOOKED_AT = ("query", "key", "mask", "bias", "score", "scale", "sink")  # what late passes read
 
 
 class Observation:
@@ -39,16 +42,12 @@ class Observation:
     max_logit: Tensor
 
     def __init__(self, problem: Problem, backend: Backend, result: Result) -> None:
-        if result.lse is None or result.entropy is None or result.max_logit is None:
+        output, lse, entropy, max_logit, spread = result
+        if lse is None or entropy is None or max_logit is None or spread is None:
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
-        self.output, self.lse, self.entropy, self.max_logit = (
-            result.output,
-            result.lse,
-            result.entropy,
-            result.max_logit,
-        )
-        if problem.query.is_inference():  # their changes cannot be traced: look at copies
-            problem = replace(problem, query=problem.query.clone(), key=problem.key.clone())
+        self.output, self.lse, self.entropy, self.max_logit, self._spread = output, lse, entropy, max_logit, spread
+        if any(t.is_inference() for t in problem.tensors):  # their changes cannot be traced: look at copies
+            problem = replace(problem, **{name: _copy(getattr(problem, name)) for name in _LOOKED_AT})
         self._problem, self._backend, self._found = problem, backend, result
         self._versions = [(t, _version(t)) for t in problem.tensors]
 
@@ -79,18 +78,20 @@ class Observation:
     def scores(self, rows: Index = None, cols: Index = None) -> Tensor:
         """The logits that entered the softmax, −inf where hidden: (…, Hq, rows, cols); differentiable."""
         p = self._unchanged("scores")
-        return logits_at(p, _picked(rows, p.rows, "rows", p), _picked(cols, p.keys, "cols", p))
+        return logits_at(p, *self._chosen("scores", rows, cols))
 
     def weights(self, rows: Index = None, cols: Index = None) -> Tensor:
         """The exact weights before dropout, or the asked part of them: (…, Hq, rows, cols); differentiable."""
         p = self._unchanged("weights")
-        i = _picked(rows, p.rows, "rows", p)
-        S = logits_at(p, i, _picked(cols, p.keys, "cols", p))
-        seen = -torch.inf < S
-        lse = self.lse.index_select(-1, i)[..., None]
-        lse = torch.where(lse > -torch.inf, lse, 0.0)
-        P = torch.where(seen, (torch.where(seen, S, 0.0) - lse).exp(), 0.0)
-        return P.to(p.dtype)
+        i, j = self._chosen("weights", rows, cols)
+        S = logits_at(p, i, j)
+        shown = torch.gt(S, -torch.inf)
+        lse, peak, spread = (x.index_select(-1, i)[..., None] for x in (self.lse, self.max_logit, self._spread))
+        some = torch.gt(peak, -torch.inf)
+        lse, peak = torch.where(some, lse, 0.0), torch.where(some, peak, 0.0)
+        spread = spread + (lse - lse.detach())  # the value to all digits, with the derivative of lse
+        X = torch.where(shown, S - peak.detach() - spread, 0.0)
+        return torch.where(shown, X.exp(), 0.0).to(p.dtype)
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row and their keys, each (…, Hq, N, k); ties to the lowest index.
@@ -112,34 +113,48 @@ class Observation:
                 )
         return self._backend.pooled(p, self._found, height, width)
 
+    def _chosen(self, member: str, rows: Index, cols: Index) -> tuple[Tensor, Tensor]:
+        p = self._problem
+        i = _picked(rows, p.rows, member, "rows", p.device)
+        return i, _picked(cols, p.keys, member, "cols", p.device)
+
     def _unchanged(self, member: str) -> Problem:
-        if any(_version(t) != version for t, version in self._versions):
+        now = self._problem.tensors
+        same = len(now) == len(self._versions) and all(
+            t is then and _version(t) == version for t, (then, version) in zip(now, self._versions, strict=True)
+        )
+        if not same:
             raise ChangedError(
-                f"{member}: an input of observe was changed in place since; its weights are no longer there to see. "
+                f"{member}: an input of observe was changed since; its weights are no longer there to see. "
                 f"Ask for {member} before the change, or observe again."
             )
         return self._problem
+
+
+def _copy(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x)
 
 
 def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else int(x._version)
 
 
-def _picked(index: Index, length: int, name: str, p: Problem) -> Tensor:
+def _picked(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:
     """Rows or keys as a 1-D index."""
-    device = p.device
     if index is None or isinstance(index, slice):
         chosen = range(length)[index or slice(None)]
         return torch.arange(len(chosen), device=device) * chosen.step + chosen.start
-    if isinstance(index, list):
-        index = torch.tensor(index, dtype=torch.int64)
+    if isinstance(index, list) and all(type(i) in (int, bool) for i in index):
+        index = torch.tensor(index) if index else torch.empty(0, dtype=torch.int64)
     if not isinstance(index, Tensor) or index.dtype.is_floating_point or index.dtype.is_complex:
-        raise DtypeError(f"weights: {name} must be a slice, or whole numbers in one dimension. Got {index!r}.")
-    if index.dtype == torch.bool:
-        index = index.nonzero().squeeze(-1)
+        raise DtypeError(f"{member}: {name} must be a slice, or whole numbers in one dimension. Got {index!r}.")
     if index.dim() != 1:
-        raise ShapeError(f"weights: {name} must have one dimension. Got shape {tuple(index.shape)}.")
+        raise ShapeError(f"{member}: {name} must have one dimension. Got shape {tuple(index.shape)}.")
+    if index.dtype == torch.bool:
+        if len(index) != length:
+            raise ShapeError(f"{member}: {name} as a mask needs {length} entries. Got {len(index)}.")
+        index = index.nonzero().squeeze(-1)
     index = index.to(device=device, dtype=torch.int64)
     if index.numel() and not bool(((index >= -length) & (index < length)).all()):
-        raise ArgumentError(f"weights: {name} must be within {length}. Got {index.min()} to {index.max()}.")
+        raise ArgumentError(f"{member}: {name} must be within {length}. Got {index.min()} to {index.max()}.")
     return torch.where(index < 0, index + length, index)

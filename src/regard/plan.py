@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,9 +26,9 @@ class Plan:
     refusals: dict[str, tuple[str, ...]]
 
     def __str__(self) -> str:
-        width = max(map(len, KNOWN))
+        width = max(map(len, self.refusals))
         lines = []
-        for name in (*KNOWN, *(() if self.backend in KNOWN or self.backend is None else (self.backend,))):
+        for name in self.refusals:
             reasons = self.refusals.get(name, ())
             if name == self.backend:
                 lines.append(f"→ {name:<{width}}  {self.detail}")
@@ -56,6 +56,8 @@ def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
 
 def run(p: Problem, backend: Backend) -> Result:
     """Run a problem on a backend in the dtypes that the problem has, whatever autocast would make of them."""
+    if p.dropout:
+        p = replace(p, seed=int(torch.randint(2**62, (), dtype=torch.int64)))
     if torch.compiler.is_compiling() or not torch.is_autocast_enabled(p.device.type):
         return backend.run(p)
     with exact():

@@ -12,6 +12,7 @@ from torch import Tensor
 from .biases import Bias
 from .errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from .masks import Mask, dense
+from .masks.index import joint
 from .scores import Score
 from .softmax import arithmetic_dtype
 
@@ -34,7 +35,7 @@ class Problem:
     softcap: float | None
     sink: Tensor | None  # (Hq,)
     dropout: float
-    seed: int
+    seed: int  # drawn when the problem is run
     lead: tuple[int, ...]  # the dimensions of the results before (N, …)
     observed: bool
     who: str  # the public function, for messages
@@ -101,6 +102,7 @@ def pose(
     dropout: float = 0.0,
     observed: bool = False,
     who: str = "attention",
+    names: tuple[str, str] = ("mask", "bias"),
 ) -> Problem:
     """Check every argument and put the tensors into one layout."""
     query, key, value = _tensors(query, key, value, who)
@@ -116,9 +118,9 @@ def pose(
     full = (*lead, rows, keys)
     batch = query.shape[0]
     if mask is not None:
-        mask = _mask(mask, full, batch, first, heads, headless, query.device, who)
+        mask = _mask(mask, full, batch, first, heads, headless, query.device, who, names[0])
     if bias is not None:
-        bias = _bias(bias, full, batch, heads, headless, query.device, who)
+        bias = _bias(bias, full, batch, heads, headless, query.device, who, names[1])
     return Problem(
         query,
         key,
@@ -129,7 +131,8 @@ def pose(
         _scale(scale, heads, query, who),
         None if softcap is None else _softcap(softcap, who),
         None if sink is None else _sink(sink, heads, query, who),
-        *((0.0, 0) if dropout == 0.0 and type(dropout) is float else _dropout(dropout, who)),
+        _dropout(dropout, who),
+        0,
         lead,
         observed,
         who,
@@ -204,8 +207,8 @@ def _one_batch(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Ten
     rank = query.dim()
     tail = 3 if rank >= 4 else 2
     try:
-        lead = torch.broadcast_shapes(query.shape[:-tail], key.shape[:-tail], value.shape[:-tail])
-    except RuntimeError:
+        lead = joint(query.shape[:-tail], key.shape[:-tail], value.shape[:-tail])
+    except ShapeError:
         raise ShapeError(
             f"{who}: the leading dimensions of query, key and value must broadcast. Got {_got(query, key, value)}."
         ) from None
@@ -231,11 +234,12 @@ def _mask(
     headless: bool,
     device: torch.device,
     who: str,
+    name: str,
 ) -> Mask:
     n, m = full[-2:]
     if isinstance(mask, Tensor):
-        _same_device(mask, device, "mask", who)
-        mask = dense(_four(_selecting(mask, who), full, batch, headless, "mask", MaskError, who))
+        _same_device(mask, device, name, who)
+        mask = dense(_four(_selecting(mask, who), full, batch, headless, name, MaskError, who))
         first = batch
     elif not isinstance(mask, Mask):
         raise DtypeError(
@@ -243,6 +247,8 @@ def _mask(
             f"Got {type(mask).__name__}; regard.masks lists the masks."
         )
     mask = mask.bind(first, heads, headless)
+    if any(t.device != device for t in mask.tensors):
+        mask = mask.to(device)
     items, told = mask.lead
     if items not in (1, first) or told not in (1, heads):
         raise MaskError(
@@ -286,15 +292,16 @@ def _bias(
     headless: bool,
     device: torch.device,
     who: str,
+    name: str,
 ) -> Tensor | Bias:
     if isinstance(bias, Tensor):
-        _same_device(bias, device, "bias", who)
+        _same_device(bias, device, name, who)
         if not bias.dtype.is_floating_point:
             raise DtypeError(
-                f"{who}: bias must be floating: it is added to the logits. Got {_name(bias.dtype)}; "
+                f"{who}: {name} must be floating: it is added to the logits. Got {_name(bias.dtype)}; "
                 f"a tensor that selects goes to mask=."
             )
-        return _four(bias, full, batch, headless, "bias", ShapeError, who)
+        return _four(bias, full, batch, headless, name, ShapeError, who)
     if not isinstance(bias, Bias):
         raise DtypeError(f"{who}: bias must be a tensor or a regard.biases bias. Got {type(bias).__name__}.")
     for t in bias.tensors:
@@ -345,6 +352,12 @@ def _score(score: Score, query: Tensor, key: Tensor, scale: float | Tensor | Non
         )
     if (misfit := score.misfit(query.shape[-1], key.shape[-1], query.shape[1])) is not None:
         raise ShapeError(f"{who}: the score does not fit: {misfit}.")
+    for t in (*score.parameters(), *score.buffers()):
+        if t.device != query.device:
+            raise DeviceError(
+                f"{who}: the score must be on the query's device. Got {type(score).__name__} on {t.device}, query on "
+                f"{query.device}; move it with score.to(query.device)."
+            )
     return score
 
 
@@ -380,11 +393,10 @@ def _sink(sink: Tensor, heads: int, query: Tensor, who: str) -> Tensor:
     return sink.expand(heads)
 
 
-def _dropout(dropout: float, who: str) -> tuple[float, int]:
+def _dropout(dropout: float, who: str) -> float:
     if not _number(dropout) or not 0 <= dropout < 1:
         raise ArgumentError(f"{who}: dropout must be a probability, 0 ≤ p < 1. Got {dropout!r}.")
-    seed = int(torch.randint(2**62, (), dtype=torch.int64)) if dropout else 0
-    return float(dropout), seed
+    return float(dropout)
 
 
 def _same_device(x: Tensor, device: torch.device, name: str, who: str) -> None:

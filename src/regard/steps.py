@@ -50,7 +50,9 @@ def walk(p: Problem) -> Steps:
     scores = query @ key.mT
     scaled = scores * p.scale
     if p.mask is not None:
-        scaled = scaled.masked_fill(~p.mask.dense(p.rows, p.keys, p.device), -torch.inf)
+        allowed = p.mask.dense(p.rows, p.keys, p.device)
+        scaled = scaled.masked_fill(~allowed, -torch.inf)
+        value = torch.where(allowed.any(-2)[..., None], value, 0.0)  # what nobody sees is not averaged, even NaN
     weights = stable(scaled)
     output = (weights @ value).to(p.dtype)
     return Steps(p.shaped(scores), p.shaped(scaled), p.shaped(weights.to(p.dtype)), p.shaped(output), float(p.scale))
@@ -58,6 +60,8 @@ def walk(p: Problem) -> Steps:
 
 def _stage(name: str, x: Tensor, fact: str) -> str:
     head = f"{name} {tuple(x.shape)}: {fact}"
+    if not x.numel():
+        return head
     return head + "\n" + _matrix(x[(0,) * (x.dim() - 2)]) + ("" if x.dim() == 2 else "\n  (the first of them)")
 
 

@@ -19,7 +19,7 @@ class Backend(ABC):
     """One way to compute attention.
 
     `refuses` lists why it will not take a problem; `run` may rely on that list being empty. The late passes of an
-    Observation come from q, k and the rows' results in linear memory on any device; a backend with kernels for them overrides.
+    Observation come from q, k and what is known of the rows, on any device; a backend with kernels for them overrides.
     """
 
     name: ClassVar[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +19,7 @@ from ..masks import Mask
 from ..masks.causal import Causal
 from ..masks.dense import Dense
 from ..masks.everything import Everything
-from ..masks.padding import Padding
+from ..masks.padding import Keep, Padding
 from ..problem import Problem
 from ..rule import Rule
 from ..tiling import Cut
@@ -73,15 +73,14 @@ class Sdpa(Backend):
             reasons.append("torch's kernels have no rules for forward mode and torch.func on this device")
         if reasons:
             return reasons
-        call = p.notes["sdpa"] = _call(p)
-        if not torch.compiler.is_compiling() and _kernel(call) not in _KERNELS:
+        if not torch.compiler.is_compiling() and _kernel(_asked(p)) not in _KERNELS:
             reasons.append(
                 "torch would take its matrix path: no fused kernel of its does this, or they are switched off"
             )
         return reasons
 
     def detail(self, p: Problem) -> str:
-        return f"torch's {_KERNELS.get(_kernel(_call(p)), 'matrix')} kernel"
+        return f"torch's {_KERNELS.get(_kernel(_asked(p)), 'matrix')} kernel"
 
     def run(self, p: Problem) -> Result:
         call = p.notes.pop("sdpa", None)
@@ -122,6 +121,18 @@ def _watched(call: Call) -> bool:
     if _forward_mode() or torch._C._are_functorch_transforms_active():
         return True
     return torch.is_grad_enabled() and (call.query.requires_grad or call.key.requires_grad or call.value.requires_grad)
+
+
+def _asked(p: Problem) -> Call:
+    """The call for torch to judge: the real one, kept for the run, or one of its shapes where that takes computing."""
+    if p.plain_scale:
+        call = p.notes["sdpa"] = _call(p)
+        return call
+    width = p.query.shape[-1] if p.score is None else p.score.width(p.query.shape[-1], p.key.shape[-1])
+    float_like = torch.float64 if p.dtype == torch.float64 else torch.float32
+    query, key = (torch.empty(*x.shape[:-1], width, dtype=float_like, device=x.device) for x in (p.query, p.key))
+    value = torch.empty(p.value.shape, dtype=float_like, device=p.device)
+    return _call(replace(p, query=query, key=key, value=value, score=None, scale=1.0, notes={}))
 
 
 def _forward_mode() -> bool:
@@ -166,10 +177,10 @@ def _masked(mask: Mask, p: Problem) -> tuple[Tensor | None, bool]:
         return None, p.rows != 1 or p.keys != 1
     if isinstance(mask, Dense):
         return mask.allowed, False
-    if isinstance(mask, Padding):
+    if isinstance(mask, Padding | Keep):
         j = torch.arange(p.keys, device=p.device)
         return mask.allows(j[:1, None], j, p.rows, p.keys), False
-    if mask.tensors:
+    if not mask.constant:
         return mask.dense(p.rows, p.keys, p.device), False
     return _laid(mask, p.rows, p.keys, p.device)[0], False
 
@@ -200,10 +211,10 @@ def _about_mask(p: Problem) -> list[str]:
     if mask.lead[0] not in (1, p.query.shape[0]):
         reasons.append("the mask is shared by several leading dimensions")
     pairs = math.prod(mask.lead) * p.rows * p.keys
-    if not isinstance(mask, Dense | Padding) and pairs > _SMALL:
+    if not isinstance(mask, Dense | Padding | Keep) and pairs > _SMALL:
         reasons.append(f"torch would need the mask as {pairs:,} numbers")
     if torch.compiler.is_compiling():
-        if not isinstance(mask, Padding):
+        if not isinstance(mask, Padding | Keep):
             reasons.append("under torch.compile only padding is laid out")
     elif not reasons and not _harmless(mask, p):
         reasons.append("a NaN or inf behind the mask would leak through torch's kernels")
@@ -212,7 +223,7 @@ def _about_mask(p: Problem) -> list[str]:
 
 def _harmless(mask: Mask, p: Problem) -> bool:
     """Whether nothing behind the mask can leak: everything takes part, or all is finite."""
-    if not isinstance(mask, Dense | Padding) and not mask.tensors and _laid(mask, p.rows, p.keys, p.device)[1]:
+    if mask.constant and _laid(mask, p.rows, p.keys, p.device)[1]:
         return True
     return all_finite(p.query, p.key, p.value)
 

@@ -142,6 +142,11 @@ class Mask(ABC):
             found += [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Mask) else ()
         return tuple(found)
 
+    @property
+    def constant(self) -> bool:
+        """Whether the mask is the same at every call: it holds no tensor and asks no function of the user's."""
+        return not self.tensors
+
     def check(self, n: int, m: int) -> None:
         """Raise if the mask cannot serve `n` rows and `m` keys."""
         if reason := self.misfit(n, m):
@@ -225,6 +230,10 @@ class _Pair(Mask):
 
     def misfit(self, n: int, m: int) -> str | None:
         return self.left.misfit(n, m) or self.right.misfit(n, m)
+
+    @property
+    def constant(self) -> bool:
+        return self.left.constant and self.right.constant
 
     def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
         return self._with_parts(lambda part: part.bind(batch, heads, headless))
@@ -313,6 +322,10 @@ class Not(Mask):
 
     def misfit(self, n: int, m: int) -> str | None:
         return self.part.misfit(n, m)
+
+    @property
+    def constant(self) -> bool:
+        return self.part.constant
 
     def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
         return self._with_parts(lambda part: part.bind(batch, heads, headless))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from regard.errors import ShapeError
 
 __all__ = ["Index", "aligned", "indices", "joint", "per_item", "pick", "spread"]
 
@@ -44,6 +47,12 @@ def spread(result: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return result.expand(joint(result.shape, i.shape, j.shape))
 
 
-def joint(*shapes: torch.Size) -> torch.Size:
-    """Give the shape that the shapes broadcast to."""
-    return torch.broadcast_shapes(*shapes)  # type: ignore[no-any-return]
+def joint(*shapes: Sequence[int]) -> torch.Size:
+    """Give the shape that the shapes broadcast to; torch.broadcast_shapes would import half a second of algebra."""
+    result: list[int] = [1] * max(map(len, shapes), default=0)
+    for shape in shapes:
+        for at, size in enumerate(reversed(shape), 1):
+            if size != 1 and result[-at] not in (1, size):
+                raise ShapeError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast")
+            result[-at] = result[-at] if size == 1 else size
+    return torch.Size(result)

@@ -39,6 +39,10 @@ class Predicate(Mask):
         found = _checked(self.f(batch, head, i, j), (batch.shape[0], head.shape[1], *shape))
         return found[0, 0] if self.batch is None else found
 
+    @property
+    def constant(self) -> bool:
+        return False
+
     def span(self, i: Tensor, n: int, m: int) -> Span:
         lo, hi, _ = interval(i, m, 0, m)
         shape = i.shape if self.batch is None else (*self.lead, *i.shape)

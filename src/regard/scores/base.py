@@ -45,6 +45,10 @@ class Score(nn.Module, ABC):
         """Give the logits (…, N, M) of prepared queries (…, N, D′) and keys (…, M, D′)."""
         return query @ key.mT
 
+    def width(self, query_dim: int, key_dim: int) -> int:
+        """The dim of prepared queries and keys."""
+        return key_dim
+
     @property
     def cost(self) -> int:
         """How many numbers one pair holds in flight while `pair` runs."""

@@ -50,5 +50,8 @@ class Gaussian(Score):
             torch.cat([key, torch.ones_like(key_term), key_term], -1),
         )
 
+    def width(self, query_dim: int, key_dim: int) -> int:
+        return key_dim + 2
+
     def extra_repr(self) -> str:
         return f"bandwidth={self.init:g}, learnable={self.learnable}"
