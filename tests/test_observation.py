@@ -80,6 +80,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "grouped": ((2, 6), {"kv_heads": 2}, {"mask": regard.causal()}),
     "window": ((2, 2), {}, {"mask": regard.window(3, 1)}),
     "padding": ((2, 2), {}, {"mask": regard.padding([5, 17])}),
+    "five dimensions, padded": ((2, 3, 2), {}, {"mask": regard.padding([5, 17])}),
     "empty rows": ((1, 2), {"n": 17, "m": 13}, {"mask": regard.causal()}),
     "tensor mask": ((2, 2), {}, {"mask": torch.rand(2, 1, 13, 17, generator=torch.Generator().manual_seed(1)) > 0.7}),
     "bias": ((2, 4), {}, {"bias": torch.randn(4, 13, 17, generator=torch.Generator().manual_seed(2))}),
@@ -113,6 +114,8 @@ def case(name: str, backend: str, dtype: torch.dtype = torch.float32) -> tuple[r
     mask = arguments.get("mask")
     n, m = tensors[0].shape[-2], tensors[1].shape[-2]
     allowed = mask.dense(n, m) if isinstance(mask, regard.Mask) else mask
+    if len(lead) == 3 and isinstance(allowed, Tensor) and allowed.dim() == 4:
+        allowed = allowed.unsqueeze(1)  # a batch item is one of the first dimension
     truth = Truth(*tensors, allowed=allowed, **{k: v for k, v in arguments.items() if k != "mask"})
     return regard.observe(*tensors, backend=backend, **arguments), truth
 

@@ -78,6 +78,13 @@ def test_a_mask_with_a_batch_and_heads_walks_item_by_item() -> None:
     torch.testing.assert_close(walked.output, regard.attention(query, key, value, mask=mask))
 
 
+def test_a_mask_with_a_batch_walks_by_the_first_of_five_dimensions() -> None:
+    tensors = inputs(2, 3, 2)
+    found = regard.steps(*tensors, mask=regard.padding([1, 3])).weights
+    assert (found[0] > 0).sum(-1).eq(1).all()
+    assert (found[1] > 0).sum(-1).eq(3).all()
+
+
 def test_a_row_that_sees_nothing_is_zero_and_said_to_be() -> None:
     walked = regard.steps(*inputs(), mask=regard.causal(offset=-1))
     assert not walked.weights[0].any()

@@ -20,7 +20,7 @@ from regard.errors import ChangedError, DtypeError
 from regard.scores import Additive, Balanced, Bilinear, Cosine, Gaussian, Scaled, Temperature
 
 OURS = ("reference", "chunked")
-everyone = pytest.mark.parametrize("backend", (*OURS, "auto"))
+everyone = pytest.mark.parametrize("backend", [*OURS, "auto"])
 ours = pytest.mark.parametrize("backend", OURS)
 
 
@@ -442,8 +442,19 @@ def test_the_loss_may_use_statistics_only(backend: str) -> None:
 @everyone
 @pytest.mark.parametrize(
     ("q", "k"),
-    [((), ()), ((3,), (3,)), ((3,), (1,)), ((1,), (3,)), ((2, 4), (1, 4)), ((1, 4), (2, 4)), ((2, 3, 4), (2, 3, 4))]
-    + [((2, 3, 4), (1, 3, 2)), ((2, 1, 4), (1, 3, 4)), ((2, 1, 3, 4), (2, 2, 1, 2)), ((2, 4), (1, 1))],
+    [
+        ((), ()),
+        ((3,), (3,)),
+        ((3,), (1,)),
+        ((1,), (3,)),
+        ((2, 4), (1, 4)),
+        ((1, 4), (2, 4)),
+        ((2, 4), (1, 1)),
+        ((2, 3, 4), (2, 3, 4)),
+        ((2, 3, 4), (1, 3, 2)),
+        ((2, 1, 4), (1, 3, 4)),
+        ((2, 1, 3, 4), (2, 2, 1, 2)),
+    ],
     ids=str,
 )
 def test_leading_dimensions_broadcast_with_their_gradients(

@@ -125,7 +125,7 @@ class Observation:
         )
         if not same:
             raise ChangedError(
-                f"{member}: an input of observe was changed since; its weights are no longer there to see. "
+                f"{member}: an input of observe was changed in place, or replaced, since; its weights are no longer there to see. "
                 f"Ask for {member} before the change, or observe again."
             )
         return self._problem
