@@ -356,6 +356,15 @@ def test_an_error_comes_before_a_predicate_is_asked() -> None:
     assert not asked
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_tensors_that_are_not_dense_are_refused(place: int) -> None:
+    for other in (QKV[place].to_sparse(), torch.nested.nested_tensor(list(QKV[place]))):
+        tensors = [*QKV[:place], other, *QKV[place + 1 :]]
+        with pytest.raises(RegardError, match=r"^attention: "):
+            regard.attention(*tensors)
+
+
 def test_a_call_that_fails_leaves_no_gradient_and_no_change() -> None:
     tensors = [t.clone().requires_grad_() for t in QKV]
     with pytest.raises(ShapeError):

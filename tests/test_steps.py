@@ -117,6 +117,16 @@ def test_half_precision_is_walked_in_float32_and_given_back_as_it_came() -> None
     assert walked.weights.dtype == walked.output.dtype == torch.float16
 
 
+def test_autocast_leaves_the_scores_in_float32() -> None:
+    tensors = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        walked = regard.steps(*tensors)
+    assert walked.scores.dtype == walked.scaled.dtype == torch.float32
+    assert walked.weights.dtype == walked.output.dtype == torch.bfloat16
+    expected = regard.steps(*(x.bfloat16().float() for x in tensors))
+    torch.testing.assert_close(walked.scores, expected.scores)
+
+
 LOGITS = torch.tensor([[20.0, 22.0, 18.0, 21.0]])
 
 

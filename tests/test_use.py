@@ -557,6 +557,14 @@ def test_a_bias_may_have_any_floating_dtype_and_gets_its_gradient_in_it(backend:
     assert bias.grad.any()
 
 
+@pytest.mark.parametrize("mask", [None, regard.causal()], ids=str)
+def test_shapes_can_be_asked_on_the_meta_device(mask: regard.Mask | None) -> None:
+    query, key, value = (x.to("meta") for x in inputs(n=11))
+    found = regard.attention(query, key, value, mask=mask)
+    assert found.device.type == "meta"
+    assert found.shape == query.shape
+
+
 # masks, scores and modules that travel
 
 TRAVELLING = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -47,7 +46,7 @@ class Observation:
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
         self.output, self.lse, self.entropy, self.max_logit, self._spread = output, lse, entropy, max_logit, spread
         if any(t.is_inference() for t in problem.tensors):  # their changes cannot be traced: look at copies
-            problem = replace(problem, **{name: _copy(getattr(problem, name)) for name in _LOOKED_AT})
+            problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _LOOKED_AT})
         self._problem, self._backend, self._found = problem, backend, result
         self._versions = [(t, _version(t)) for t in problem.tensors]
 
@@ -125,8 +124,8 @@ class Observation:
         )
         if not same:
             raise ChangedError(
-                f"{member}: an input of observe was changed in place, or replaced, since; its weights are no longer there to see. "
-                f"Ask for {member} before the change, or observe again."
+                f"{member}: an input of observe was changed in place, or replaced, since; its weights are no longer "
+                f"there to see. Ask for {member} before the change, or observe again."
             )
         return self._problem
 

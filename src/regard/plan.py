@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +10,7 @@ from .arithmetic import exact
 from .backends import KNOWN, Backend
 from .canonical import Result
 from .errors import BackendError
-from .problem import Problem
+from .problem import Problem, autocasts
 
 __all__ = ["Plan", "choose", "plan", "run"]
 
@@ -57,11 +57,11 @@ def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
 def run(p: Problem, backend: Backend) -> Result:
     """Run a problem on a backend in the dtypes that the problem has, whatever autocast would make of them."""
     if p.dropout:
-        p = replace(p, seed=int(torch.randint(2**62, (), dtype=torch.int64)))
-    if torch.compiler.is_compiling() or not torch.is_autocast_enabled(p.device.type):
-        return backend.run(p)
-    with exact():
-        return backend.run(p)
+        p = p._replace(seed=int(torch.randint(2**62, (), dtype=torch.int64)))
+    if torch._C._is_any_autocast_enabled() and autocasts(p.query.device) and not torch.compiler.is_compiling():
+        with exact():
+            return backend.run(p)
+    return backend.run(p)
 
 
 def plan(p: Problem, backend: str | Backend = "auto") -> Plan:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from .masks.index import joint
 from .scores import Score
 from .softmax import arithmetic_dtype
 
-__all__ = ["Problem", "pose"]
+__all__ = ["Problem", "autocasts", "pose"]
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class Problem(NamedTuple):
     """One call of attention, validated and in one layout: 4-D tensors, one batch dimension."""
 
     query: Tensor  # (B, Hq, N, D)
@@ -39,7 +38,7 @@ class Problem:
     lead: tuple[int, ...]  # the dimensions of the results before (N, …)
     observed: bool
     who: str  # the public function, for messages
-    notes: dict[str, object] = field(default_factory=dict)  # what a backend found when it was asked, for its run
+    notes: dict[str, object]  # what a backend found when it was asked, for its run
 
     @property
     def rows(self) -> int:
@@ -85,7 +84,7 @@ class Problem:
 
     def shaped(self, x: Tensor) -> Tensor:
         """View a result (B, Hq, …) in the dimensions that the caller gave."""
-        return x if self.lead == x.shape[:2] else x.reshape(self.lead + x.shape[2:])
+        return x if len(self.lead) == 2 else x.reshape(self.lead + x.shape[2:])
 
 
 def pose(
@@ -113,10 +112,9 @@ def pose(
     else:
         query, key, value, lead = _one_batch(query, key, value, who)
         first = lead[0] if lead else 1
+    batch, heads, rows, _ = query.shape
     headless = len(lead) < 2
-    heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
-    full = (*lead, rows, keys)
-    batch = query.shape[0]
+    full = (*lead, rows, key.shape[2])
     if mask is not None:
         mask = _mask(mask, full, batch, first, heads, headless, query.device, who, names[0])
     if bias is not None:
@@ -131,11 +129,12 @@ def pose(
         _scale(scale, heads, query, who),
         None if softcap is None else _softcap(softcap, who),
         None if sink is None else _sink(sink, heads, query, who),
-        _dropout(dropout, who),
+        0.0 if type(dropout) is float and dropout == 0.0 else _dropout(dropout, who),
         0,
         lead,
         observed,
         who,
+        {},
     )
 
 
@@ -144,13 +143,18 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tenso
         named = {"query": query, "key": key, "value": value}
         name, x = next((name, x) for name, x in named.items() if not isinstance(x, Tensor))
         raise DtypeError(f"{who}: {name} must be a torch.Tensor. Got {type(x).__name__}; convert it first.")
+    if query.layout != torch.strided or key.layout != torch.strided or value.layout != torch.strided or query.is_nested:
+        raise DtypeError(
+            f"{who}: query, key and value must be dense tensors. Got layouts {query.layout}, {key.layout}, "
+            f"{value.layout}; convert with .to_dense(), or pack sequences and pass mask=regard.packed(lengths)."
+        )
     device = query.device
     if key.device != device or value.device != device:
         raise DeviceError(
             f"{who}: query, key and value must be on one device. Got query on {device}, key on {key.device}, "
             f"value on {value.device}; move them with .to(device)."
         )
-    if torch.is_autocast_enabled(device.type):
+    if torch._C._is_any_autocast_enabled() and autocasts(device):
         query, key, value = (_autocast(x, device.type) for x in (query, key, value))
     dtype = query.dtype
     if dtype not in _FLOATS:
@@ -166,6 +170,12 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tenso
     return query, key, value
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether torch.autocast is on for a device."""
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def _autocast(x: Tensor, kind: str) -> Tensor:
     wanted = x.dtype.is_floating_point and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if wanted else x
@@ -173,6 +183,8 @@ def _autocast(x: Tensor, kind: str) -> Tensor:
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor, score: Score | None, who: str) -> None:
     q, k, v = query.shape, key.shape, value.shape
+    if q == k == v and len(q) > 1:
+        return
     if not len(q) == len(k) == len(v) or len(q) < 2:
         raise ShapeError(
             f"{who}: query, key and value must have the same rank, at least 2: (…, heads, length, dim), "
@@ -408,7 +420,7 @@ def _same_device(x: Tensor, device: torch.device, name: str, who: str) -> None:
 
 
 def _number(x: object) -> bool:
-    return isinstance(x, Real | Integral) and not isinstance(x, bool)
+    return type(x) in (float, int) or (isinstance(x, Real | Integral) and not isinstance(x, bool))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .arithmetic import exactly
 from .problem import Problem
 from .softmax import stable
 
@@ -41,6 +42,7 @@ class Steps:
         return bool((self.scaled == -torch.inf).any())
 
 
+@exactly
 def walk(p: Problem) -> Steps:
     """Take the four steps in float32, or float64 for float64 inputs."""
     exact = p.exact_dtype
@@ -51,6 +53,8 @@ def walk(p: Problem) -> Steps:
     scaled = scores * p.scale
     if p.mask is not None:
         allowed = p.mask.dense(p.rows, p.keys, p.device)
+        if allowed.dim() == 4 and allowed.shape[0] > 1:  # several flattened items share one item of the mask
+            allowed = allowed.repeat_interleave(query.shape[0] // allowed.shape[0], 0)
         scaled = scaled.masked_fill(~allowed, -torch.inf)
         value = torch.where(allowed.any(-2)[..., None], value, 0.0)  # what nobody sees is not averaged, even NaN
     weights = stable(scaled)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -65,12 +64,8 @@ class Sdpa(Backend):
             reasons += _about_bias(p)
         if p.mask is not None:
             reasons += _about_mask(p)
-        if torch.are_deterministic_algorithms_enabled() and p.query.is_cuda:
-            reasons.append(
-                "torch's CUDA kernels do not promise the same bits, and deterministic algorithms are asked for"
-            )
-        if not p.query.is_cpu and (_forward_mode() or torch._C._are_functorch_transforms_active()):
-            reasons.append("torch's kernels have no rules for forward mode and torch.func on this device")
+        if not p.query.is_cpu:
+            reasons += _about_device(p)
         if reasons:
             return reasons
         if not torch.compiler.is_compiling() and _kernel(_asked(p)) not in _KERNELS:
@@ -106,7 +101,7 @@ def _attend(call: Call) -> Tensor:
 
 def _with_derivatives(p: Problem, call: Call) -> Tensor:
     meaning = Meaning.of(p, call)
-    if p.query.device.type != "cpu":
+    if not p.query.is_cpu:
         output: Tensor = applied(FusedElsewhere, meaning, call, *call[:3])
         return output
     mask = call.mask
@@ -132,7 +127,7 @@ def _asked(p: Problem) -> Call:
     float_like = torch.float64 if p.dtype == torch.float64 else torch.float32
     query, key = (torch.empty(*x.shape[:-1], width, dtype=float_like, device=x.device) for x in (p.query, p.key))
     value = torch.empty(p.value.shape, dtype=float_like, device=p.device)
-    return _call(replace(p, query=query, key=key, value=value, score=None, scale=1.0, notes={}))
+    return _call(p._replace(query=query, key=key, value=value, score=None, scale=1.0, notes={}))
 
 
 def _forward_mode() -> bool:
@@ -155,7 +150,9 @@ def _call(p: Problem) -> Call:
         mask = p.bias.to(query.dtype)
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = _unit(query), _unit(key), _unit(value)
-    return Call(query, key, value, mask, causal, scale, query.shape[1] != key.shape[1])
+    if query.shape[1] == key.shape[1]:
+        return Call(query, key, value, mask, causal, scale, False)
+    return Call(query, key, value, mask, causal, scale, True)
 
 
 def _slow_half(p: Problem) -> bool:
@@ -174,15 +171,16 @@ def _masked(mask: Mask, p: Problem) -> tuple[Tensor | None, bool]:
     if isinstance(mask, Everything):
         return None, False
     if isinstance(mask, Causal) and _from_the_top(mask, p.rows, p.keys):
-        return None, p.rows != 1 or p.keys != 1
+        if p.rows == 1 and p.keys == 1:  # a statement and not a value: it may be traced with symbols
+            return None, False
+        return None, True
     if isinstance(mask, Dense):
         return mask.allowed, False
     if isinstance(mask, Padding | Keep):
-        j = torch.arange(p.keys, device=p.device)
-        return mask.allows(j[:1, None], j, p.rows, p.keys), False
-    if not mask.constant:
-        return mask.dense(p.rows, p.keys, p.device), False
-    return _laid(mask, p.rows, p.keys, p.device)[0], False
+        keys = mask.keys(p.keys, p.device)
+        return keys if keys.dim() == 1 else keys[:, None, None], False
+    laid = p.notes.pop("laid", None)
+    return (laid if isinstance(laid, Tensor) else mask.dense(p.rows, p.keys, p.device)), False
 
 
 @lru_cache(maxsize=32)
@@ -200,18 +198,16 @@ def _from_the_top(mask: Causal, n: int, m: int) -> bool:
 
 def _about_mask(p: Problem) -> list[str]:
     mask, reasons = p.mask, []
-    if (
-        mask is None
-        or isinstance(mask, Everything)
-        or (isinstance(mask, Causal) and _from_the_top(mask, p.rows, p.keys))
-    ):
+    if mask is None or isinstance(mask, Everything):
         return []
     if p.bias is not None:
         return ["torch takes one of mask and bias"]
-    if mask.lead[0] not in (1, p.query.shape[0]):
+    if isinstance(mask, Causal) and _from_the_top(mask, p.rows, p.keys):
+        return []
+    batch, heads = mask.lead
+    if batch not in (1, p.query.shape[0]):
         reasons.append("the mask is shared by several leading dimensions")
-    pairs = math.prod(mask.lead) * p.rows * p.keys
-    if not isinstance(mask, Dense | Padding | Keep) and pairs > _SMALL:
+    if not isinstance(mask, Dense | Padding | Keep) and (pairs := batch * heads * p.rows * p.keys) > _SMALL:
         reasons.append(f"torch would need the mask as {pairs:,} numbers")
     if torch.compiler.is_compiling():
         if not isinstance(mask, Padding | Keep):
@@ -223,9 +219,20 @@ def _about_mask(p: Problem) -> list[str]:
 
 def _harmless(mask: Mask, p: Problem) -> bool:
     """Whether nothing behind the mask can leak: everything takes part, or all is finite."""
-    if mask.constant and _laid(mask, p.rows, p.keys, p.device)[1]:
-        return True
+    if not isinstance(mask, Dense | Padding | Keep) and mask.constant:
+        p.notes["laid"], every = _laid(mask, p.rows, p.keys, p.query.device)
+        if every:
+            return True
     return all_finite(p.query, p.key, p.value)
+
+
+def _about_device(p: Problem) -> list[str]:
+    reasons = []
+    if torch.are_deterministic_algorithms_enabled() and p.query.is_cuda:
+        reasons.append("torch's CUDA kernels do not promise the same bits, and deterministic algorithms are asked for")
+    if _forward_mode() or torch._C._are_functorch_transforms_active():
+        reasons.append("torch's kernels have no rules for forward mode and torch.func on this device")
+    return reasons
 
 
 def _about_bias(p: Problem) -> list[str]:

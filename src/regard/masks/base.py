@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from typing import Any, ClassVar, NoReturn, final
 
 import torch
@@ -75,6 +76,8 @@ class Mask(ABC):
     def lead(self) -> tuple[int, int]:
         """How many batch items and heads the mask tells apart; (1, 1) if none."""
         batch = 1
+        if not self.items:
+            return 1, 1
         for value in self._batched().values():
             batch = _broadcast(batch, value.shape[0], "batch items", self.factory)
         return batch, 1
@@ -137,8 +140,8 @@ class Mask(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the mask holds."""
         found: list[Tensor] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in _names(type(self)):
+            value = getattr(self, name)
             found += [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Mask) else ()
         return tuple(found)
 
@@ -202,7 +205,7 @@ class Mask(ABC):
         )
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, *(_digest(getattr(self, f.name)) for f in fields(self))))
+        return hash((type(self).__name__, *(_digest(getattr(self, name)) for name in _names(type(self)))))
 
     def __repr__(self) -> str:
         words = []
@@ -335,6 +338,11 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.part!r})" if self.part.binds < self.binds else f"~{self.part!r}"
+
+
+@cache
+def _names(kind: type[Mask]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def _as_mask(other: object) -> Mask | None:

@@ -49,8 +49,9 @@ def spread(result: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def joint(*shapes: Sequence[int]) -> torch.Size:
     """Give the shape that the shapes broadcast to; torch.broadcast_shapes would import half a second of algebra."""
-    result: list[int] = [1] * max(map(len, shapes), default=0)
+    result: list[int] = []
     for shape in shapes:
+        result = [1] * (len(shape) - len(result)) + result
         for at, size in enumerate(reversed(shape), 1):
             if size != 1 and result[-at] not in (1, size):
                 raise ShapeError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast")

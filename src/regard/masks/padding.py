@@ -32,6 +32,10 @@ class Padding(Mask):
         i, j = indices(i, j)
         return spread(j < per_item(self.lengths, j), i, j)
 
+    def keys(self, m: int, device: torch.device) -> Tensor:
+        """Which keys count, (B, M)."""
+        return torch.arange(m, device=device) < self.lengths[:, None]
+
     def span(self, i: Tensor, n: int, m: int) -> Span:
         return interval(i, m, 0, per_item(self.lengths, i))
 
@@ -50,6 +54,10 @@ class Keep(Mask):
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
         return spread(pick(self.keep, j), i, j)
+
+    def keys(self, m: int, device: torch.device) -> Tensor:
+        """Which keys count, (B, M) or (M,)."""
+        return self.keep
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         if self.keep.numel() == 0:
