@@ -143,7 +143,8 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tenso
         named = {"query": query, "key": key, "value": value}
         name, x = next((name, x) for name, x in named.items() if not isinstance(x, Tensor))
         raise DtypeError(f"{who}: {name} must be a torch.Tensor. Got {type(x).__name__}; convert it first.")
-    if query.layout != torch.strided or key.layout != torch.strided or value.layout != torch.strided or query.is_nested:
+    dense_layout = query.layout == key.layout == value.layout == torch.strided
+    if not dense_layout or query.is_nested or key.is_nested or value.is_nested:
         raise DtypeError(
             f"{who}: query, key and value must be dense tensors. Got layouts {query.layout}, {key.layout}, "
             f"{value.layout}; convert with .to_dense(), or pack sequences and pass mask=regard.packed(lengths)."

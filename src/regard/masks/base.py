@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
 from typing import Any, ClassVar, NoReturn, final
 
 import torch
@@ -140,8 +139,7 @@ class Mask(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the mask holds."""
         found: list[Tensor] = []
-        for name in _names(type(self)):
-            value = getattr(self, name)
+        for value in self.__dict__.values():
             found += [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Mask) else ()
         return tuple(found)
 
@@ -205,7 +203,7 @@ class Mask(ABC):
         )
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, *(_digest(getattr(self, name)) for name in _names(type(self)))))
+        return hash((type(self).__name__, *map(_digest, self.__dict__.values())))
 
     def __repr__(self) -> str:
         words = []
@@ -338,11 +336,6 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.part!r})" if self.part.binds < self.binds else f"~{self.part!r}"
-
-
-@cache
-def _names(kind: type[Mask]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
 
 
 def _as_mask(other: object) -> Mask | None:
