@@ -24,10 +24,11 @@ from ..rule import Rule
 from ..tiling import Cut
 from .base import Backend
 
-__all__ = ["Sdpa"]
+__all__ = ["Sdpa", "at_once"]
 
 _SMALL = 2**16  # pairs for which a mask may be laid out in full: a constant, so memory stays linear
-_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "overrideable"}
+_FLASH = 1
+_KERNELS = {_FLASH: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "overrideable"}
 
 
 class Call(NamedTuple):
@@ -83,9 +84,50 @@ class Sdpa(Backend):
             call = _call(p)
         if torch.compiler.is_compiling():
             return _result(p, _traced(p, call))
-        if _watched(call):
+        if _watched(*call[:3]):
             return _result(p, _with_derivatives(p, call))
         return _result(p, _attend(call))
+
+
+def at_once(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor | None:
+    """Answer the plainest calls before they are posed: what `Sdpa` would do, where one glance shows that it may.
+
+    Square float32 on the CPU, no derivative asked for, no mask or a simple one. None leaves it to the straight line.
+    """
+    shape = query.shape
+    if (
+        not type(query) is type(key) is type(value) is Tensor
+        or len(shape) != 4
+        or not shape == key.shape == value.shape
+        or not query.dtype == key.dtype == value.dtype == torch.float32
+        or not (query.is_cpu and key.is_cpu and value.is_cpu)
+        or torch._C._is_any_autocast_enabled()
+        or torch.compiler.is_compiling()
+        or _watched(query, key, value)
+    ):
+        return None
+    allowed, causal = None, False
+    if mask is not None:
+        if type(mask) is Causal and mask.offset is None:
+            causal = True
+        elif (allowed := _glance(query, key, value, mask)) is None:
+            return None
+    call = Call(query, key, value, allowed, causal, shape[3] ** -0.5 if shape[3] else 1.0, False)
+    return _attend(call) if _kernel(call) == _FLASH else None
+
+
+def _glance(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor | None:
+    """A simple mask as a tensor, if nothing behind it can leak."""
+    batch, _, n, _ = query.shape
+    if type(mask) is Padding:
+        lengths = mask.lengths
+        if not lengths.is_cpu or lengths.shape != (batch,) or not all_finite(query, key, value):
+            return None
+        return mask.keys(n, lengths.device)[:, None, None]
+    if isinstance(mask, Mask) and n * n <= _SMALL and mask.constant and mask.lead == (1, 1):
+        laid, every = _laid(mask, n, n, query.device) if mask.misfit(n, n) is None else (None, False)
+        return laid if every else None
+    return None
 
 
 def _result(p: Problem, output: Tensor) -> Result:
@@ -111,11 +153,11 @@ def _with_derivatives(p: Problem, call: Call) -> Tensor:
     return output
 
 
-def _watched(call: Call) -> bool:
+def _watched(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a derivative may be asked for, in any mode."""
     if _forward_mode() or torch._C._are_functorch_transforms_active():
         return True
-    return torch.is_grad_enabled() and (call.query.requires_grad or call.key.requires_grad or call.value.requires_grad)
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 def _asked(p: Problem) -> Call:
