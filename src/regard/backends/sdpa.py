@@ -94,10 +94,11 @@ def at_once(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor |
 
     Square float32 on the CPU, no derivative asked for, no mask or a simple one. None leaves it to the straight line.
     """
+    if not type(query) is type(key) is type(value) is Tensor:
+        return None
     shape = query.shape
     if (
-        not type(query) is type(key) is type(value) is Tensor
-        or len(shape) != 4
+        len(shape) != 4
         or not shape == key.shape == value.shape
         or not query.dtype == key.dtype == value.dtype == torch.float32
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
@@ -110,20 +111,21 @@ def at_once(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor |
     if mask is not None:
         if type(mask) is Causal and mask.offset is None:
             causal = True
-        elif (allowed := _glance(query, key, value, mask)) is None:
+        elif (allowed := _glance(query, mask)) is None:
             return None
     call = Call(query, key, value, allowed, causal, shape[3] ** -0.5 if shape[3] else 1.0, False)
-    return _attend(call) if _kernel(call) == _FLASH else None
+    if _kernel(call) != _FLASH:
+        return None
+    output = _attend(call)  # what leaks from behind padding makes a NaN of it
+    return None if type(mask) is Padding and not all_finite(output) else output
 
 
-def _glance(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor | None:
-    """A simple mask as a tensor, if nothing behind it can leak."""
+def _glance(query: Tensor, mask: object) -> Tensor | None:
+    """A simple mask as a tensor, if it fits and hides nothing from all, or only what padding hides."""
     batch, _, n, _ = query.shape
     if type(mask) is Padding:
-        lengths = mask.lengths
-        if not lengths.is_cpu or lengths.shape != (batch,) or not all_finite(query, key, value):
-            return None
-        return mask.keys(n, lengths.device)[:, None, None]
+        fits = mask.lengths.is_cpu and mask.lengths.shape == (batch,)
+        return mask.keys(n, query.device)[:, None, None] if fits else None
     if isinstance(mask, Mask) and n * n <= _SMALL and mask.constant and mask.lead == (1, 1):
         laid, every = _laid(mask, n, n, query.device) if mask.misfit(n, n) is None else (None, False)
         return laid if every else None
