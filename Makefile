@@ -16,16 +16,19 @@ FIND := import importlib.util as u, os; \
 USABLE = $(shell $(PY) -c '$(FIND)' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types examples docs bench clean anew
+.PHONY: help demo test test-gpu check format lint types examples docs bench clean anew
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## show an attention pattern in the terminal
 	@$(PY) -m regard show
 
 test: $(STAMP) ## run the tests and the doctests
 	$(PY) -m pytest -n $(WORKERS) tests --doctest-modules src/regard --ignore=src/regard/kernels
+
+test-gpu: ## run the tests that need a CUDA device, with the Python that has it
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/gpu
 
 check: lint types examples docs ## run the linter, the type checker and the examples, and build the docs
 

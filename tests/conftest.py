@@ -13,3 +13,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "everyday")
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+
+if not torch.cuda.is_available():
+    collect_ignore = ["gpu"]  # `make test-gpu` runs these where there is a device
