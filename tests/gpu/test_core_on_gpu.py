@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import CASES, Case, leaves
 from torch import Tensor
 
 import regard
+from contract_cases import CASES, Case, leaves
 from regard import biases
 from regard.backends import Backend, Chunked
 
@@ -49,9 +49,10 @@ def found(backend: str | Backend, tensors: list[Tensor], kwargs: dict[str, Any])
 def test_the_gpu_agrees_with_float64_on_the_cpu(case: Case, dtype: torch.dtype, backend: str) -> None:
     tensors, kwargs = case.inputs(dtype)
     on_gpu = [moved(t, "cuda", dtype) for t in tensors], {k: moved(v, "cuda", dtype) for k, v in kwargs.items()}
-    doubled = [moved(t, "cpu", torch.float64) for t in tensors], {
-        k: moved(v, "cpu", torch.float64) for k, v in kwargs.items()
-    }
+    doubled = (
+        [moved(t, "cpu", torch.float64) for t in tensors],
+        {k: moved(v, "cpu", torch.float64) for k, v in kwargs.items()},
+    )
     tolerance = 3e-4 if dtype == torch.float32 else 3e-2
     for x, true in zip(found(BACKENDS[backend], *on_gpu), found("reference", *doubled), strict=True):
         scale = max(1.0, float(true.detach().nan_to_num(0, 0, 0).abs().max())) if true.numel() else 1.0

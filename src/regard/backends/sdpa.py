@@ -67,6 +67,8 @@ class Sdpa(Backend):
             reasons += _about_mask(p)
         if not p.query.is_cpu:
             reasons += _about_device(p)
+        if not (p.query.numel() and p.key.numel() and p.value.numel()):
+            reasons.append("nothing is there to compute, and some of torch's kernels divide by that")
         if reasons:
             return reasons
         if not torch.compiler.is_compiling() and _kernel(_asked(p)) not in _KERNELS:
@@ -94,11 +96,12 @@ def at_once(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor |
 
     Square float32 on the CPU, no derivative asked for, no mask or a simple one. None leaves it to the straight line.
     """
-    if not type(query) is type(key) is type(value) is Tensor:
+    if not type(query) is type(key) is type(value) is Tensor or query.is_nested or key.is_nested or value.is_nested:
         return None
     shape = query.shape
     if (
         len(shape) != 4
+        or 0 in shape
         or not shape == key.shape == value.shape
         or not query.dtype == key.dtype == value.dtype == torch.float32
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
@@ -113,7 +116,7 @@ def at_once(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor |
             causal = True
         elif (allowed := _glance(query, mask)) is None:
             return None
-    call = Call(query, key, value, allowed, causal, shape[3] ** -0.5 if shape[3] else 1.0, False)
+    call = Call(query, key, value, allowed, causal, shape[3] ** -0.5, False)
     if _kernel(call) != _FLASH:
         return None
     output = _attend(call)  # what leaks from behind padding makes a NaN of it
