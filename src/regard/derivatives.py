@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .arithmetic import exactly
 from .canonical import Canonical
@@ -20,7 +21,7 @@ from .formula import attend
 from .tile import BIAS, KEY, QUERY, ROW, SHARED, Kind, Tile
 from .tiling import Cut, strips
 
-__all__ = ["Map", "Mapped", "applied", "attention_map", "pull_back"]
+__all__ = ["Map", "Mapped", "applied", "attention_map", "pull_back", "watched"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -87,6 +88,13 @@ class Map:
         """The shapes of the results for one item of a batch."""
         one = [x.shape[1:] if dim == 0 else x.shape for x, dim in zip(args, in_dims, strict=True)]
         return [s if isinstance(s, tuple) else tuple(one[s]) for s in self.like]
+
+
+def watched(*tensors: Tensor | None) -> bool:
+    """Whether a derivative may be asked for, in any mode, or a transform of torch.func is at work."""
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def applied(function: Any, *args: Any) -> Any:

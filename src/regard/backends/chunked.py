@@ -15,7 +15,7 @@ from torch._C import _functorch
 
 from ..arithmetic import exactly
 from ..canonical import Canonical, Result, canonical, finish
-from ..derivatives import Map, Mapped, applied, attention_map, pull_back
+from ..derivatives import Map, Mapped, applied, attention_map, pull_back, watched
 from ..errors import ArgumentError
 from ..formula import Rows, bias_tile, kept, products
 from ..problem import Problem
@@ -58,6 +58,8 @@ class Chunked(Backend):
     def run(self, p: Problem) -> Result:
         x = canonical(p)
         tensors = (x.query, x.key, x.value, x.bias, *x.shared)
+        if not watched(*tensors):
+            return finish(p, Rows(*forward(x, self.cut, p.observed)))
         return finish(p, Rows(*applied(Attend, x.rule, self.cut, p.observed, *tensors)))
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..canonical import Canonical, Result
-from ..derivatives import Mapped, applied, attention_map
+from ..derivatives import Mapped, applied, attention_map, watched
 from ..finite import all_finite
 from ..masks import Mask
 from ..masks.causal import Causal
@@ -86,7 +86,7 @@ class Sdpa(Backend):
             call = _call(p)
         if torch.compiler.is_compiling():
             return _result(p, _traced(p, call))
-        if _watched(*call[:3]):
+        if watched(*call[:3]):
             return _result(p, _with_derivatives(p, call))
         return _result(p, _attend(call))
 
@@ -107,7 +107,7 @@ def at_once(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor |
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or torch._C._is_any_autocast_enabled()
         or torch.compiler.is_compiling()
-        or _watched(query, key, value)
+        or watched(query, key, value)
     ):
         return None
     allowed, causal = None, False
@@ -156,13 +156,6 @@ def _with_derivatives(p: Problem, call: Call) -> Tensor:
         mask = torch.zeros(mask.shape, dtype=call.query.dtype).masked_fill_(~mask, -torch.inf)
     output, _ = applied(FusedOnCpu, meaning, mask, call.causal, *call[:3])
     return output
-
-
-def _watched(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a derivative may be asked for, in any mode."""
-    if _forward_mode() or torch._C._are_functorch_transforms_active():
-        return True
-    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 def _asked(p: Problem) -> Call:
