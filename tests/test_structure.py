@@ -20,9 +20,8 @@ NAMES = [str(file.relative_to(PACKAGE)) for file in FILES]
 
 # A module imports only what stands above it.
 LAYERS = (
-    *("errors", "softmax", "masks", "scores", "biases", "positions", "problem"),
+    *("errors", "softmax", "masks", "scores", "biases", "positions", "arithmetic", "problem"),
     *(
-        "arithmetic",
         "tile",
         "dropout",
         "rule",

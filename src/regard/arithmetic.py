@@ -1,4 +1,4 @@
-"""Exact arithmetic: what autocast must not touch."""
+"""What stands between a tensor and its numbers: autocast, which must not touch ours, and torch.func's wrappers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch._C import _functorch
 
-__all__ = ["exact", "exactly"]
+__all__ = ["batched", "exact", "exactly", "inside"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,3 +31,19 @@ def exactly(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return wrapped
+
+
+def inside(x: Tensor) -> Tensor:
+    """The plain tensor under the wrappers of torch.func."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+def batched(x: Tensor) -> bool:
+    """Whether vmap runs over a tensor, at any level."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False

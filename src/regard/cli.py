@@ -100,7 +100,8 @@ def info() -> None:
     example = torch.zeros(1, 8, 1024, 64, device="cuda" if torch.cuda.is_available() else "cpu")
     for verb, observing in (("attention", False), ("observe", True)):
         console.print(Rule(f"{verb} of (1, 8, 1024, 64), {example.dtype}, {example.device.type}", align="left"))
-        console.print(Text(str(why(example, example, example, observe=observing))))
+        table = str(why(example, example, example, observe=observing))
+        console.print(Text(table if console.encoding.startswith("utf") else table.encode("ascii", "replace").decode()))
 
 
 def _embedded(query: str | None, key: str | None) -> tuple[list[str], list[str], Tensor, Tensor]:

@@ -6,8 +6,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
+from .arithmetic import batched, inside
 from .formula import hidden
 from .rule import Rule
 from .tile import BIAS, ROW
@@ -18,7 +18,7 @@ __all__ = ["all_finite", "seen", "without_unseen"]
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether no NaN or inf is in them; a sum that overflows counts as one, which costs time and nothing else."""
-    return all(x.is_meta or math.isfinite(_inside(x).sum().item()) for x in tensors)
+    return all(x.is_meta or math.isfinite(inside(x).sum().item()) for x in tensors)
 
 
 def without_unseen(
@@ -40,9 +40,7 @@ def seen(rule: Rule, query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[T
     rows = torch.zeros(batch, heads, groups, rule.n, dtype=torch.bool, device=key.device)
     keys = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
-        bias = (
-            None if _functorch.is_batchedtensor(bias) else _inside(bias)
-        )  # a batched bias hides differently each time
+        bias = None if batched(bias) else inside(bias)  # a batched bias hides differently each time
     for strip in strips(rule, rows.shape, Cut()):
         for run in strip.runs:
             tile = strip.tile(run)
@@ -56,10 +54,3 @@ def seen(rule: Rule, query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[T
             row |= shown.any(-1)
             col |= shown.flatten(2, 3).any(2)
     return rows.flatten(1, 2), keys
-
-
-def _inside(x: Tensor) -> Tensor:
-    """The plain tensor under the wrappers of torch.func."""
-    while _functorch.is_functorch_wrapped_tensor(x):
-        x = _functorch.get_unwrapped(x)
-    return x

@@ -43,6 +43,15 @@ def attention(
 ) -> Tensor:
     """Average `value` with weights softmax(score(query, key)) over the pairs that `mask` allows.
 
+    Shapes: query (…, Hq, N, D), key (…, Hk, M, D), value (…, Hk, M, Dv) with Hq a multiple of Hk; (batch, N, D) and
+    (N, D) have one head. The logits are score(q, k), then capped, then biased, then masked:
+
+    - `mask`: a regard mask, or a tensor in which True means "may attend", broadcast to (…, Hq, N, M);
+    - `bias`: a tensor that is added, broadcast likewise, or `regard.biases.alibi(…)`, `regard.biases.relative(…)`;
+    - `score`: a module of `regard.scores`; without one, q·k times `scale` (1/√D; a number, or a tensor one a head);
+    - `softcap`: c gives c·tanh(x/c); `sink`: one more logit a head, in the denominator alone;
+    - `dropout`: the probability that a weight is dropped; `backend`: "auto", a name, or a backend object.
+
     >>> import torch, regard
     >>> q = k = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> regard.attention(q, k, torch.tensor([[10.0], [20.0]]), scale=100.0)
@@ -180,10 +189,13 @@ def scaled_dot_product_attention(
     who = "scaled_dot_product_attention"
     if is_causal and attn_mask is not None:
         raise ArgumentError(
-            f"{who}: attn_mask and is_causal exclude each other, as in torch. Combine them in one mask."
+            f"{who}: attn_mask and is_causal exclude each other, as torch documents. Combine them in one mask."
         )
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        raise DtypeError(f"{who}: attn_mask must be a tensor, bool or floating. Got {type(attn_mask).__name__}.")
+        raise DtypeError(
+            f"{who}: attn_mask must be a tensor, bool or floating. Got {type(attn_mask).__name__}; "
+            f"a mask of regard goes to regard.attention(mask=...)."
+        )
     if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
         if enable_gqa and query.dim() == 3:  # torch reads (heads, length, dim) here
             query, key, value = query[None], key[None], value[None]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from .backends import Backend
 from .canonical import Result
@@ -17,7 +18,7 @@ from .problem import Problem
 
 __all__ = ["Observation"]
 
-Index = slice | Tensor | list[int] | None
+Index = slice | range | Tensor | list[int] | None
 _LOOKED_AT = ("query", "key", "mask", "bias", "score", "scale", "sink")  # what late passes read
 
 
@@ -62,17 +63,17 @@ class Observation:
     @cached_property
     def visible(self) -> Tensor:
         """How many keys each row may attend, (…, Hq, N)."""
-        return self._backend.visible(self._unchanged("visible"))
+        return self._backend.visible(self._passable("visible"))
 
     @cached_property
     def received(self) -> Tensor:
         """Σ over queries of the weight each key receives, (…, Hq, M)."""
-        return self._backend.received(self._unchanged("received"), self._found)
+        return self._backend.received(self._passable("received"), self._found)
 
     @cached_property
     def gradient_health(self) -> Tensor:
         """Σ p(1 − p), the trace of the softmax Jacobian: 0 where the softmax is saturated, (…, Hq, N)."""
-        return self._backend.health(self._unchanged("gradient_health"), self._found)
+        return self._backend.health(self._passable("gradient_health"), self._found)
 
     def scores(self, rows: Index = None, cols: Index = None) -> Tensor:
         """The logits that entered the softmax, −inf where hidden: (…, Hq, rows, cols); differentiable."""
@@ -97,14 +98,14 @@ class Observation:
 
         Where fewer keys are visible, the weight is 0 and the index −1.
         """
-        p = self._unchanged("top")
+        p = self._passable("top")
         if not isinstance(k, int) or isinstance(k, bool) or not k >= 1:
             raise ArgumentError(f"top: k must be a whole number, at least 1. Got {k!r}.")
         return self._backend.top(p, self._found, k)
 
     def map(self, height: int, width: int) -> Tensor:
         """The mean weight in each cell of a grid over N × M; row i is in cell ⌊i·height/N⌋: (…, Hq, height, width)."""
-        p = self._unchanged("map")
+        p = self._passable("map")
         for name, size, limit in (("height", height, p.rows), ("width", width, p.keys)):
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= limit:
                 raise ArgumentError(
@@ -116,6 +117,15 @@ class Observation:
         p = self._problem
         i = _picked(rows, p.rows, member, "rows", p.device)
         return i, _picked(cols, p.keys, member, "cols", p.device)
+
+    def _passable(self, member: str) -> Problem:
+        """The problem for a pass over tiles, which works on plain tensors."""
+        if any(map(_functorch.is_functorch_wrapped_tensor, self._problem.tensors)):
+            raise ArgumentError(
+                f"{member}: it has no rule inside torch.func transforms. Return output, lse, entropy or weights() from "
+                f"the transformed function, or observe outside of it."
+            )
+        return self._unchanged(member)
 
     def _unchanged(self, member: str) -> Problem:
         now = self._problem.tensors
@@ -143,6 +153,8 @@ def _picked(index: Index, length: int, member: str, name: str, device: torch.dev
     if index is None or isinstance(index, slice):
         chosen = range(length)[index or slice(None)]
         return torch.arange(len(chosen), device=device) * chosen.step + chosen.start
+    if isinstance(index, range):
+        index = list(index)
     if isinstance(index, list) and all(type(i) in (int, bool) for i in index):
         index = torch.tensor(index) if index else torch.empty(0, dtype=torch.int64)
     if not isinstance(index, Tensor) or index.dtype.is_floating_point or index.dtype.is_complex:

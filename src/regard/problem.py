@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .arithmetic import batched, inside
 from .biases import Bias
 from .errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from .masks import Mask, dense
@@ -119,6 +120,8 @@ def pose(
         mask = _mask(mask, full, batch, first, heads, headless, query.device, who, names[0])
     if bias is not None:
         bias = _bias(bias, full, batch, heads, headless, query.device, who, names[1])
+    if mask is not None and torch._C._are_functorch_transforms_active():
+        mask, bias = _unwrapped(mask, bias, rows, key.shape[2], batch, who)
     return Problem(
         query,
         key,
@@ -223,7 +226,8 @@ def _one_batch(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Ten
         lead = joint(query.shape[:-tail], key.shape[:-tail], value.shape[:-tail])
     except ShapeError:
         raise ShapeError(
-            f"{who}: the leading dimensions of query, key and value must broadcast. Got {_got(query, key, value)}."
+            f"{who}: the leading dimensions of query, key and value must broadcast. Got {_got(query, key, value)}; "
+            f"three dimensions are (batch, length, dim): for heads without a batch use unsqueeze(0)."
         ) from None
 
     def flat(x: Tensor) -> Tensor:
@@ -257,7 +261,7 @@ def _mask(
     elif not isinstance(mask, Mask):
         raise DtypeError(
             f"{who}: mask must be a regard Mask or a tensor in which True means 'may attend'. "
-            f"Got {type(mask).__name__}; regard.masks lists the masks."
+            f"Got {type(mask).__name__}; {_call_it(mask, 'regard.masks lists the masks')}."
         )
     mask = mask.bind(first, heads, headless)
     if any(t.device != device for t in mask.tensors):
@@ -269,8 +273,24 @@ def _mask(
             f"{heads}. Each must be the same, or 1 in the mask. Got {mask!r}."
         )
     if (misfit := mask.misfit(n, m)) is not None:
-        raise MaskError(f"{who}: the mask does not fit {n} queries and {m} keys: {misfit}. Got {mask!r}.")
+        raise MaskError(f"{who}: the mask does not fit {n} queries and {m} keys: {misfit.rstrip('.')}. Got {mask!r}.")
     return mask
+
+
+def _unwrapped(
+    mask: Mask, bias: Tensor | Bias | None, n: int, m: int, batch: int, who: str
+) -> tuple[Mask | None, Tensor | Bias | None]:
+    """Take a mask out of torch.func's wrappers, or lay it out as a bias if vmap runs over it: −inf hides alike."""
+    if not any(map(batched, mask.tensors)):
+        return mask.changed(inside), bias
+    if isinstance(bias, Bias):
+        raise ArgumentError(f"{who}: vmap over a mask goes with a bias tensor. Got {bias!r}; use bias.dense(n, m).")
+    allowed = mask.dense(n, m)
+    allowed = allowed[None, None] if allowed.dim() == 2 else allowed
+    if allowed.shape[0] not in (1, batch):
+        allowed = allowed.repeat_interleave(batch // allowed.shape[0], 0)
+    added = torch.where(allowed, 0.0, -torch.inf)
+    return None, added if bias is None else bias + added
 
 
 def _selecting(mask: Tensor, who: str) -> Tensor:
@@ -312,7 +332,7 @@ def _bias(
         if not bias.dtype.is_floating_point:
             raise DtypeError(
                 f"{who}: {name} must be floating: it is added to the logits. Got {_name(bias.dtype)}; "
-                f"a tensor that selects goes to mask=."
+                f"a tensor that selects is bool{'' if name == 'attn_mask' else ', and goes to mask='}."
             )
         return _four(bias, full, batch, headless, name, ShapeError, who)
     if not isinstance(bias, Bias):
@@ -322,7 +342,7 @@ def _bias(
     if bias.heads not in (1, heads):
         raise ShapeError(f"{who}: bias is for {bias.heads} heads; the query has {heads}. Got {bias!r}.")
     if (misfit := bias.misfit(*full[-2:])) is not None:
-        raise ShapeError(f"{who}: bias does not fit: {misfit}. Got {bias!r}.")
+        raise ShapeError(f"{who}: bias does not fit: {misfit.rstrip('.')}. Got {bias!r}.")
     return bias
 
 
@@ -339,7 +359,7 @@ def _four(
     shape = x.shape
     if len(shape) > len(full) or any(a not in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False)):
         raise error(
-            f"{who}: {name} must broadcast to {full}, right-aligned. Got {tuple(shape)}; dimensions must be equal or 1."
+            f"{who}: {name} must broadcast to {full}, right-aligned. Got {tuple(shape)}; {_alignment(shape, full)}."
         )
     x = x.reshape((1,) * (len(full) - len(shape)) + tuple(shape))
     if headless:
@@ -355,16 +375,26 @@ def _four(
     return x
 
 
+def _alignment(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
+    """The remedy for a tensor that does not broadcast."""
+    if tuple(shape) == (full[0], full[-1]) and len(full) > 2:
+        return "one row of keys for each batch item is regard.padding(tensor), or tensor[:, None, None, :]"
+    return "dimensions must be equal or 1"
+
+
 def _score(score: Score, query: Tensor, key: Tensor, scale: float | Tensor | None, who: str) -> Score:
     if not isinstance(score, Score):
-        raise DtypeError(f"{who}: score must be a regard.scores Score. Got {type(score).__name__}.")
+        raise DtypeError(
+            f"{who}: score must be a regard.scores Score. Got {type(score).__name__}; "
+            f"{_call_it(score, 'regard.scores lists the scores')}."
+        )
     if scale is not None:
         raise ArgumentError(
             f"{who}: scale and score exclude each other: a score brings its own scale. "
             f"Got scale={scale!r} and {type(score).__name__}; leave one out."
         )
     if (misfit := score.misfit(query.shape[-1], key.shape[-1], query.shape[1])) is not None:
-        raise ShapeError(f"{who}: the score does not fit: {misfit}.")
+        raise ShapeError(f"{who}: the score does not fit: {misfit.rstrip('.')}.")
     for t in (*score.parameters(), *score.buffers()):
         if t.device != query.device:
             raise DeviceError(
@@ -422,6 +452,11 @@ def _same_device(x: Tensor, device: torch.device, name: str, who: str) -> None:
 
 def _number(x: object) -> bool:
     return type(x) in (float, int) or (isinstance(x, Real | Integral) and not isinstance(x, bool))
+
+
+def _call_it(x: object, otherwise: str) -> str:
+    """The remedy for a function or a class that came in the place of what it makes."""
+    return f"call it: {getattr(x, '__name__', '…')}(…)" if callable(x) and not isinstance(x, Tensor) else otherwise
 
 
 def _name(dtype: torch.dtype) -> str:

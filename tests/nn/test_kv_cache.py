@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.errors import RegardError
+from regard.errors import ArgumentError, RegardError
 from regard.nn import KVCache, MultiheadAttention
 
 T, E, H, KV = 23, 32, 4, 2
@@ -84,6 +84,7 @@ def test_a_module_decodes_with_rotary_positions_as_in_the_full_pass(sizes: list[
     torch.testing.assert_close(torch.cat(parts, 1), attend(x, x, x, mask=meaning(cache))[0].detach())
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("extra", [False, True])
 def test_a_module_with_a_cache_gives_weights_and_takes_masks_over_what_is_held(extra: bool) -> None:
     attend = MultiheadAttention(E, H, add_bias_kv=extra, add_zero_attn=extra, dtype=torch.float64)
@@ -148,15 +149,28 @@ def test_it_works_in_and_out_of_inference_mode() -> None:
         torch.testing.assert_close(torch.cat(parts, 2), regard.attention(q, k, v, mask=meaning(cache)))
 
 
-def test_what_is_held_carries_no_gradient() -> None:
+def test_what_is_held_carries_no_gradient_and_says_so() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(4))
     cache = KVCache()
-    keys, values = cache.append(k, v)
+    with pytest.raises(ArgumentError, match=r"^KVCache: it holds no graph"):
+        cache.append(k, v)
+    with torch.no_grad():
+        keys, values = cache.append(k, v)
     assert not keys.requires_grad
     assert not values.requires_grad
     cache.reset()
-    (gradient,) = torch.autograd.grad(cache.attend(q, k, v).sum(), [q])
+    (gradient,) = torch.autograd.grad(cache.attend(q, k.detach(), v.detach()).sum(), [q])
     assert gradient.isfinite().all()
+
+
+def test_tokens_that_attention_refuses_are_not_held() -> None:
+    q, k, v = qkv(4)
+    cache = KVCache()
+    cache.attend(q, k, v)
+    for wrong in ({"mask": torch.ones(3, 3, dtype=torch.bool)}, {"softcap": -1.0}, {"backend": "nonsense"}):
+        with pytest.raises(RegardError):
+            cache.attend(q, k, v, **wrong)
+        assert cache.length == 4
 
 
 def test_attend_passes_on_what_attention_takes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import ClassVar
 
 from ..canonical import Result
@@ -23,8 +22,6 @@ class Fused(Backend):
         reasons = ["this version of regard has no kernels of its own yet"]
         if p.device.type != "cuda":
             reasons.append(f"the tensors are on {p.device.type}; it needs a GPU")
-        if importlib.util.find_spec("triton") is None:
-            reasons.append("the package triton is not installed: pip install 'regard[triton]'")
         return reasons
 
     def run(self, p: Problem) -> Result:

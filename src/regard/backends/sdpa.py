@@ -73,7 +73,7 @@ class Sdpa(Backend):
             return reasons
         if not torch.compiler.is_compiling() and _kernel(_asked(p)) not in _KERNELS:
             reasons.append(
-                "torch would take its matrix path: no fused kernel of its does this, or they are switched off"
+                "torch would take its matrix path: none of its fused kernels does this, or they are switched off"
             )
         return reasons
 
@@ -250,8 +250,8 @@ def _about_mask(p: Problem) -> list[str]:
     if not isinstance(mask, Dense | Padding | Keep) and (pairs := batch * heads * p.rows * p.keys) > _SMALL:
         reasons.append(f"torch would need the mask as {pairs:,} numbers")
     if torch.compiler.is_compiling():
-        if not isinstance(mask, Padding | Keep):
-            reasons.append("under torch.compile only padding is laid out")
+        if not isinstance(mask, Dense | Padding | Keep):
+            reasons.append("under torch.compile only padding and tensors are laid out")
     elif not reasons and not _harmless(mask, p):
         reasons.append("a NaN or inf behind the mask would leak through torch's kernels")
     return reasons
@@ -298,12 +298,14 @@ def _kernel(call: Call) -> int:
 
 
 def _traced(p: Problem, call: Call) -> Tensor:
-    """Under torch.compile: torch's function, with nothing behind a padding mask left to leak."""
+    """Under torch.compile: torch's function, with nothing behind a mask left to leak."""
     if call.mask is None:
         return _attend(call)
-    shown = call.mask.mT  # (B, 1, M, 1)
-    key, value = torch.where(shown, call.key, 0.0), torch.where(shown, call.value, 0.0)
-    return _attend(call._replace(key=key, value=value))
+    allowed = call.mask if call.mask.dim() == 4 else call.mask.expand(1, 1, 1, -1)  # (B|1, H|1, N|1, M|1)
+    rows, keys = allowed.any(-1, keepdim=True), allowed.any(1, keepdim=True).any(2, keepdim=True).mT
+    query = torch.where(rows, call.query, 0.0)
+    key, value = torch.where(keys, call.key, 0.0), torch.where(keys, call.value, 0.0)
+    return _attend(call._replace(query=query, key=key, value=value))
 
 
 @dataclass(frozen=True, eq=False)

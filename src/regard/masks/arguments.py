@@ -51,8 +51,8 @@ def integers(who: str, name: str, value: object, dims: tuple[int, ...] = (1,), l
     if found.dim() not in dims:
         allowed = " or ".join(f"{d}-D" for d in dims)
         raise MaskError(f"{who}: {name} must be {allowed}; got shape {tuple(found.shape)}.")
-    if least is not None and not isinstance(value, Tensor) and found.numel() and int(found.min()) < least:
-        raise ArgumentError(f"{who}: {name} must be at least {least}; got {int(found.min())} among them.")
+    if least is not None and isinstance(value, list | tuple) and any(isinstance(x, int) and x < least for x in value):
+        raise ArgumentError(f"{who}: {name} must be at least {least}; got {min(value)} among them.")
     return found.to(torch.int64)
 
 

@@ -132,8 +132,12 @@ class Mask(ABC):
 
     def to(self, device: torch.device | str) -> Mask:
         """Move the tensors that the mask holds."""
-        moved = {f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
-        return replace(self, **moved) if moved else self._with_parts(lambda part: part.to(device))
+        return self.changed(lambda x: x.to(device))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
+        """Give the mask with every tensor that it holds changed."""
+        own = {name: change(value) for name, value in self.__dict__.items() if isinstance(value, Tensor)}
+        return replace(self, **own) if own else self._with_parts(lambda part: part.changed(change))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -158,8 +162,12 @@ class Mask(ABC):
         return {k: v for k, v in found.items() if isinstance(v, Tensor) and v.dim() == self.items[k] + 1}
 
     def _with_parts(self, change: Callable[[Mask], Mask]) -> Mask:
-        parts = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Mask)}
-        changed = {name: new for name, part in parts.items() if (new := change(part)) is not part}
+        changed: dict[str, Mask] = {}
+        for name, part in self.__dict__.items():
+            if isinstance(part, Mask):
+                new = change(part)
+                if new is not part:
+                    changed[name] = new
         return replace(self, **changed) if changed else self
 
     def _positions(self, n: int, m: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from ..functional import attention
+from ..functional import attention, why
 from ..masks import Mask, causal, window
 from ..scores.base import whole
 from .masking import both, ours
@@ -23,8 +23,8 @@ class KVCache:
 
     `capacity` tokens are allocated at the first append and more are refused; without it the memory doubles when it is
     full. `window=w` keeps the last w tokens only, in a buffer of 2w: each token then sees itself and the w − 1 before
-    it, which is `regard.window(w - 1)`. What is held carries no gradient: a cache is for inference. The tensors that
-    `append` gives are views, good until the next append.
+    it, which is `regard.window(w - 1)`. A cache is for inference: it carries no gradient, and refuses tensors that ask
+    for one. The tensors that `append` gives are views, good until the next append.
 
     >>> import torch
     >>> cache = KVCache()
@@ -126,6 +126,10 @@ class KVCache:
                 f"{tuple(key.shape)} as (batch, heads, tokens, dim)."
             )
         seen = both(self.mask(key.shape[-2]), ours("KVCache", mask))
+        self._check(key, value)
+        reach = self.reach(key.shape[2])
+        held = (x[:, :, :1].expand(-1, -1, reach, -1) for x in (key, value)) if key.shape[2] else (key, value)
+        why(query, *held, mask=seen, **arguments)  # what attention would refuse is refused before it is held
         keys, values = self.append(key, value)
         return attention(query, keys, values, mask=seen, **arguments)
 
@@ -182,6 +186,11 @@ class KVCache:
                 f"KVCache: key and value must be (batch, heads, tokens, dim), alike but for dim. "
                 f"Got key {tuple(key.shape)}, value {tuple(value.shape)}."
             )
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise ArgumentError(
+                "KVCache: it holds no graph, so the gradients of key and value would be lost. Decode under "
+                "torch.no_grad() or torch.inference_mode(), or give it detached tensors."
+            )
         if self._length and (error := self._differs((key, value))) is not None:
             raise error
 
@@ -200,7 +209,7 @@ class KVCache:
                 wanted = (*held.shape[:2], "tokens", held.shape[3])
                 return ShapeError(
                     f"KVCache: it holds {name}s ({', '.join(map(str, wanted))}). Got {tuple(x.shape)}; "
-                    f"reset() before another batch."
+                    f"reset() before another batch, or mend the shape."
                 )
         return None
 

@@ -121,7 +121,7 @@ def _check(who: str, name: str, mask: Tensor, sizes: Sizes) -> None:
         kind = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         raise DtypeError(
             f"{who}: {name} must be a tensor, bool (True hides) or floating (it is added to the logits). Got {kind}; "
-            f"convert with .bool(), or give a mask of regard as mask=."
+            f"an attention_mask of 1 and 0, 1 for what counts, goes to mask=regard.padding(attention_mask)."
         )
     if mask.device != sizes.device:
         raise DeviceError(
