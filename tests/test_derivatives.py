@@ -174,3 +174,35 @@ def test_the_future_gets_no_gradient() -> None:
         output = regard.attention(q, k, v, mask=regard.causal(), backend=backend)
         grads = torch.autograd.grad(output[:, :, :300].square().sum(), (k, v))
         assert all(g[:, :, :300].abs().sum() > 0 and not g[:, :, 300:].any() for g in grads)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: regard.dense(x > 3),
+        lambda x: regard.padding(x[0, :2]),
+        lambda x: regard.documents(x[0]) & regard.causal(),
+        lambda x: regard.causal(offset=x[0, :2]),
+    ],
+    ids=["dense", "padding", "documents", "offset"],
+)
+def test_vmap_over_a_mask_equals_a_loop_with_gradients(make: Any) -> None:
+    torch.manual_seed(0)
+    queries = torch.randn(3, 2, 2, 7, 4, dtype=torch.float64)
+    hints = torch.randint(0, 7, (3, 7, 7))
+
+    def f(q: Tensor, hint: Tensor) -> Tensor:
+        return regard.attention(q, q, q, mask=make(hint)).sin().sum()
+
+    found = torch.vmap(torch.func.grad(f))(queries, hints)
+    torch.testing.assert_close(
+        found, torch.stack([torch.func.grad(f)(q, h) for q, h in zip(queries, hints, strict=True)])
+    )
+
+
+def test_what_has_no_rule_in_a_transform_says_so() -> None:
+    x = torch.randn(3, 5, 4)
+    with pytest.raises(regard.errors.ArgumentError, match=r"^received: "):
+        torch.vmap(lambda x: regard.observe(x, x, x).received)(x)
+    with pytest.raises(regard.errors.ArgumentError, match="randomness='same'"):
+        torch.vmap(lambda x: regard.attention(x, x, x, dropout=0.5), randomness="different")(x)

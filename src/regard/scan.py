@@ -10,11 +10,12 @@ from torch import Tensor
 
 from .canonical import Canonical
 from .formula import bias_tile, hidden, products
-from .tile import BIAS, KEY, QUERY, ROW, Tile
+from .tile import BIAS, KEY, QUERY, ROW, TURNED, Tile
 from .tiling import Run
 
 __all__ = ["Look", "Room", "below", "masked_logits", "weights"]
 
+_MANY = 8  # rows for which turning the keys pays
 _DEEP = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
 
 
@@ -23,6 +24,7 @@ class Room:
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
+        self._turned: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A tensor of this shape over a buffer of this name; its content is whatever was there."""
@@ -35,12 +37,18 @@ class Room:
     def like(self, name: str, x: Tensor) -> Tensor:
         return self.take(name, tuple(x.shape), x)
 
-    def product(self, rows: Tensor, keys: Tensor, name: str = "logits") -> Tensor:
-        """Dot products (l, k, g, r, c) of rows (l, k, g, r, D) and keys (l, k, c, D)."""
+    def turned(self, name: str, x: Tensor, rows: int) -> Tensor:
+        """Keys (L, K, M, D) as (L, K, D, M), laid out anew if enough rows will read them: BLAS likes it so."""
+        if name not in self._turned:
+            self._turned[name] = x.mT.contiguous() if rows >= _MANY else x.mT
+        return self._turned[name]
+
+    def product(self, name: str, rows: Tensor, turned: Tensor) -> Tensor:
+        """Dot products (l, k, g, r, c) of rows (l, k, g, r, D) and turned keys (l, k, D, c)."""
         batch, heads, groups, count, dim = rows.shape
-        cols = keys.shape[2]
+        cols = turned.shape[3]
         S = self.take(name, (batch * heads, groups * count, cols), rows)
-        torch.bmm(rows.reshape(batch * heads, groups * count, dim), keys.reshape(batch * heads, cols, dim).mT, out=S)
+        torch.bmm(rows.reshape(batch * heads, groups * count, dim), turned.reshape(batch * heads, dim, cols), out=S)
         return S.view(batch, heads, groups, count, cols)
 
 
@@ -58,8 +66,11 @@ class Look(NamedTuple):
 def masked_logits(x: Canonical, tile: Tile, run: Run, room: Room) -> Tensor:
     """The logits (l, k, g, r, c) of a tile, hidden pairs at −inf."""
     rule = x.rule
-    query, key = QUERY.part(x.query, tile), KEY.part(x.key, tile)
-    S = room.product(query, key) if rule.pair is None else products(rule, query, key, x.shared)
+    query = QUERY.part(x.query, tile)
+    if rule.pair is None:
+        S = room.product("logits", query, TURNED.part(room.turned("keys", x.key, rule.n), tile))
+    else:
+        S = products(rule, query, KEY.part(x.key, tile), x.shared)
     if rule.softcap is not None:
         S.div_(rule.softcap).tanh_().mul_(rule.softcap)
     bias = None if x.bias is None else BIAS.part(x.bias, tile)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BIAS", "KEY", "QUERY", "ROW", "SHARED", "Kind", "Spots", "Tile"]
+__all__ = ["BIAS", "KEY", "QUERY", "ROW", "SHARED", "TURNED", "Kind", "Spots", "Tile"]
 
 
 class Tile(NamedTuple):
@@ -55,6 +55,7 @@ class Kind(NamedTuple):
 
 QUERY = Kind(batch=-5, heads=-4, rows=-2)  # (L, K, G, N, D); the output too
 KEY = Kind(batch=-4, heads=-3, cols=-2)  # (L, K, M, D); values too
+TURNED = Kind(batch=-4, heads=-3, cols=-1)  # (L, K, D, M)
 BIAS = Kind(batch=-5, heads=-4, rows=-2, cols=-1)  # (L|1, K|1, G|1, N|1, M|1)
 ROW = Kind(batch=-4, heads=-3, rows=-1)  # (L, K, G, N)
 SHARED = Kind()

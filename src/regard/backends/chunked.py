@@ -22,7 +22,7 @@ from ..problem import Problem
 from ..rule import Rule
 from ..scan import Look, Room, below, masked_logits
 from ..softmax import Partial, lowest, merge
-from ..tile import BIAS, KEY, QUERY, ROW, Tile
+from ..tile import BIAS, KEY, QUERY, ROW, TURNED, Tile
 from ..tiling import Cut, Strip, strips
 from .base import Backend
 
@@ -284,7 +284,8 @@ def backward(
             X = below(x, masked_logits(x, tile, run, room), ROW.part(look.peak, tile), run)  # (l, k, g, r, c)
             P = torch.sub(X, ROW.part(spread, tile)[..., None], out=room.like("weights", X)).exp_()
             dO_tile = _rows(QUERY.part(dO, tile))  # (l, k, g·r, E)
-            dP = room.product(QUERY.part(dO, tile), KEY.part(x.value, tile), "slopes")
+            values = TURNED.part(room.turned("values", x.value, x.rule.n), tile)
+            dP = room.product("slopes", QUERY.part(dO, tile), values)
             Pd = P
             if x.rule.dropout:
                 keep = kept(x.rule, tile, X.shape[2], X.device) / (1 - x.rule.dropout)
