@@ -18,7 +18,7 @@ Maker = Callable[["Shape"], dict[str, Any]]
 @dataclass(frozen=True)
 class Shape:
     batch: int = 2
-    heads: int = 4
+    heads: int = 6
     kv_heads: int = 2
     n: int = 37
     m: int = 45
@@ -116,7 +116,7 @@ SCORES: list[Case] = [
 ARGUMENTS: list[Case] = [
     Case("plain", lambda s: {}),
     Case("plain square", lambda s: {}, SQUARE),
-    Case("multi-head", lambda s: {}, Shape(kv_heads=4, dv=16)),
+    Case("multi-head", lambda s: {}, Shape(kv_heads=6, dv=16)),
     Case("one head", lambda s: {}, Shape(heads=1, kv_heads=1)),
     Case("one query", lambda s: {"mask": regard.causal()}, Shape(n=1)),
     Case("one key", lambda s: {"mask": regard.padding([0, 1])}, Shape(m=1)),

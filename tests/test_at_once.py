@@ -15,6 +15,8 @@ MASKS = {
     "causal": regard.causal(),
     "window": regard.window(3, 1),
     "blocks": regard.blocks(4) | regard.strided(3),
+    "prefix": regard.prefix(3),
+    "offset": regard.causal(offset=-2) & regard.prefix(9),
     "padding": regard.padding([5, 12]),
     "padding to nothing": regard.padding([0, 12]),
 }
@@ -48,11 +50,12 @@ REFUSED: dict[str, Any] = {
     "something else": lambda: ([[1.0], *tensors()[1:]], None),
     "NaN behind padding": lambda: (leaking(), regard.padding([5, 12])),
     "a padding that does not fit": lambda: (tensors(), regard.padding([5, 12, 3])),
-    "keys that nobody sees": lambda: (tensors(), regard.prefix(3)),
+    "NaN behind a prefix": lambda: (leaking(), regard.prefix(3)),
+    "a mask too large to lay out": lambda: ([torch.randn(1, 1, 300, 8)] * 3, regard.window(3, 1)),
     "a mask of the wrong length": lambda: (tensors(), regard.packed([3, 4])),
     "a predicate": lambda: (tensors(), regard.predicate(lambda b, h, i, j: i == j)),
     "a tensor": lambda: (tensors(), torch.ones(12, 12, dtype=torch.bool)),
-    "an offset": lambda: (tensors(), regard.causal(offset=1) & regard.prefix(2)),
+    "an offset for each item": lambda: (tensors(), regard.causal(offset=[1, 2])),
 }
 
 

@@ -34,9 +34,11 @@ def keep(probability: float, seed: int, items: Tensor, heads: Tensor, rows: Tens
     x = low[..., None] + _int32(cols * _GOLDEN32)  # (items, heads, rows, cols) int32, wrapping
     x ^= (x >> 16) & 0xFFFF
     x *= _MIX32[0]
-    x ^= (x >> 15) & 0x1FFFF
     x += high[..., None]
+    x ^= (x >> 15) & 0x1FFFF
     x *= _MIX32[1]
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MIX32[0]
     return x >= min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 

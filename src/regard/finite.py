@@ -6,10 +6,12 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
-from .arithmetic import batched, inside
-from .formula import hidden
+from .arithmetic import inside
+from .formula import bias_tile, hidden
 from .rule import Rule
+from .softmax import arithmetic_dtype
 from .tile import BIAS, ROW
 from .tiling import Cut, strips
 
@@ -17,15 +19,20 @@ __all__ = ["all_finite", "seen", "without_unseen"]
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether no NaN or inf is in them; a sum that overflows counts as one, which costs time and nothing else."""
-    return all(x.is_meta or math.isfinite(inside(x).sum().item()) for x in tensors)
+    """Whether no NaN or inf is in them, nor in the products of their rows: their norms tell both."""
+    return all(x.is_meta or math.isfinite(_norm(inside(x))) for x in tensors)
+
+
+@torch.no_grad()
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=arithmetic_dtype(x.dtype)))
 
 
 def without_unseen(
     rule: Rule, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Zero what takes no part, if a NaN or inf in it could reach something: (L, H, N, D), (L, K, M, …)."""
-    if (rule.mask is None and bias is None) or all_finite(query, key, value):
+    if (rule.mask is None and bias is None and rule.bias is None) or all_finite(query, key, value):
         return query, key, value
     rows, keys = seen(rule, query, key, bias)
     keys = keys[..., None]
@@ -37,10 +44,11 @@ def seen(rule: Rule, query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[T
     """Which rows (L, H, N) may attend some key, and which keys (L, K, M) some row may attend."""
     batch, heads, m = key.shape[:3]
     groups = query.shape[1] // max(heads, 1)
+    tables = () if rule.bias is None else tuple(map(inside, rule.bias.tensors))
     rows = torch.zeros(batch, heads, groups, rule.n, dtype=torch.bool, device=key.device)
     keys = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
-        bias = None if batched(bias) else inside(bias)  # a batched bias hides differently each time
+        bias = _widest(bias)
     for strip in strips(rule, rows.shape, Cut()):
         for run in strip.runs:
             tile = strip.tile(run)
@@ -50,7 +58,18 @@ def seen(rule: Rule, query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[T
                 shown = ~hide
             if bias is not None:
                 shown = shown & (BIAS.part(bias, tile) != -torch.inf)
+            elif rule.bias is not None and (added := bias_tile(rule, tile, groups, None, tables)) is not None:
+                shown = shown & (added != -torch.inf)
             shown = shown.expand(*row.shape, col.shape[-1])  # (l, k, g, r, c)
             row |= shown.any(-1)
             col |= shown.flatten(2, 3).any(2)
     return rows.flatten(1, 2), keys
+
+
+def _widest(bias: Tensor) -> Tensor:
+    """A bias without torch.func's wrappers; where vmap runs over it, −inf only where every sample has it."""
+    while _functorch.is_functorch_wrapped_tensor(bias):
+        dim = _functorch.maybe_get_bdim(bias) if _functorch.is_batchedtensor(bias) else -1
+        bias = _functorch.get_unwrapped(bias)
+        bias = bias.amax(dim) if dim >= 0 else bias
+    return bias

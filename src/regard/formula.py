@@ -106,7 +106,7 @@ def attend(
     groups = query.shape[-3]
     S = logits(rule, tile, query, key, bias, shared)  # (l, k, g, r, c)
     hide = hidden(rule, tile, groups, S.device)
-    if bias is not None:
+    if bias is not None or rule.bias is not None:
         lost = torch.isneginf(S)
         hide = lost if hide is None else torch.logical_or(hide, lost)
     if hide is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from .arithmetic import exactly
 from .canonical import Canonical, Result, canonical
-from .formula import hidden, logits
+from .formula import bias_tile, hidden, logits
 from .problem import Problem
 from .scan import Look, Room, masked_logits, weights
 from .tile import BIAS, ROW, Spots
@@ -54,21 +55,20 @@ def pooled(p: Problem, found: Result, height: int, width: int, cut: Cut) -> Tens
     """The mean weight in each cell of a grid over N × M: (…, Hq, height, width)."""
     x, look = _looking(p, found)
     n, m = x.rule.n, x.rule.m
-    device = look.peak.device
-    down = torch.arange(n, device=device) * height // max(n, 1)  # the cell of each row
-    across = torch.arange(m, device=device) * width // max(m, 1)
+    down = torch.arange(n, device=look.peak.device) * height // max(n, 1)  # the cell of each row
+    across = torch.arange(m, device=look.peak.device) * width // max(m, 1)
     total = x.query.new_zeros(*x.query.shape[:3], height, width)
     room = Room()
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
             P = weights(x, tile, run, look, room)  # (l, k, g, r, c)
-            first, last = int(down[tile.rows.start]), int(down[tile.rows.stop - 1]) + 1
-            rows = P.new_zeros(*P.shape[:3], last - first, P.shape[-1])
-            rows.index_add_(3, down[tile.rows] - first, P)
-            cells = P.new_zeros(*P.shape[:3], last - first, width)
-            cells.index_add_(4, across[tile.cols], rows)
-            total[tile.batch, tile.heads, :, first:last] += cells
+            top, bottom = (i * height // n for i in (tile.rows.start, tile.rows.stop - 1))
+            left, right = (j * width // m for j in (tile.cols.start, tile.cols.stop - 1))
+            rows = one_hot(down[tile.rows] - top, bottom + 1 - top).to(P.dtype)  # (r, cells): a product, not a scatter,
+            cols = one_hot(across[tile.cols] - left, right + 1 - left).to(P.dtype)  # has the same bits every time
+            cells = total[tile.batch, tile.heads, :, top : bottom + 1, left : right + 1]
+            cells += (rows.mT @ P) @ cols
     area = torch.bincount(down, minlength=height)[:, None] * torch.bincount(across, minlength=width)
     return p.shaped((total / area).flatten(1, 2))
 
@@ -88,9 +88,10 @@ def visible(p: Problem, cut: Cut) -> Tensor:
             shown = torch.ones((), dtype=torch.bool, device=count.device).expand(size)
             if not run.full and (hide := hidden(x.rule, tile, shape[2], count.device)) is not None:
                 shown = (~hide).expand(size)
-            if x.bias is not None:
-                shown = shown & (BIAS.part(x.bias, tile) != -torch.inf)
-            part.add_(shown.sum(-1) if x.bias is not None or not run.full else run.stop - run.start)
+            bias = None if x.bias is None else BIAS.part(x.bias, tile)
+            if (added := bias_tile(x.rule, tile, shape[2], bias, x.shared)) is not None:
+                shown = shown & (added != -torch.inf)
+            part.add_(run.stop - run.start if run.full and added is None else shown.sum(-1))
     return p.shaped(count.flatten(1, 2))
 
 

@@ -58,8 +58,8 @@ def run(p: Problem, backend: Backend) -> Result:
     """Run a problem on a backend in the dtypes that the problem has, whatever autocast would make of them."""
     if p.dropout:
         p = p._replace(seed=_drawn(p.who))
-    if torch._C._is_any_autocast_enabled() and autocasts(p.query.device) and not torch.compiler.is_compiling():
-        with exact():
+    if torch._C._is_any_autocast_enabled() and autocasts(p.query.device):
+        with torch.autocast(p.device.type, enabled=False) if torch.compiler.is_compiling() else exact():
             return backend.run(p)
     return backend.run(p)
 

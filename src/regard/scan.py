@@ -85,7 +85,7 @@ def masked_logits(x: Canonical, tile: Tile, run: Run, room: Room) -> Tensor:
 def below(x: Canonical, S: Tensor, peak: Tensor, run: Run) -> Tensor:
     """Turn logits into distances below their row's largest, hidden pairs at a finite depth where exp is exactly 0."""
     S.sub_(peak[..., None])
-    return S if run.full and x.bias is None else S.clamp_(min=_DEEP)
+    return S if run.full and x.bias is None and x.rule.bias is None else S.clamp_(min=_DEEP)
 
 
 def weights(x: Canonical, tile: Tile, run: Run, look: Look, room: Room) -> Tensor:

@@ -71,9 +71,12 @@ def strips(rule: Rule, size: Sequence[int], cut: Cut, whole: bool = False) -> It
     else:
         width = max(_BLOCK, cut.budget // (groups * chunk * rule.cost) // _BLOCK * _BLOCK)
     together = max(1, cut.budget // (groups * chunk * min(width, max(rule.m, 1)) * rule.cost))
+    shared: list[tuple[slice, list[Run]]] | None = None  # one table serves all if the mask tells none apart
     for items, some in _groups(rule, batch, heads, together):
-        probe = Tile(items, some, slice(0, 0), slice(0, 0))
-        yield from _rows(rule, probe, groups, chunk, width)
+        if shared is None or (rule.mask is not None and rule.mask.lead != (1, 1)):
+            shared = list(_rows(rule, Tile(items, some, slice(0, 0), slice(0, 0)), groups, chunk, width))
+        for rows, runs in shared:
+            yield Strip(items, some, rows, runs)
 
 
 def _groups(rule: Rule, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
@@ -86,18 +89,19 @@ def _groups(rule: Rule, batch: int, heads: int, together: int) -> Iterator[tuple
             yield slice(b, min(b + items, batch)), slice(h, min(h + min(together, heads), heads))
 
 
-def _rows(rule: Rule, probe: Tile, groups: int, chunk: int, width: int) -> Iterator[Strip]:
+def _rows(rule: Rule, probe: Tile, groups: int, chunk: int, width: int) -> Iterator[tuple[slice, list[Run]]]:
+    """The rows of every strip and the runs that they may see, for the batch items and heads of a tile."""
     n, m = rule.n, rule.m
     starts = range(0, n, chunk)
     if rule.mask is None:
         runs = [Run(j, min(j + width, m), True) for j in range(0, m, width)]
         for i in starts:
-            yield Strip(probe.batch, probe.heads, slice(i, min(i + chunk, n)), runs)
+            yield slice(i, min(i + chunk, n)), runs
         return
     edges = [*range(0, m, _BLOCK), m]
     cover = mask_at(rule, probe, groups).cover(torch.tensor([*starts, n]), torch.tensor(edges), n, m)
     for i, states in zip(starts, cover.tolist(), strict=True):
-        yield Strip(probe.batch, probe.heads, slice(i, min(i + chunk, n)), list(_runs(states, edges, width)))
+        yield slice(i, min(i + chunk, n)), list(_runs(states, edges, width))
 
 
 def _runs(states: list[int], edges: list[int], width: int) -> Iterator[Run]:

@@ -95,3 +95,43 @@ def test_two_runs_give_the_same_bits() -> None:
 def test_why_names_the_kernel_that_torch_takes() -> None:
     x = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
     assert "kernel" in str(regard.why(x, x, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "mask", [regard.window(2, 0, offset=-10), regard.padding([0, 20]), regard.causal(offset=-9)], ids=repr
+)
+def test_rows_that_see_nothing_are_zero_on_every_kernel(mask: regard.Mask, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 4, 48, 64, device="cuda", dtype=dtype)
+    empty = mask.visible(torch.arange(48), 48, 48) == 0
+    found = regard.attention(x, x, x, mask=mask)
+    assert not found[empty.expand(2, 4, 48)].any()
+    true = regard.attention(x.double(), x.double(), x.double(), mask=mask, backend="reference")
+    torch.testing.assert_close(found.double(), true, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_float32_bias_of_half_precision_is_not_rounded() -> None:
+    x = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
+    for bias in (torch.randn(64, 64, device="cuda") * 30, torch.full((64, 64), torch.finfo().min, device="cuda")):
+        true = regard.attention(x.double(), x.double(), x.double(), bias=bias.float(), backend="reference")
+        torch.testing.assert_close(regard.attention(x, x, x, bias=bias).double(), true, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.gpu
+def test_a_map_has_the_same_bits_every_time() -> None:
+    x = torch.randn(1, 4, 1500, 64, device="cuda")
+    seen = regard.observe(x, x, x, mask=regard.causal())
+    first = seen.map(37, 41)
+    assert all(torch.equal(first, seen.map(37, 41)) for _ in range(5))
+
+
+@pytest.mark.gpu
+def test_one_row_of_keys_for_all_items_is_taken_in_half_precision() -> None:
+    x = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.float16)
+    keep = torch.rand(64, device="cuda") > 0.5
+    true = regard.attention(x.double(), x.double(), x.double(), mask=regard.padding(keep), backend="reference")
+    torch.testing.assert_close(
+        regard.attention(x, x, x, mask=regard.padding(keep)).double(), true, atol=1e-2, rtol=1e-2
+    )

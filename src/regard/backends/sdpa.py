@@ -119,19 +119,18 @@ def at_once(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor |
     call = Call(query, key, value, allowed, causal, shape[3] ** -0.5, False)
     if _kernel(call) != _FLASH:
         return None
-    output = _attend(call)  # what leaks from behind padding makes a NaN of it
-    return None if type(mask) is Padding and not all_finite(output) else output
+    output = _attend(call)  # what leaks from behind a mask makes a NaN of it
+    return None if allowed is not None and not all_finite(output) else output
 
 
 def _glance(query: Tensor, mask: object) -> Tensor | None:
-    """A simple mask as a tensor, if it fits and hides nothing from all, or only what padding hides."""
+    """A simple mask as a tensor, if it fits."""
     batch, _, n, _ = query.shape
     if type(mask) is Padding:
         fits = mask.lengths.is_cpu and mask.lengths.shape == (batch,)
         return mask.keys(n, query.device)[:, None, None] if fits else None
     if isinstance(mask, Mask) and n * n <= _SMALL and mask.constant and mask.lead == (1, 1):
-        laid, every = _laid(mask, n, n, query.device) if mask.misfit(n, n) is None else (None, False)
-        return laid if every else None
+        return _laid(mask, n, n, query.device) if mask.misfit(n, n) is None else None
     return None
 
 
@@ -188,6 +187,8 @@ def _call(p: Problem) -> Call:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if isinstance(p.bias, Tensor):
         mask = p.bias.to(query.dtype)
+    elif mask is not None and not query.is_cpu:  # cuDNN averages a row that a bool mask leaves empty; −inf it respects
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = _unit(query), _unit(key), _unit(value)
     if query.shape[1] == key.shape[1]:
@@ -218,16 +219,14 @@ def _masked(mask: Mask, p: Problem) -> tuple[Tensor | None, bool]:
         return mask.allowed, False
     if isinstance(mask, Padding | Keep):
         keys = mask.keys(p.keys, p.device)
-        return keys if keys.dim() == 1 else keys[:, None, None], False
-    laid = p.notes.pop("laid", None)
-    return (laid if isinstance(laid, Tensor) else mask.dense(p.rows, p.keys, p.device)), False
+        return keys.expand(1, 1, 1, -1) if keys.dim() == 1 else keys[:, None, None], False
+    return (_laid if mask.constant else Mask.dense)(mask, p.rows, p.keys, p.query.device), False
 
 
 @lru_cache(maxsize=32)
-def _laid(mask: Mask, n: int, m: int, device: torch.device) -> tuple[Tensor, bool]:
-    """A small mask in full, kept for the next call, and whether every row sees and every key is seen."""
-    allowed = mask.dense(n, m, device)
-    return allowed, bool(allowed.any(-2).all() & allowed.any(-1).all())
+def _laid(mask: Mask, n: int, m: int, device: torch.device) -> Tensor:
+    """A small mask in full, kept for the next call."""
+    return mask.dense(n, m, device)
 
 
 def _from_the_top(mask: Causal, n: int, m: int) -> bool:
@@ -252,18 +251,9 @@ def _about_mask(p: Problem) -> list[str]:
     if torch.compiler.is_compiling():
         if not isinstance(mask, Dense | Padding | Keep):
             reasons.append("under torch.compile only padding and tensors are laid out")
-    elif not reasons and not _harmless(mask, p):
+    elif not reasons and not all_finite(p.query, p.key, p.value):
         reasons.append("a NaN or inf behind the mask would leak through torch's kernels")
     return reasons
-
-
-def _harmless(mask: Mask, p: Problem) -> bool:
-    """Whether nothing behind the mask can leak: everything takes part, or all is finite."""
-    if not isinstance(mask, Dense | Padding | Keep) and mask.constant:
-        p.notes["laid"], every = _laid(mask, p.rows, p.keys, p.query.device)
-        if every:
-            return True
-    return all_finite(p.query, p.key, p.value)
 
 
 def _about_device(p: Problem) -> list[str]:
@@ -281,8 +271,13 @@ def _about_bias(p: Problem) -> list[str]:
     reasons = []
     if p.bias.requires_grad or _forward_mode() or torch._C._are_functorch_transforms_active():
         reasons.append("torch's kernels give the bias no gradient")
+    computed = torch.float32 if _slow_half(p) else p.dtype
+    if computed.itemsize < 4 and p.bias.dtype != computed:
+        reasons.append(f"torch would round the bias to {computed}")
     if torch.compiler.is_compiling() or not all_finite(p.query, p.key, p.value):
         reasons.append("a NaN or inf behind −inf in the bias would leak through torch's kernels")
+    elif not p.query.is_cpu and bool(((p.bias < -1e30) & (p.bias > -torch.inf)).any()):
+        reasons.append("torch's kernels on this device lose rows of very low logits")
     return reasons
 
 
