@@ -42,8 +42,8 @@ class Result(NamedTuple):
     spread: Tensor | None = None  # lse − max_logit, to all digits even where the logits are large
 
 
-def canonical(p: Problem) -> Canonical:
-    """Fold the score, cast, and group the heads."""
+def canonical(p: Problem, seed: int = 0) -> Canonical:
+    """Fold the score, cast, and group the heads; `seed` decides what dropout drops."""
     exact = p.exact_dtype
     batch, heads, groups = p.query.shape[0], p.key.shape[1], p.query.shape[1] // max(p.key.shape[1], 1)
     structured, bias = (p.bias, None) if isinstance(p.bias, Bias) else (None, p.bias)
@@ -55,7 +55,7 @@ def canonical(p: Problem) -> Canonical:
         mask=p.mask,
         softcap=p.softcap,
         dropout=p.dropout,
-        seed=p.seed,
+        seed=seed,
         bias=structured,
         inner=batch // p.mask.lead[0] if p.mask is not None and p.mask.lead[0] > 1 else 1,
         period=batch,

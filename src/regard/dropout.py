@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["keep"]
+from .arithmetic import batched
+from .errors import ArgumentError
+
+__all__ = ["draw", "keep"]
 
 _GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -40,6 +43,14 @@ def keep(probability: float, seed: int, items: Tensor, heads: Tensor, rows: Tens
     x ^= (x >> 16) & 0xFFFF
     x *= _MIX32[0]
     return x >= min(round(probability * 2**32), 2**32 - 1) - 2**31
+
+
+def draw(who: str) -> int:
+    """Draw a seed from torch's generator."""
+    seed = torch.randint(2**62, (), dtype=torch.int64)
+    if batched(seed):
+        raise ArgumentError(f"{who}: dropout under vmap drops alike for every sample; use vmap(…, randomness='same').")
+    return int(seed)
 
 
 def _mixed(counter: Tensor, key: Tensor | int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from .arithmetic import exact
 from .backends import KNOWN, Backend
 from .canonical import Result
-from .errors import ArgumentError, BackendError
+from .errors import BackendError
 from .problem import Problem, autocasts
 
 __all__ = ["Plan", "choose", "plan", "run"]
@@ -56,19 +56,10 @@ def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
 
 def run(p: Problem, backend: Backend) -> Result:
     """Run a problem on a backend in the dtypes that the problem has, whatever autocast would make of them."""
-    if p.dropout:
-        p = p._replace(seed=_drawn(p.who))
     if torch._C._is_any_autocast_enabled() and autocasts(p.query.device):
         with torch.autocast(p.device.type, enabled=False) if torch.compiler.is_compiling() else exact():
             return backend.run(p)
     return backend.run(p)
-
-
-def _drawn(who: str) -> int:
-    seed = torch.randint(2**62, (), dtype=torch.int64)
-    if torch._C._functorch.is_batchedtensor(seed):
-        raise ArgumentError(f"{who}: dropout under vmap drops alike for every sample; use vmap(…, randomness='same').")
-    return int(seed)
 
 
 def plan(p: Problem, backend: str | Backend = "auto") -> Plan:

@@ -35,7 +35,6 @@ class Problem(NamedTuple):
     softcap: float | None
     sink: Tensor | None  # (Hq,)
     dropout: float
-    seed: int  # drawn when the problem is run
     lead: tuple[int, ...]  # the dimensions of the results before (N, …)
     observed: bool
     who: str  # the public function, for messages
@@ -120,7 +119,7 @@ def pose(
         mask = _mask(mask, full, batch, first, heads, headless, query.device, who, names[0])
     if bias is not None:
         bias = _bias(bias, full, batch, heads, headless, query.device, who, names[1])
-    if mask is not None and torch._C._are_functorch_transforms_active():
+    if mask is not None and not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         mask, bias = _unwrapped(mask, bias, rows, key.shape[2], batch, who)
     return Problem(
         query,
@@ -133,7 +132,6 @@ def pose(
         None if softcap is None else _softcap(softcap, who),
         None if sink is None else _sink(sink, heads, query, who),
         0.0 if type(dropout) is float and dropout == 0.0 else _dropout(dropout, who),
-        0,
         lead,
         observed,
         who,
@@ -264,7 +262,7 @@ def _mask(
             f"Got {type(mask).__name__}; {_call_it(mask, 'regard.masks lists the masks')}."
         )
     mask = mask.bind(first, heads, headless)
-    if any(t.device != device for t in mask.tensors):
+    if not torch.compiler.is_compiling() and any(t.device != device for t in mask.tensors):
         mask = mask.to(device)
     items, told = mask.lead
     if items not in (1, first) or told not in (1, heads):

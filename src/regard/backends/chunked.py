@@ -16,6 +16,7 @@ from torch._C import _functorch
 from ..arithmetic import exactly
 from ..canonical import Canonical, Result, canonical, finish
 from ..derivatives import Map, Mapped, applied, attention_map, pull_back, watched
+from ..dropout import draw
 from ..errors import ArgumentError
 from ..formula import Rows, bias_tile, kept, products
 from ..problem import Problem
@@ -57,7 +58,7 @@ class Chunked(Backend):
     @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable imports the compiler
     @exactly
     def run(self, p: Problem) -> Result:
-        x = canonical(p)
+        x = canonical(p, seed=draw(p.who) if p.dropout else 0)
         tensors = (x.query, x.key, x.value, x.bias, *x.shared)
         if not watched(*tensors):
             return finish(p, Rows(*forward(x, self.cut, p.observed)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..canonical import Result, canonical, finish
+from ..dropout import draw
 from ..formula import attend
 from ..problem import Problem
 from ..tile import Tile
@@ -23,7 +24,7 @@ class Reference(Backend):
         return []
 
     def run(self, p: Problem) -> Result:
-        x = canonical(p)
+        x = canonical(p, seed=draw(p.who) if p.dropout else 0)
         batch, heads = x.query.shape[:2]
         rule = x.rule
         tile = Tile(slice(0, batch), slice(0, heads), slice(0, rule.n), slice(0, rule.m))
