@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -119,8 +120,10 @@ def at_once(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor |
     call = Call(query, key, value, allowed, causal, shape[3] ** -0.5, False)
     if _kernel(call) != _FLASH:
         return None
-    output = _attend(call)  # what leaks from behind a mask makes a NaN of it
-    return None if allowed is not None and not all_finite(output) else output
+    output = _attend(call)
+    if allowed is not None and not math.isfinite(output.sum().item()):
+        return None  # what leaks from behind a mask makes a NaN of the output
+    return output
 
 
 def _glance(query: Tensor, mask: object) -> Tensor | None:
@@ -128,7 +131,7 @@ def _glance(query: Tensor, mask: object) -> Tensor | None:
     batch, _, n, _ = query.shape
     if type(mask) is Padding:
         fits = mask.lengths.is_cpu and mask.lengths.shape == (batch,)
-        return mask.keys(n, query.device)[:, None, None] if fits else None
+        return mask.keys(n, query.device) if fits else None
     if isinstance(mask, Mask) and n * n <= _SMALL and mask.constant and mask.lead == (1, 1):
         return _laid(mask, n, n, query.device) if mask.misfit(n, n) is None else None
     return None
@@ -218,8 +221,7 @@ def _masked(mask: Mask, p: Problem) -> tuple[Tensor | None, bool]:
     if isinstance(mask, Dense):
         return mask.allowed, False
     if isinstance(mask, Padding | Keep):
-        keys = mask.keys(p.keys, p.device)
-        return keys.expand(1, 1, 1, -1) if keys.dim() == 1 else keys[:, None, None], False
+        return mask.keys(p.keys, p.query.device), False
     return (_laid if mask.constant else Mask.dense)(mask, p.rows, p.keys, p.query.device), False
 
 
@@ -296,7 +298,7 @@ def _traced(p: Problem, call: Call) -> Tensor:
     """Under torch.compile: torch's function, with nothing behind a mask left to leak."""
     if call.mask is None:
         return _attend(call)
-    allowed = call.mask if call.mask.dim() == 4 else call.mask.expand(1, 1, 1, -1)  # (B|1, H|1, N|1, M|1)
+    allowed = call.mask  # (B|1, H|1, N|1, M|1)
     rows, keys = allowed.any(-1, keepdim=True), allowed.any(1, keepdim=True).any(2, keepdim=True).mT
     query = torch.where(rows, call.query, 0.0)
     key, value = torch.where(keys, call.key, 0.0), torch.where(keys, call.value, 0.0)

@@ -33,8 +33,8 @@ class Padding(Mask):
         return spread(j < per_item(self.lengths, j), i, j)
 
     def keys(self, m: int, device: torch.device) -> Tensor:
-        """Which keys count, (B, M)."""
-        return torch.arange(m, device=device) < self.lengths[:, None]
+        """Which keys count, (B, 1, 1, M)."""
+        return torch.arange(m, device=device) < self.lengths.reshape(-1, 1, 1, 1)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         return interval(i, m, 0, per_item(self.lengths, i))
@@ -56,8 +56,8 @@ class Keep(Mask):
         return spread(pick(self.keep, j), i, j)
 
     def keys(self, m: int, device: torch.device) -> Tensor:
-        """Which keys count, (B, M) or (M,)."""
-        return self.keep
+        """Which keys count, (B, 1, 1, M), or (1, 1, 1, M) for all items."""
+        return self.keep.reshape(-1, 1, 1, m)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         if self.keep.numel() == 0:
