@@ -214,11 +214,7 @@ def test_a_change_that_inference_mode_does_not_count_gives_no_wrong_number(what:
             target.logical_not_()
         else:
             target.mul_(3)
-        try:
-            found = seen.weights()
-        except ChangedError:
-            return
-        assert torch.equal(found, expected)
+        assert torch.equal(seen.weights(), expected)  # it looks at copies: changes cannot be traced here
 
 
 @everyone
@@ -321,13 +317,9 @@ def test_a_step_of_an_optimizer_is_a_change() -> None:
 def test_a_parameter_put_in_the_place_of_another_gives_no_wrong_number() -> None:
     score = Bilinear(8, 8)
     seen = regard.observe(*inputs(), score=score)
-    before = seen.weights().detach().clone()
     score.weight = nn.Parameter(torch.zeros(8, 8))
-    try:
-        after = seen.weights()
-    except ChangedError:
-        return
-    torch.testing.assert_close(after, before)
+    with pytest.raises(ChangedError):
+        seen.weights()
 
 
 def test_what_is_observed_in_a_functional_call_is_of_its_parameters() -> None:
@@ -343,24 +335,16 @@ def test_what_is_observed_in_a_functional_call_is_of_its_parameters() -> None:
     expected = twin(*inputs())
     seen = torch.func.functional_call(module, {"score.weight": twin.score.weight}, tuple(inputs()))
     torch.testing.assert_close(seen.lse, expected.lse)
-    try:
-        found = seen.weights()
-    except ChangedError:
-        return
-    torch.testing.assert_close(found, expected.weights())
+    with pytest.raises(ChangedError):
+        seen.weights()
 
 
 def test_a_change_of_the_values_alone_changes_no_weight() -> None:
-    """The weights do not depend on the values: the late members may stay, and must then be right."""
     query, key, value = inputs()
     seen = regard.observe(query, key, value)
     before = seen.weights().clone()
     value.zero_()
-    try:
-        after = seen.weights()
-    except ChangedError:
-        return
-    assert torch.equal(after, before)
+    assert torch.equal(seen.weights(), before)
 
 
 @everyone
@@ -653,3 +637,13 @@ def test_several_threads_at_once_get_what_one_gets_alone(backend: str) -> None:
     for one, other in zip(alone, together, strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_a_change_of_a_query_that_is_also_the_value_is_an_error() -> None:
+    query, key, _ = inputs()
+    seen = regard.observe(query, key, key)
+    shared = regard.observe(query, key, query.expand_as(query) if query.shape == key.shape else key)
+    query.mul_(2)
+    for observation in (seen, shared):
+        with pytest.raises(ChangedError):
+            observation.weights()

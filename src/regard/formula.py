@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
     output: Tensor  # (L, K, G, N, E)
     lse: Tensor  # (L, K, G, N)
-    entropy: Tensor  # the same; empty where nobody observes
+    entropy: Tensor  # the same; zeros where nobody observes
     max_logit: Tensor
     spread: Tensor  # lse − max_logit, to all digits even where the logits are large
 

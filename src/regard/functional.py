@@ -123,7 +123,7 @@ def why(
     backend: str | Backend = "auto",
     observe: bool = False,
 ) -> Plan:
-    """Tell which backend a call takes, and why each other is refused, without computing anything.
+    """Tell which backend a call takes, and why each other is refused; no attention is computed.
 
     >>> import torch, regard
     >>> x = torch.zeros(1, 2, 4, 8)

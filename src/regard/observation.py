@@ -49,7 +49,7 @@ class Observation:
         if any(t.is_inference() for t in problem.tensors):  # their changes cannot be traced: look at copies
             problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _LOOKED_AT})
         self._problem, self._backend, self._found = problem, backend, result
-        self._versions = [(t, _version(t)) for t in problem.tensors]
+        self._versions = [(t, _version(t)) for t in self._read]
 
     def __repr__(self) -> str:
         p = self._problem
@@ -113,6 +113,12 @@ class Observation:
                 )
         return self._backend.pooled(p, self._found, height, width)
 
+    @property
+    def _read(self) -> list[Tensor]:
+        """What late passes read: every tensor of the problem but the values."""
+        query, key, _, *others = self._problem.tensors
+        return [query, key, *others]
+
     def _chosen(self, member: str, rows: Index, cols: Index) -> tuple[Tensor, Tensor]:
         p = self._problem
         i = _picked(rows, p.rows, member, "rows", p.device)
@@ -128,7 +134,7 @@ class Observation:
         return self._unchanged(member)
 
     def _unchanged(self, member: str) -> Problem:
-        now = self._problem.tensors
+        now = self._read
         same = len(now) == len(self._versions) and all(
             t is then and _version(t) == version for t, (then, version) in zip(now, self._versions, strict=True)
         )

@@ -1,7 +1,7 @@
 """`chunked`: exact attention in linear memory, in pure torch, on any device, with every feature.
 
 Rows are cut into strips, keys into runs; a run is folded into its strip by the online softmax. The backward pass keeps
-q, k, v, output and lse and computes the rest again. Higher derivatives come from `regard.derivatives`.
+q, k, v, the output and three numbers a row, and computes the rest again. Higher derivatives come from `derivatives`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Chunked"]
 
 
 class Chunked(Backend):
-    """Linear memory on any device; `chunk_size` rows are in flight at a time.
+    """Linear memory on any device; `chunk_size` rows are in flight at a time, those of grouped heads counted together.
 
     >>> import regard
     >>> q = torch.randn(1, 2, 100, 8)

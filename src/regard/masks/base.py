@@ -136,14 +136,19 @@ class Mask(ABC):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
         """Give the mask with every tensor that it holds changed."""
-        own = {name: change(value) for name, value in self.__dict__.items() if isinstance(value, Tensor)}
+        own = {}
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name, None)
+            if isinstance(value, Tensor):
+                own[name] = change(value)
         return replace(self, **own) if own else self._with_parts(lambda part: part.changed(change))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the mask holds."""
         found: list[Tensor] = []
-        for value in self.__dict__.values():
+        for name in self.__dataclass_fields__:  # what every torch's compiler can trace
+            value = getattr(self, name, None)
             found += [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Mask) else ()
         return tuple(found)
 
@@ -163,7 +168,8 @@ class Mask(ABC):
 
     def _with_parts(self, change: Callable[[Mask], Mask]) -> Mask:
         changed: dict[str, Mask] = {}
-        for name, part in self.__dict__.items():
+        for name in self.__dataclass_fields__:
+            part = getattr(self, name, None)
             if isinstance(part, Mask):
                 new = change(part)
                 if new is not part:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from ..functional import attention, why
+from ..functional import attention
 from ..masks import Mask, causal, window
+from ..plan import choose
+from ..problem import pose
 from ..scores.base import whole
 from .masking import both, ours
 
@@ -129,9 +131,10 @@ class KVCache:
         self._check(key, value)
         reach = self.reach(key.shape[2])
         held = (x[:, :, :1].expand(-1, -1, reach, -1) for x in (key, value)) if key.shape[2] else (key, value)
-        why(query, *held, mask=seen, **arguments)  # what attention would refuse is refused before it is held
+        backend = arguments.pop("backend", "auto")
+        choose(pose(query, *held, mask=seen, who="KVCache", **arguments), backend)  # refuse before holding
         keys, values = self.append(key, value)
-        return attention(query, keys, values, mask=seen, **arguments)
+        return attention(query, keys, values, mask=seen, backend=backend, **arguments)
 
     def reset(self) -> None:
         """Forget everything and keep the memory."""
