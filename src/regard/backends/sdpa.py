@@ -203,7 +203,8 @@ def _slow_half(p: Problem) -> bool:
     """Whether this processor multiplies float32 faster than what it is given."""
     if p.dtype == torch.float32 or not p.query.is_cpu or torch.compiler.is_compiling():
         return False
-    return not (p.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    units = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return not (p.dtype == torch.bfloat16 and units)
 
 
 def _unit(x: Tensor) -> Tensor:
