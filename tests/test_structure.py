@@ -20,7 +20,7 @@ NAMES = [str(file.relative_to(PACKAGE)) for file in FILES]
 
 # A module imports only what stands above it.
 LAYERS = (
-    *("errors", "softmax", "masks", "scores", "biases", "positions", "arithmetic", "problem"),
+    *("errors", "arithmetic", "softmax", "masks", "scores", "biases", "positions", "problem"),
     *(
         "tile",
         "dropout",

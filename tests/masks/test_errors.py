@@ -122,3 +122,14 @@ def test_masks_compose_with_masks_and_tensors_only() -> None:
             other & causal()
         with pytest.raises(TypeError):
             other | causal()
+
+
+def test_a_predicate_that_takes_other_arguments_is_refused_where_it_is_made() -> None:
+    with pytest.raises(MaskError, match=r"^predicate: f must take four arguments"):
+        predicate(lambda i, j: i >= j)  # type: ignore[arg-type,misc]
+    assert predicate(lambda *indices: indices[2] >= indices[3]).density(2, 2) == 0.75
+
+
+def test_a_mask_of_fewer_rows_than_none_is_refused() -> None:
+    with pytest.raises(MaskError, match=r"^causal: there cannot be fewer"):
+        causal().picture(-1, 3)

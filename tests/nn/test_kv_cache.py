@@ -218,3 +218,11 @@ def test_attend_wants_one_query_a_token() -> None:
     with pytest.raises(ValueError, match="one query for each new token"):
         cache.attend(K[:, :, :1], K, K)
     assert cache.length == 0
+
+
+@torch.no_grad()
+def test_a_module_holds_no_tokens_whose_mask_does_not_fit() -> None:
+    attend, x, cache = MultiheadAttention(E, H), torch.randn(3, 2, E), KVCache()
+    with pytest.raises(RegardError):
+        attend(x, x, x, cache=cache, mask=regard.packed([1, 1]))
+    assert cache.length == 0

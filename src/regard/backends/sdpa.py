@@ -342,8 +342,7 @@ class Meaning:
         bias = self.bias
         if bias is not None:
             bias = bias.unflatten(1, (heads, groups)) if bias.shape[1] == heads * groups else bias.unsqueeze(1)
-        inner = batch // self.mask.lead[0] if self.mask is not None and self.mask.lead[0] > 1 else 1
-        rule = Rule(q.shape[2], k.shape[2], self.mask, inner=inner, period=batch)
+        rule = Rule(q.shape[2], k.shape[2], self.mask, period=batch)
         return Canonical((q * self.scale).unflatten(1, (heads, groups)), k, v, bias, (), rule)
 
 

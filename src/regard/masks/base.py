@@ -159,6 +159,8 @@ class Mask(ABC):
 
     def check(self, n: int, m: int) -> None:
         """Raise if the mask cannot serve `n` rows and `m` keys."""
+        if n < 0 or m < 0:
+            raise MaskError(f"{self.factory}: there cannot be fewer than 0 rows or keys; got n={n}, m={m}.")
         if reason := self.misfit(n, m):
             raise MaskError(reason)
 

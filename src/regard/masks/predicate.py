@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias, final
@@ -96,4 +97,13 @@ def predicate(f: Rule) -> Mask:
         raise DtypeError(
             f"predicate: f must be a function f(batch, head, i, j); got {type(f).__name__}. dense() takes a tensor."
         )
+    try:
+        inspect.signature(f).bind(0, 0, 0, 0)
+    except ValueError:  # some built-in functions have no signature to ask
+        pass
+    except TypeError:
+        raise MaskError(
+            f"predicate: f must take four arguments, f(batch, head, i, j), of which it may use what it likes; "
+            f"got f{inspect.signature(f)}."
+        ) from None
     return Predicate(f)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..functional import attention, observe
 from ..masks import Mask, causal
 from ..positions import Rotary
@@ -167,6 +167,8 @@ class MultiheadAttention(nn.Module):
         sizes = Sizes(q.shape[0], self.num_heads, rows, keys, query.dim() == 3, q.device)
         given = masking(_WHO, sizes, attn_mask, key_padding_mask, own, mask)
         if cache is not None:
+            if given.mask is not None and (misfit := given.mask.misfit(rows, keys)) is not None:
+                raise MaskError(f"{_WHO}: the mask does not fit {rows} new tokens over {keys} keys: {misfit}")
             k, v = cache.append(k, v)
         k, v, extra = self._with_extra_keys(k, v)
         heads, weights = self._attend(q, k, v, need_weights, **given.opened(extra)._asdict())

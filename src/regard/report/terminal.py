@@ -121,6 +121,8 @@ class Alignment:
     def _statistics(self, index: int, keys: list[str]) -> list[Text]:
         best = self.strongest[index]
         strongest = Text(keys[best], style="bold") if best >= 0 else Text("nothing", style="dim")
+        if best < 0:
+            return [strongest, Text("-", style="dim"), Text("-", style="dim")]
         return [strongest, Text(f"{abs(self.entropy[index]):.2f}"), Text(f"{self.perplexity[index]:.1f}")]
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral, Real
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from regard.arithmetic import exact
 from regard.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from regard.softmax import arithmetic_dtype
 
@@ -68,7 +67,7 @@ class Score(nn.Module, ABC):
         self._check(query, key)
         dtype = arithmetic_dtype(query.dtype)
         headless = query.ndim < 4
-        with _without_autocast(query.device):
+        with exact():
             query, key = query.to(dtype), key.to(dtype)
             if headless:
                 query, key = query.unsqueeze(-3), key.unsqueeze(-3)
@@ -149,9 +148,3 @@ def whole(name: str, what: str, value: int) -> int:
     if value < 1:
         raise ArgumentError(f"{name}: {what} must be at least 1; got {value}.")
     return int(value)
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
