@@ -17,8 +17,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def exact() -> AbstractContextManager[None]:
-    """A context in which autocast casts nothing: the arithmetic of the softmax keeps its dtype."""
+def exact(device: torch.device | None = None) -> AbstractContextManager[object]:
+    """A context in which autocast casts nothing; a compiler, which cannot trace torch's own, needs the device."""
+    if device is not None and torch.compiler.is_compiling():
+        return torch.autocast(device.type, enabled=False)
     return torch._C._DisableAutocast()
 
 

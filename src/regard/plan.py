@@ -57,7 +57,7 @@ def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
 def run(p: Problem, backend: Backend) -> Result:
     """Run a problem on a backend in the dtypes that the problem has, whatever autocast would make of them."""
     if torch._C._is_any_autocast_enabled() and autocasts(p.query.device):
-        with torch.autocast(p.device.type, enabled=False) if torch.compiler.is_compiling() else exact():
+        with exact(p.query.device):
             return backend.run(p)
     return backend.run(p)
 

@@ -265,3 +265,12 @@ def test_misuse_gets_one_clear_error_that_names_the_score(case: Case) -> None:
     if "by head" in case.name:
         with pytest.raises(ShapeError, match=f"{name}: it.* for each of 4 heads and query has 2"):
             score(query[:, :2], key)
+
+
+@every
+def test_a_score_compiles_in_one_graph(case: Case) -> None:
+    score = case.make().double()
+    query, key = tensors(case)
+    true = score(query, key)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(score, fullgraph=True, backend="eager")(query, key), true)

@@ -67,7 +67,7 @@ class Score(nn.Module, ABC):
         self._check(query, key)
         dtype = arithmetic_dtype(query.dtype)
         headless = query.ndim < 4
-        with exact():
+        with exact(query.device):
             query, key = query.to(dtype), key.to(dtype)
             if headless:
                 query, key = query.unsqueeze(-3), key.unsqueeze(-3)
