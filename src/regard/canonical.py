@@ -18,7 +18,7 @@ from .formula import Rows
 from .problem import Problem
 from .rule import Rule
 
-__all__ = ["Canonical", "Result", "canonical", "finish"]
+__all__ = ["Canonical", "Result", "canonical", "finish", "sunk"]
 
 
 class Canonical(NamedTuple):
@@ -76,19 +76,24 @@ def canonical(p: Problem, seed: int = 0) -> Canonical:
     return Canonical(query.unflatten(1, (heads, groups)), key, value, bias, shared, rule)
 
 
+def sunk(sink: Tensor, lse: Tensor, entropy: Tensor, peak: Tensor, spread: Tensor) -> tuple[Tensor, ...]:
+    """Row statistics (L, H, N) with one more logit a head: log of what it leaves to the keys; lse, entropy, spread."""
+    sink = sink.to(lse.dtype)[:, None].expand_as(lse)
+    seen = lse > -torch.inf
+    alone = torch.where(seen, lse, 0.0)
+    total = torch.logaddexp(alone, sink)
+    left = torch.where(seen, alone - total, 0.0)
+    entropy = left.exp() * (entropy - left)
+    spread = torch.where(seen, torch.logaddexp(spread, sink.detach() - peak), 0.0)
+    return left, torch.where(seen, total, sink), entropy, spread
+
+
 def finish(p: Problem, rows: Rows) -> Result:
     """Let the sink take its share of each row, and give the results the caller's shape and dtype."""
     output, lse, entropy, peak, spread = (x.flatten(1, 2) for x in rows)
     if p.sink is not None:
-        sink = p.sink.to(lse.dtype)[:, None].expand_as(lse)
-        seen = lse > -torch.inf
-        alone = torch.where(seen, lse, 0.0)
-        total = torch.logaddexp(alone, sink)
-        left = torch.where(seen, alone - total, 0.0)  # log of what the sink leaves to the keys
+        left, lse, entropy, spread = sunk(p.sink, lse, entropy, peak, spread)
         output = output * left.exp()[..., None]
-        entropy = left.exp() * (entropy - left)
-        lse = torch.where(seen, total, sink)
-        spread = torch.where(seen, torch.logaddexp(spread, sink.detach() - peak), 0.0)
     output = p.shaped(output.to(p.dtype))
     if not p.observed:
         return Result(output)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .arithmetic import batched
 from .errors import ArgumentError
 
-__all__ = ["draw", "keep"]
+__all__ = ["bound", "draw", "keep", "row_keys"]
 
 _GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -30,9 +30,7 @@ def keep(probability: float, seed: int, items: Tensor, heads: Tensor, rows: Tens
     >>> abs(one.float().mean().item() - 0.75) < 0.01
     True
     """
-    key = _mixed(items[:, None, None] + 1, seed)
-    key = _mixed(heads[:, None] + 1, key)
-    key = _mixed(rows + 1, key)  # (items, heads, rows) int64
+    key = row_keys(seed, items, heads, rows)
     low, high = (_int32(key), _int32(key >> 32))
     x = low[..., None] + _int32(cols * _GOLDEN32)  # (items, heads, rows, cols) int32, wrapping
     x ^= (x >> 16) & 0xFFFF
@@ -42,7 +40,19 @@ def keep(probability: float, seed: int, items: Tensor, heads: Tensor, rows: Tens
     x *= _MIX32[1]
     x ^= (x >> 16) & 0xFFFF
     x *= _MIX32[0]
-    return x >= min(round(probability * 2**32), 2**32 - 1) - 2**31
+    return x >= bound(probability)
+
+
+def row_keys(seed: int, items: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
+    """The 64 bits of each row, int64 (items, heads, rows)."""
+    key = _mixed(items[:, None, None] + 1, seed)
+    key = _mixed(heads[:, None] + 1, key)
+    return _mixed(rows + 1, key)
+
+
+def bound(probability: float) -> int:
+    """What a pair's number, a signed 32-bit integer, must reach for its weight to survive."""
+    return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
 def draw(who: str) -> int:

@@ -30,8 +30,8 @@ class Mask(ABC):
     """The name of the function that makes it."""
     items: ClassVar[Mapping[str, int]] = {}
     """Parameters that may have one entry a batch item, and how many dimensions an entry has."""
-    monotone: ClassVar[bool] = False
-    """Whether both ends of the span never fall as i grows (and `exact` is the same for all rows)."""
+    rising: ClassVar[bool] = False
+    """Whether both ends of the span never fall as i grows, whatever the parameters (`exact` alike for all rows)."""
     trivial: ClassVar[bool] = False
     """Whether it allows everything."""
     binds: ClassVar[int] = 3
@@ -70,6 +70,11 @@ class Mask(ABC):
         if first.dim() == 3:
             first, last, common, until = first.amin((0, 1)), last.amax((0, 1)), common.amax((0, 1)), until.amin((0, 1))
         return first[:, None], last[:, None], common[:, None], until[:, None], exact
+
+    @property
+    def monotone(self) -> bool:
+        """Whether both ends of the span never fall as i grows."""
+        return self.rising
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -132,7 +137,26 @@ class Mask(ABC):
 
     def to(self, device: torch.device | str) -> Mask:
         """Move the tensors that the mask holds."""
-        return self.changed(lambda x: x.to(device))
+        if torch.compiler.is_compiling():
+            return self.changed(lambda x: x.to(device))
+        moved: Mask = self.remembered(("to", str(device)), lambda: self.changed(lambda x: x.to(device)))
+        return moved
+
+    def remembered(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Give what `make` made last time, if the tensors that the mask holds are still what they were."""
+        tensors = self.tensors
+        if any(map(torch.Tensor.is_inference, tensors)):
+            return make()  # such tensors do not count their changes
+        versions = tuple(t._version for t in tensors)
+        memory: dict[Hashable, tuple[object, Any]] = self.__dict__.setdefault("_memory", {})
+        then, thing = memory.get(key, (None, None))
+        if then != versions:
+            thing = make()
+            memory[key] = (versions, thing)
+        return thing
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_memory"}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
         """Give the mask with every tensor that it holds changed."""
@@ -219,7 +243,7 @@ class Mask(ABC):
         )
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, *map(_digest, self.__dict__.values())))
+        return hash((type(self).__name__, *(_digest(getattr(self, field.name)) for field in fields(self))))
 
     def __repr__(self) -> str:
         words = []
@@ -271,6 +295,10 @@ class And(_Pair):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         return self.left.allows(i, j, n, m) & self.right.allows(i, j, n, m)
+
+    @property
+    def monotone(self) -> bool:
+        return self.left.monotone and self.right.monotone
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         a, b = self.left.span(i, n, m), self.right.span(i, n, m)

@@ -23,7 +23,7 @@ class Blocks(Mask):
     size: int
 
     factory: ClassVar[str] = "blocks"
-    monotone: ClassVar[bool] = True
+    rising: ClassVar[bool] = True
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)

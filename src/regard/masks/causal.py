@@ -25,7 +25,7 @@ class Causal(Mask):
 
     factory: ClassVar[str] = "causal"
     items: ClassVar[dict[str, int]] = {"offset": 0}
-    monotone: ClassVar[bool] = True
+    rising: ClassVar[bool] = True
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)

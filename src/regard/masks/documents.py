@@ -88,7 +88,7 @@ class Packed(Mask):
     lengths: Tensor
 
     factory: ClassVar[str] = "packed"
-    monotone: ClassVar[bool] = True
+    rising: ClassVar[bool] = True
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)

@@ -22,7 +22,7 @@ class Everything(Mask):
     """Every row sees every key."""
 
     factory: ClassVar[str] = "everything"
-    monotone: ClassVar[bool] = True
+    rising: ClassVar[bool] = True
     trivial: ClassVar[bool] = True
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:

@@ -26,7 +26,7 @@ class Padding(Mask):
 
     factory: ClassVar[str] = "padding"
     items: ClassVar[dict[str, int]] = {"lengths": 0}
-    monotone: ClassVar[bool] = True
+    rising: ClassVar[bool] = True
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
@@ -49,7 +49,7 @@ class Keep(Mask):
 
     factory: ClassVar[str] = "padding"
     items: ClassVar[dict[str, int]] = {"keep": 1}
-    monotone: ClassVar[bool] = True
+    rising: ClassVar[bool] = True
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)

@@ -25,7 +25,7 @@ class Prefix(Mask):
 
     factory: ClassVar[str] = "prefix"
     items: ClassVar[dict[str, int]] = {"length": 0}
-    monotone: ClassVar[bool] = True
+    rising: ClassVar[bool] = True
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)

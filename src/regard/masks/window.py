@@ -28,7 +28,7 @@ class Window(Mask):
 
     factory: ClassVar[str] = "window"
     items: ClassVar[dict[str, int]] = {"offset": 0}
-    monotone: ClassVar[bool] = True
+    rising: ClassVar[bool] = True
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)

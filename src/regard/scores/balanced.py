@@ -17,6 +17,9 @@ class Balanced(Score):
     tensor([[4., 4.]])
     """
 
+    def factor(self, query: Tensor) -> float | Tensor | None:
+        return float(max(query.shape[-1], 1) ** -0.5)
+
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
         scale = max(query.shape[-1], 1) ** -0.25
         return Prepared(query * scale, key * scale)

@@ -39,6 +39,13 @@ class Score(nn.Module, ABC):
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
         """Fold the parameters into query (…, Hq, N, D) and key (…, Hk, M, D), both float32 or float64."""
 
+    def factor(self, query: Tensor) -> float | Tensor | None:
+        """What q·k is multiplied by, one number or one a head, where that is all the score does; else None.
+
+        `query` tells the dim, the device and the dtype, as in `prepare`; its numbers are not read.
+        """
+        return None
+
     @staticmethod
     def pair(query: Tensor, key: Tensor, *shared: Tensor) -> Tensor:
         """Give the logits (…, N, M) of prepared queries (…, N, D′) and keys (…, M, D′)."""

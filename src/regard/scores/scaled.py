@@ -45,6 +45,11 @@ class Scaled(Score):
             return f"its scale has one value for each of {self.scale.numel()} heads and query has {heads}"
         return super().misfit(query_dim, key_dim, heads)
 
+    def factor(self, query: Tensor) -> float | Tensor | None:
+        if self.scale is None:
+            return float(max(query.shape[-1], 1) ** -0.5)
+        return self.own(self.scale, query) if isinstance(self.scale, Tensor) else self.scale
+
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
         if self.scale is None:
             return Prepared(query * max(query.shape[-1], 1) ** -0.5, key)

@@ -54,13 +54,21 @@ class Temperature(Score):
             return f"it has one temperature for each of {self.heads} heads and query has {heads}"
         return super().misfit(query_dim, key_dim, heads)
 
+    def factor(self, query: Tensor) -> float | Tensor | None:
+        temperature = self._at(query)
+        return 1.0 / temperature
+
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
+        temperature = self._at(query)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.reshape(-1, 1, 1)
+        return Prepared(query / temperature, key)
+
+    def _at(self, query: Tensor) -> float | Tensor:
+        """The temperature for such queries, which the first of them may set."""
         if self.start is None:
             self.start = max(query.shape[-1], 1) ** 0.5
-        if not self.learnable:
-            return Prepared(query / self.start, key)
-        temperature = self.own(self.log_ratio, query).exp() * self.start
-        return Prepared(query / temperature.reshape(-1, 1, 1), key)
+        return self.own(self.log_ratio, query).exp() * self.start if self.learnable else self.start
 
     # The start is a part of the state, as a tensor: so that what was learned is read back with the meaning it had.
     def get_extra_state(self) -> Tensor:

@@ -1,0 +1,83 @@
+"""Block shapes by direction, dtype and dim: one small table for each generation, with what was measured beside it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Config", "config", "padded"]
+
+
+class Config(NamedTuple):
+    """BM rows, BN keys, warps, and how many blocks are in flight."""
+
+    BM: int
+    BN: int
+    warps: int
+    stages: int
+
+
+# (direction, bytes of a number, padded dim) -> blocks.
+_HOPPER: dict[tuple[str, int, int], Config] = {
+    ("forward", 2, 64): Config(128, 128, 8, 3),
+    ("forward", 2, 128): Config(128, 128, 8, 3),
+    ("forward", 2, 256): Config(128, 64, 8, 2),
+    ("forward", 4, 64): Config(64, 64, 4, 2),
+    ("forward", 4, 128): Config(64, 32, 4, 2),
+    ("forward", 4, 256): Config(32, 32, 4, 2),
+    ("keys", 2, 64): Config(64, 128, 8, 2),
+    ("keys", 2, 128): Config(64, 128, 8, 2),
+    ("keys", 2, 256): Config(32, 64, 8, 1),
+    ("keys", 4, 64): Config(32, 32, 4, 1),
+    ("keys", 4, 128): Config(32, 32, 4, 1),
+    ("keys", 4, 256): Config(16, 16, 4, 1),
+    ("queries", 2, 64): Config(128, 64, 8, 2),
+    ("queries", 2, 128): Config(128, 64, 8, 2),
+    ("queries", 2, 256): Config(64, 32, 8, 1),
+    ("queries", 4, 64): Config(32, 32, 4, 1),
+    ("queries", 4, 128): Config(32, 32, 4, 1),
+    ("queries", 4, 256): Config(16, 16, 4, 1),
+}
+_OTHERS: dict[tuple[str, int, int], Config] = {
+    ("forward", 2, 64): Config(64, 64, 4, 2),
+    ("forward", 2, 128): Config(64, 64, 4, 2),
+    ("forward", 2, 256): Config(64, 32, 4, 1),
+    ("forward", 4, 64): Config(32, 32, 4, 1),
+    ("forward", 4, 128): Config(32, 32, 4, 1),
+    ("forward", 4, 256): Config(16, 16, 4, 1),
+    ("keys", 2, 64): Config(32, 64, 4, 1),
+    ("keys", 2, 128): Config(32, 64, 4, 1),
+    ("keys", 2, 256): Config(32, 32, 4, 1),
+    ("keys", 4, 64): Config(32, 32, 4, 1),
+    ("keys", 4, 128): Config(16, 32, 4, 1),
+    ("keys", 4, 256): Config(16, 16, 4, 1),
+    ("queries", 2, 64): Config(64, 32, 4, 1),
+    ("queries", 2, 128): Config(64, 32, 4, 1),
+    ("queries", 2, 256): Config(32, 32, 4, 1),
+    ("queries", 4, 64): Config(32, 32, 4, 1),
+    ("queries", 4, 128): Config(32, 16, 4, 1),
+    ("queries", 4, 256): Config(16, 16, 4, 1),
+}
+_ADDITIVE: dict[str, Config] = {
+    "forward": Config(64, 64, 4, 1),
+    "keys": Config(64, 64, 4, 1),
+    "queries": Config(64, 64, 4, 1),
+}
+
+
+def padded(dim: int) -> int:
+    """The power of two that a dim is padded to in registers, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def config(direction: str, device: torch.device, size: int, dim: int, additive: bool = False) -> Config:
+    """The blocks for a direction, the bytes of a number, and the larger padded dim; never a function of the batch."""
+    if additive:
+        return _ADDITIVE[direction]
+    table = _HOPPER if device.type == "cuda" and hopper(device) else _OTHERS
+    return table[direction, size, max(dim, 64)]
+
+
+def hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,0 +1,235 @@
+"""From tensors to tensors: each function starts its kernels on the problem's device and gives back what they wrote."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import backward as backward_kernels
+from . import bias_gradient as bias_kernels
+from . import decode as decode_kernels
+from . import passes as pass_kernels
+from .blocks import BITS
+from .configs import Config, padded
+from .forward import forward as forward_kernel
+from .parts import ALIBI, RELATIVE
+from .work import Found, Slopes, Work, describable
+
+__all__ = ["attend", "bias_slopes", "delta", "health", "key_slopes", "pooled", "query_slopes", "received", "strongest"]
+
+_FEW = 64  # rows that share a key head and fit one tile
+_MANY = 1024  # keys for which splitting them pays
+_LENGTH = 1024  # keys of one split
+_CELLS = 64
+_BLOCK = 64  # rows and keys of a tile of the bias's gradient
+
+
+def attend(w: Work, entropy: bool) -> Found:
+    """The forward pass."""
+    L, H, N = w.rows
+    E = w.value.shape[3]
+    output = w.value.new_empty(L, H, N, E)
+    lse, peak, spread = w.query.new_empty(3, L, H, N, dtype=torch.float32).unbind()
+    found = Found(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), peak, spread)
+    if w.layout.kind != BITS and w.vector is None and w.groups * N <= _FEW and w.m >= _MANY:
+        _decode(w, found, entropy)
+        return found
+    c = w.config("forward")
+    blocks = triton.cdiv(N, c.BM)
+    q, k, v = _blocks_of(w, c)
+    forward_kernel[(blocks * L * H,)](
+        q, k, v, output, lse, peak, spread, found.entropy, w.strides(output), w.scale, w.scales, w.softcap or 0.0, w.sink, w.bias,
+        w.where(c), w.drop, w.vector, N, w.m, blocks, H, w.groups, **w.dims, BM=c.BM, BN=c.BN, **w.kinds, FAST=w.fast, ENTROPY=entropy,
+        DROP=w.drop.keys is not None, SINK=w.sink is not None, TMA=w.described, num_warps=c.warps, num_stages=c.stages,
+    )
+    return found
+
+
+def _decode(w: Work, found: Found, entropy: bool) -> None:
+    L, H, N = w.rows
+    E = w.value.shape[3]
+    splits = triton.cdiv(w.m, _LENGTH)
+    BM = max(16, 1 << (w.groups * N - 1).bit_length())
+    wide = max(w.dims["DP"], w.dims["DVP"])
+    BN = 128 if wide <= 128 and w.query.element_size() == 2 else 32
+    parts = found.lse.new_empty(L, splits, H, N, E)
+    facts = found.lse.new_empty(3, L, splits, H, N)
+    k, v = w.key, w.value
+    if w.described:
+        k, v = (_described(x, BN, p) for x, p in ((k, w.dims["DP"]), (v, w.dims["DVP"])))
+    kinds = {k: v for k, v in w.kinds.items() if k not in ("HIDDEN", "APPROXIMATE")}
+    shared = {"FAST": w.fast, "ENTROPY": entropy, "DROP": w.drop.keys is not None}
+    decode_kernels.split[(splits * L * w.key.shape[1],)](
+        w.query, k, v, parts, facts, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias, w.layout.by_rows(128, 128), w.drop, N, w.m,
+        _LENGTH, facts.stride(0), H, w.groups, **w.dims, BM=BM, BN=BN, **kinds, **shared, TMA=w.described, num_warps=4, num_stages=3,
+    )
+    decode_kernels.merge[(N * L * H,)](
+        parts, facts, *(found.output, found.lse, found.max_logit, found.spread, found.entropy), w.strides(found.output), w.sink, w.drop, N,
+        splits, facts.stride(0), H, DV=E, DVP=w.dims["DVP"], SP=max(2, 1 << (splits - 1).bit_length()), **shared, SINK=w.sink is not None, num_warps=1,
+    )
+
+
+def delta(w: Work, output: Tensor, dO: Tensor, g_lse: Tensor | None) -> Tensor:
+    """δ = Σ dO ∘ O − g_lse of each row."""
+    L, H, N = w.rows
+    result = output.new_empty(L, H, N, dtype=torch.float32)
+    backward_kernels.prepare[(triton.cdiv(N, 64) * L * H,)](
+        output, dO, g_lse, result, w.strides(output), *dO.stride(), N, H, DV=w.dims["DV"], DVP=w.dims["DVP"], BM=64, LSE=g_lse is not None,
+    )
+    return result
+
+
+def key_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor]:
+    """dK (of what the kernel multiplies with) and dV."""
+    L, K, M, D = w.key.shape
+    c = w.config("keys")
+    dk = w.key.new_empty(L, K, M, D, dtype=torch.float32 if w.vector is not None else w.key.dtype)
+    dv = w.value.new_empty(w.value.shape)
+    tma = w.described and describable(s.dO)
+    q, k, v, do = _blocks_of(w, c, s.dO, tma)
+    backward_kernels.keys[(triton.cdiv(M, c.BN) * L * K,)](
+        q, k, v, do, dk, dv, s.lse, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
+        w.where(c, turned=True), w.drop, w.vector, w.n, M, w.heads, w.groups, **w.dims, BM=c.BM, BN=c.BN, **w.kinds, FAST=w.fast,
+        ENTROPY=s.g_entropy is not None, DROP=w.drop.keys is not None, TMA=tma, num_warps=c.warps, num_stages=c.stages,
+    )
+    return dk, dv
+
+
+def query_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor | None]:
+    """dQ, in float32 and not yet scaled where there is a tensor of scales; and for the additive score d vector."""
+    L, H, N = w.rows
+    D = w.query.shape[3]
+    c = w.config("queries")
+    exact = w.scales is not None or w.vector is not None
+    dq = w.query.new_empty(L, H, N, D, dtype=torch.float32 if exact else w.query.dtype)
+    dw = torch.empty_like(dq) if w.vector is not None else None
+    tma = w.described and describable(s.dO)
+    q, k, v, do = _blocks_of(w, c, s.dO, tma)
+    blocks = triton.cdiv(N, c.BM)
+    backward_kernels.queries[(blocks * L * H,)](
+        q, k, v, do, dq, dw, s.lse, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
+        w.where(c), w.drop, w.vector, N, w.m, blocks, H, w.groups, **w.dims, BM=c.BM, BN=c.BN, **w.kinds, FAST=w.fast,
+        ENTROPY=s.g_entropy is not None, DROP=w.drop.keys is not None, TMA=tma, num_warps=c.warps, num_stages=c.stages,
+    )
+    return dq, None if dw is None else dw.sum((0, 1, 2))
+
+
+def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
+    """The gradient of a bias tensor of `shape` (L|1, H|1, N|1, M|1), of slopes (H,), or of a table (H|1, 2R + 1)."""
+    L, H, N = w.rows
+    rows, keys = triton.cdiv(N, _BLOCK), triton.cdiv(w.m, _BLOCK)
+    items, heads, per = 1, 1, 1
+    if w.kind == RELATIVE:
+        per = max(1, math.ceil(rows * L * H * shape[-1] / 2**24))  # row blocks that share one place to add to
+        mode, grid, turns = bias_kernels.TABLE, (triton.cdiv(rows, per), L * H), per * keys
+        out = s.lse.new_zeros(L, H, grid[0], shape[-1])
+    elif w.kind == ALIBI or shape[3] == 1:
+        mode, grid, turns = bias_kernels.ROWS, (rows, L * H), keys
+        out = s.lse.new_empty(L, H, N)
+    elif shape[2] == 1:
+        mode, grid, turns = bias_kernels.KEYS, (keys, L * H), rows
+        out = s.lse.new_empty(L, H, w.m)
+    else:
+        items, heads = L // shape[0], H // shape[1]
+        mode, grid, turns = bias_kernels.PAIRS, (rows * keys, shape[0] * shape[1]), items * heads
+        out = s.lse.new_empty(shape)
+    table = None if w.layout.words is None else w.layout.words.table
+    bias_kernels.bias_gradient[(grid[0] * grid[1],)](
+        w.query, w.key, w.value, s.dO, out, s.lse, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales,
+        w.softcap or 0.0, w.bias, w.layout.by_rows(_BLOCK, _BLOCK), w.drop, w.vector, table, N, w.m, L, H, w.groups, grid[0],
+        triton.cdiv(w.m, 128), items, heads, turns, per, **w.dims, BLOCK=_BLOCK, **w.kinds, ENTROPY=s.g_entropy is not None,
+        DROP=w.drop.keys is not None, MODE=mode, num_warps=4, num_stages=1,
+    )
+    if w.kind == RELATIVE:
+        total = out.sum((0, 2))  # (H, 2R + 1)
+        return total if shape[0] == H else total.sum(0, keepdim=True)
+    if w.kind == ALIBI:
+        total = out.sum((0, 2))
+        return total if shape[0] == H else total.sum(0, keepdim=True)
+    if mode == bias_kernels.ROWS:
+        return out[..., None].sum_to_size(shape)
+    return out[:, :, None].sum_to_size(shape) if mode == bias_kernels.KEYS else out
+
+
+def received(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
+    """Σ over rows of the weight each key receives: (L, H, M)."""
+    L, H, _ = w.rows
+    c = w.config("keys")
+    out = peak.new_empty(L, H, w.m)
+    pass_kernels.received[(triton.cdiv(w.m, c.BN) * L * H,)](
+        *_looking(w, out, peak, spread), w.where(c, turned=True), w.vector, w.n, w.m, H, w.groups, **_sizes(w, c), **w.kinds, **_how(c),
+    )
+    return out
+
+
+def health(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
+    """Σ p (1 − p) of each row: (L, H, N)."""
+    L, H, N = w.rows
+    c = w.config("queries")
+    out = torch.empty_like(peak)
+    pass_kernels.health[(triton.cdiv(N, c.BM) * L * H,)](
+        *_looking(w, out, peak, spread), w.where(c), w.vector, N, w.m, H, w.groups, **_sizes(w, c), **w.kinds, **_how(c),
+    )
+    return out
+
+
+def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int) -> Tensor:
+    """The mean weight in each cell of a grid: (L, H, height, width); not for masks of bits."""
+    L, H, N = w.rows
+    c = w.config("queries")
+    BM = min(c.BM, max(16, 1 << (math.ceil(N / height) - 1).bit_length()))
+    out = peak.new_empty(L, H, height, width)
+    pass_kernels.pooled[L * H, height, triton.cdiv(width, _CELLS)](
+        *_looking(w, out, peak, spread), w.where(c), w.vector, N, w.m, H, w.groups, height, width,
+        **_sizes(w, c._replace(BM=BM)), CELLS=_CELLS, **w.kinds, **_how(c),
+    )
+    return out
+
+
+def strongest(w: Work, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each row and their keys, (L, H, N, k) each; −inf and −1 where fewer are visible."""
+    L, H, N = w.rows
+    KP = max(16, 1 << (k - 1).bit_length())
+    c = w.config("queries")
+    c = c._replace(BM=min(c.BM, 32), BN=min(c.BN, 64), warps=4)
+    ranks = w.query.new_empty(L, H, N, KP, dtype=torch.int64)
+    pass_kernels.strongest[(triton.cdiv(N, c.BM) * L * H,)](
+        w.query, w.key, ranks, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias, w.where(c), w.vector, N, w.m, H, w.groups, k,
+        **_sizes(w, c), KP=KP, **w.kinds, **_how(c),
+    )
+    ranks = ranks.sort(dim=-1, descending=True).values[..., KP - k :]  # the places that nobody may take come first
+    none = ranks == torch.iinfo(torch.int64).min
+    bits = (ranks >> 32).to(torch.int32)
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    index = 0xFFFFFFFF - (ranks & 0xFFFFFFFF)
+    return bits.view(torch.float32).masked_fill(none, -torch.inf), index.masked_fill(none, -1)
+
+
+def _looking(w: Work, out: Tensor, peak: Tensor, spread: Tensor) -> tuple[Any, ...]:
+    return w.query, w.key, out, peak, spread, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias
+
+
+def _sizes(w: Work, c: Config) -> dict[str, int]:
+    return {"D": w.dims["D"], "DP": w.dims["DP"], "BM": c.BM, "BN": c.BN}
+
+
+def _how(c: Config) -> dict[str, int]:
+    return {"num_warps": c.warps, "num_stages": c.stages}
+
+
+def _blocks_of(w: Work, c: Config, dO: Tensor | None = None, described: bool | None = None) -> tuple[Any, ...]:
+    """Query, key, value (and dO) as the kernel takes them: described to the copy engine, or as they are."""
+    tensors = (w.query, w.key, w.value, *(() if dO is None else (dO,)))
+    if not (w.described if described is None else described):
+        return tensors
+    sizes = (c.BM, c.BN, c.BN, c.BM)
+    return tuple(_described(x, size, padded(x.shape[3])) for x, size in zip(tensors, sizes, strict=False))
+
+
+def _described(x: Tensor, rows: int, dim: int) -> Any:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, dim])

@@ -1,0 +1,173 @@
+"""What all kernels do to a tile of logits S [BM, BN]: scale, cap, bias, mask, dropout. In Triton; shapes in brackets."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .blocks import BITS, NONE, SPANS
+from .parts import ALIBI, PLAIN, RELATIVE, TENSOR
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+DEEP = tl.constexpr(-1e4)  # exp2(−1e4) is 0, and products with it stay finite
+_NONE, _SPANS, _BITS = tl.constexpr(NONE), tl.constexpr(SPANS), tl.constexpr(BITS)
+_PLAIN, _TENSOR, _ALIBI = tl.constexpr(PLAIN), tl.constexpr(TENSOR), tl.constexpr(ALIBI)
+_RELATIVE = tl.constexpr(RELATIVE)
+
+
+@triton.jit
+def seats(count):
+    """Which of `count` blocks a program has, and which item and head."""
+    return tl.program_id(0) % count, tl.program_id(0) // count
+
+
+@triton.jit
+def load(x, at, rows, there, width: tl.constexpr, stride, PADDED: tl.constexpr, GUARDED: tl.constexpr):
+    """Rows `at` [R] (pointers' offsets) of a matrix, [R, PADDED]; zeros where not `there` and beyond `width`."""
+    d = tl.arange(0, PADDED)
+    at = x + at[:, None] + d[None, :] * stride  # [R, PADDED]
+    if PADDED != width:
+        X = tl.load(at, mask=there[:, None] & (d < width)[None, :], other=0.0)
+    elif GUARDED:
+        X = tl.load(at, mask=there[:, None], other=0.0)
+    else:
+        X = tl.load(at)
+    return X
+
+
+@triton.jit
+def tanh(x):
+    """tanh to float32's rounding: by exp away from 0, by its series near it."""
+    y = x * x
+    series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 - y * 0.053968254)))
+    return tl.where(tl.abs(x) < 0.1, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0))
+
+
+@triton.jit
+def quick_tanh(x, APPROXIMATE: tl.constexpr):
+    """tanh for the additive score: the hardware's own (2⁻¹¹) for half precision on NVIDIA, else by exp."""
+    if APPROXIMATE:
+        y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return y
+
+
+@triton.jit
+def additive(q, k, vector, i, j, n, m, q_row, q_dim, k_row, k_dim, BM: tl.constexpr, BN: tl.constexpr,
+             HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """Σ_c vector[c] · tanh(q[i, c] + k[j, c]): [BM, BN]."""
+    S = tl.zeros([BM, BN], tl.float32)
+    for c in range(HIDDEN):
+        a = tl.load(q + i.to(tl.int64) * q_row + c * q_dim, mask=i < n, other=0.0)  # [BM]
+        b = tl.load(k + j.to(tl.int64) * k_row + c * k_dim, mask=j < m, other=0.0)  # [BN]
+        S += tl.load(vector + c) * quick_tanh(a[:, None] + b[None, :], APPROXIMATE)
+    return S
+
+
+@triton.jit
+def bias_rows(bias, l, h, i, BIAS: tl.constexpr):
+    """Pointers [BM] to each row's biases, slope or table."""
+    at = i
+    if BIAS != _PLAIN:  # a structured bias has no rows: stride 0
+        at = bias.at + h * bias.head + l.to(tl.int64) * bias.item + i.to(tl.int64) * bias.row
+    return at
+
+
+@triton.jit
+def logits(S, scale, cap, bias, at, i, j, n, m, CAP: tl.constexpr, BIAS: tl.constexpr):
+    """Products [BM, BN] to logits: scaled, capped, biased."""
+    S = S * scale
+    if CAP:
+        S = cap * tanh(S / cap)
+    if BIAS == _TENSOR:
+        S += tl.load(at[:, None] + j[None, :] * bias.key, mask=(i < n)[:, None] & (j < m)[None, :], other=0.0)
+    if BIAS == _ALIBI:
+        S -= tl.load(at)[:, None] * tl.abs(i[:, None] + bias.offset - j[None, :]).to(tl.float32)
+    if BIAS == _RELATIVE:
+        ahead = j[None, :] - (i[:, None] + bias.offset)
+        S += tl.load(at[:, None] + tl.minimum(tl.maximum(ahead, -bias.reach), bias.reach) + bias.reach)
+    return S
+
+
+@triton.jit
+def span_rows(where, l, h, i, n, m, MASK: tl.constexpr):
+    """The spans [BM] of rows i; no keys for rows beyond the last."""
+    if MASK == _SPANS:
+        at = (l // where.inner).to(tl.int64) * where.item + h * where.head + i
+        lo, hi = tl.load(where.lo + at, mask=i < n, other=0), tl.load(where.hi + at, mask=i < n, other=0)
+    else:
+        lo, hi = i * 0, tl.where(i < n, m, 0)
+    return lo, hi
+
+
+@triton.jit
+def shown(where, lo, hi, slot, i, j, MASK: tl.constexpr):
+    """Which pairs the mask shows: bool [BM, BN]."""
+    if MASK == _BITS:
+        at = slot.to(tl.int64) * 512 + (i % 128) * 4  # [BM]
+        word = tl.load(where.bits + at[:, None] + ((j % 128) // 32)[None, :])  # [BM, BN]
+        show = ((word >> (j % 32)[None, :]) & 1) != 0
+    else:
+        show = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
+    return show
+
+
+@triton.jit
+def seat(where, l, h, MASK: tl.constexpr):
+    """Where the blocks of an item and head begin in `bounds` or `start`."""
+    at = 0
+    if MASK != _NONE:
+        at = (l // where.inner) * where.block_item + h * where.block_head
+    return at
+
+
+@triton.jit
+def met(where, at, block, count, whole, MASK: tl.constexpr, FINE: tl.constexpr, SPLIT: tl.constexpr):
+    """The blocks that a block meets: (first, first full, behind the full, partial ones in all).
+
+    Without a mask the first `whole` of `count` are full. With lists, all are partial: each entry is SPLIT blocks, and
+    FINE blocks share one row of the lists.
+    """
+    if MASK == _NONE:
+        first, full, until, rest = 0, 0, whole, count - whole
+    elif MASK == _SPANS:
+        at = where.bounds + at + block * 4
+        first, full, until = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        rest = tl.load(at + 3) - first - (until - full)
+    else:
+        at = where.start + at + block // FINE
+        first = tl.load(at)
+        full, until, rest = first, first, (tl.load(at + 1) - first) * SPLIT
+    return first, full, until, rest
+
+
+@triton.jit
+def partial(where, t, first, full, until, MASK: tl.constexpr, SPLIT: tl.constexpr):
+    """The t-th partial block, and the slot of its bits."""
+    if MASK == _BITS:
+        at = first + t // SPLIT
+        block, slot = tl.load(where.entry + at) * SPLIT + t % SPLIT, tl.load(where.slot + at)
+    else:
+        block, slot = tl.where(t < full - first, first + t, until + t - (full - first)), 0
+    return block, slot
+
+
+@triton.jit
+def kept(low, high, j, bound):
+    """Which weights survive dropout, as regard.dropout.keep has it: bool [BM, BN] for row keys [BM]."""
+    x = low[:, None] + (j.to(tl.uint32) * 0x9E3779B1)[None, :]
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = x + high[:, None]
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    return x.to(tl.int32, bitcast=True) >= bound
+
+
+@triton.jit
+def drop_keys(drop, l, h, heads, i, n):
+    """The two halves of each row's key [BM], uint32."""
+    key = tl.load(drop.keys + (l.to(tl.int64) * heads + h) * n + i, mask=i < n, other=0)
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)

@@ -1,0 +1,147 @@
+"""One problem as the kernels take it: tensors, numbers, and the mask's layout; no scores, no masks, no modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .blocks import Layout, Where
+from .configs import Config, config, hopper, padded
+from .parts import PLAIN, Added, Dropped, Strides
+
+__all__ = ["Found", "Slopes", "Work", "interpreting"]
+
+
+class Found(NamedTuple):
+    """What a forward pass finds: before the sink, but for the output."""
+
+    output: Tensor  # (L, H, N, E) in the dtype of the values
+    lse: Tensor  # (L, H, N) float32
+    entropy: Tensor
+    max_logit: Tensor
+    spread: Tensor  # lse − max_logit
+
+
+class Slopes(NamedTuple):
+    """What a backward pass is given: of each row, with the sink's share already in them."""
+
+    dO: Tensor  # (L, H, N, E)
+    lse: Tensor  # (L, H, N)
+    delta: Tensor
+    g_entropy: Tensor | None
+    mean: Tensor | None
+
+
+@dataclass(eq=False)
+class Work:
+    """Attention of query (L, H, N, D) to key (L, K, M, D) and value (L, K, M, E); H a multiple of K, any strides.
+
+    For the additive score, `vector` (D,) is there, and query and key are what it adds up: (L, H, N, D), (L, K, M, D).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layout: Layout
+    scale: float = 1.0
+    scales: Tensor | None = None  # float32 (H,), in the place of scale
+    softcap: float | None = None
+    kind: int = PLAIN  # of the bias
+    bias: Added = Added()
+    drop: Dropped = Dropped()
+    sink: Tensor | None = None  # float32 (H,)
+    vector: Tensor | None = None  # float32 (D,)
+
+    @property
+    def n(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def m(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        return (*self.query.shape[:2], self.n)
+
+    @property
+    def fast(self) -> bool:
+        """Whether the logits are the products times one positive number."""
+        return self.scales is None and self.scale > 0 and self.softcap is None and self.kind == PLAIN and self.vector is None
+
+    def config(self, direction: str) -> Config:
+        size = max(self.query.element_size(), self.value.element_size())
+        dim = max(padded(self.query.shape[3]), padded(self.value.shape[3]))
+        return config(direction, self.query.device, size, dim, self.vector is not None)
+
+    @cached_property
+    def described(self) -> bool:
+        """Whether the chip's copy engine can fetch blocks of q, k and v: unit stride, the others multiples of 16 bytes."""
+        tensors = (self.query, self.key, self.value)
+        return not interpreting() and self.vector is None and hopper(self.query.device) and all(map(describable, tensors))
+
+    @cached_property
+    def approximate(self) -> bool:
+        return self.value.element_size() == 2 and self.query.is_cuda and torch.version.hip is None and not interpreting()
+
+    @cached_property
+    def precision(self) -> str:
+        """How float32 is multiplied: in tf32 only if torch may; else to float32's rounding, by three products of tf32."""
+        if torch.backends.cuda.matmul.allow_tf32:
+            return "tf32"
+        return "tf32x3" if self.query.is_cuda and torch.version.hip is None else "ieee"
+
+    @cached_property
+    def dims(self) -> dict[str, Any]:
+        """The compile-time sizes of every kernel that knows values."""
+        D, E = self.query.shape[3], self.value.shape[3]
+        return {"D": D, "DV": E, "DP": padded(D), "DVP": padded(E)}
+
+    @cached_property
+    def kinds(self) -> dict[str, Any]:
+        """What a kernel is compiled for, apart from sizes; a mask has only its kind in it."""
+        return {
+            "MASK": self.layout.kind,
+            "BIAS": self.kind,
+            "CAP": self.softcap is not None,
+            "SCALES": self.scales is not None,
+            "HIDDEN": self.query.shape[3] if self.vector is not None else 0,
+            "APPROXIMATE": self.approximate,
+            "PRECISION": self.precision,
+        }
+
+    def strides(self, output: Tensor | None = None) -> Strides:
+        tail = (0, 0, 0) if output is None else output.stride()[:3]
+        return Strides(*self.query.stride(), *self.key.stride(), *self.value.stride(), *tail)
+
+    def where(self, blocks: Config, turned: bool = False) -> Where:
+        return (self.layout.by_keys if turned else self.layout.by_rows)(blocks.BM, blocks.BN)
+
+
+def describable(x: Tensor) -> bool:
+    """Whether a tensor can be described to the copy engine."""
+    size = x.element_size()
+    return (
+        x.stride(3) == 1
+        and x.data_ptr() % 16 == 0
+        and all(s * size % 16 == 0 and s > 0 for s in x.stride()[:3])
+    )
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in Python (TRITON_INTERPRET=1)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
