@@ -16,7 +16,7 @@ FIND := import importlib.util as u, os; \
 USABLE = $(shell $(PY) -c '$(FIND)' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check format lint types examples docs bench clean anew
+.PHONY: help demo test test-gpu check format lint types examples docs bench bench-gpu clean anew
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,8 +24,9 @@ help: ## list these targets
 demo: $(STAMP) ## show an attention pattern in the terminal
 	@$(PY) -m regard show
 
-test: $(STAMP) ## run the tests and the doctests
+test: $(STAMP) ## run the tests and the doctests, and our kernels by Triton's interpreter
 	$(PY) -m pytest -n $(WORKERS) tests --doctest-modules src/regard --ignore=src/regard/kernels
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/interpreted
 
 test-gpu: ## run the tests that need a CUDA device, with the Python that has it
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/gpu
@@ -56,6 +57,11 @@ bench: $(STAMP) ## run every benchmark
 	@for file in $(sort $(filter-out bench/_%,$(wildcard bench/*.py))); do \
 		echo "$$file"; $(PY) $$file || exit 1; \
 	done
+
+bench-gpu: ## run the benchmarks that need a CUDA device, or ONLY="names" of them, with the Python that has it
+	@failed=; for file in $(or $(ONLY:%=bench/gpu/%.py),$(sort $(filter-out bench/gpu/_%,$(wildcard bench/gpu/*.py)))); do \
+		echo "$$file"; PYTHONPATH=src $(PYTHON) $$file || failed="$$failed $$file"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) site dist build .pytest_cache .hypothesis .ruff_cache .mypy_cache

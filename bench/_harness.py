@@ -8,19 +8,19 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("REGARD_RESULTS") or Path(__file__).parent / "results")
 Row = dict[str, Any]
 
 
+@cache
 def machine() -> str:
     """The machine in one line."""
     name = platform.processor() or platform.machine()
@@ -29,9 +29,31 @@ def machine() -> str:
         name = next((x.split(":", 1)[1].strip() for x in listed if x.startswith("Model name")), name)
     except (OSError, subprocess.CalledProcessError):
         name = platform.machine()
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return f"{name} ({platform.machine()}), {cores}{gpu}; torch {torch.__version__}"
+    return f"{name} ({platform.machine()}), {cores}{_gpu()}; torch {torch.__version__}{_triton()}"
+
+
+def nvidia(field: str) -> str | None:
+    """What nvidia-smi says about the first GPU, if it is there to ask."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said[0].strip() if said else None
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return f", {torch.cuda.get_device_name()} (driver {nvidia('driver_version') or 'unknown'})"
+
+
+def _triton() -> str:
+    try:
+        return f", triton {version('triton')}" if torch.cuda.is_available() else ""
+    except PackageNotFoundError:
+        return ""
 
 
 def side_by_side(calls: dict[str, Callable[[], object]], rounds: int = 7, inner: int = 1) -> dict[str, float]:
@@ -39,7 +61,7 @@ def side_by_side(calls: dict[str, Callable[[], object]], rounds: int = 7, inner:
     for call in calls.values():
         call()
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in track(range(rounds), description="measuring", transient=True, disable=not Console().is_terminal):
+    for _ in _followed(range(rounds)):
         for name, call in calls.items():
             start = time.perf_counter()
             for _ in range(inner):
@@ -63,30 +85,49 @@ def ratio(calls: dict[str, Callable[[], object]], rounds: int = 7, inner: int = 
     return statistics.median(ratios), {name: statistics.median(t) for name, t in times.items()}
 
 
-def report(name: str, question: str, rows: Sequence[Row], note: str = "") -> None:
-    """Print a table and write it as Markdown and JSON under bench/results."""
-    RESULTS.mkdir(exist_ok=True)
+def report(name: str, question: str, rows: Sequence[Row], note: str = "", **more: Any) -> Path:
+    """Print a table and write it as Markdown and JSON, which holds `more` too, under RESULTS; the JSON's path."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
     columns = list(rows[0])
-    table = Table(title=question, caption=machine())
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(_cell(row[c]) for c in columns))
-    Console().print(table)
-    (RESULTS / f"{name}.json").write_text(
-        json.dumps({"question": question, "machine": machine(), "note": note, "rows": rows}, indent=1) + "\n"
-    )
-    lines = [
-        f"# {question}",
-        "",
-        f"Machine: {machine()}.",
-        "",
-        "| " + " | ".join(columns) + " |",
-        "|---" * len(columns) + "|",
-    ]
-    lines += ["| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows]
-    (RESULTS / f"{name}.md").write_text("\n".join([*lines, "", note, ""]).rstrip() + "\n")
+    lines = [[_cell(row[c]) for c in columns] for row in rows]
+    written = RESULTS / f"{name}.json"
+    facts = {"question": question, "machine": machine(), "note": note, **more, "rows": rows}
+    written.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    page = [f"# {question}", "", f"Machine: {machine()}.", ""]
+    page += [f"| {' | '.join(line)} |" for line in (columns, *lines)]
+    page.insert(5, "|---" * len(columns) + "|")
+    (RESULTS / f"{name}.md").write_text("\n".join([*page, "", note, ""]).rstrip() + "\n", encoding="utf-8")
+    _show(question, columns, lines)
+    return written
 
 
 def _cell(x: object) -> str:
-    return f"{x:.3g}" if isinstance(x, float) else str(x)
+    if isinstance(x, float):
+        return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+    return "–" if x is None else str(x)
+
+
+def _show(title: str, columns: list[str], lines: list[list[str]]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # the machine with the GPU need not have it
+        widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
+        aligned = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in (columns, *lines))
+        print(title, *aligned, machine(), sep="\n", flush=True)
+        return
+    table = Table(*columns, title=title, caption=machine())
+    for line in lines:
+        table.add_row(*line)
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
+
+
+def _followed(turns: range) -> Iterable[int]:
+    """The same turns, with a bar of progress where there is somebody to see it."""
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return turns
+    return track(turns, description="measuring", transient=True, disable=not Console().is_terminal)

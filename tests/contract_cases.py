@@ -1,7 +1,8 @@
-"""The cases of the contract: what is asked, on which shapes, and the plain computation that errors are measured by."""
+"""The cases of the contract: what is asked, on which shapes, and how far from the truth an answer may be."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import regard
 from regard import biases, scores
+from regard.backends import Backend
 
 Maker = Callable[["Shape"], dict[str, Any]]
 
@@ -196,3 +198,70 @@ def _plain_scores(query: Tensor, key: Tensor, score: Any, scale: Any) -> Tensor:
     if scale is None:
         scale = query.shape[-1] ** -0.5
     return query @ key.mT * (scale.reshape(-1, 1, 1) if isinstance(scale, Tensor) else scale)
+
+
+def results(backend: str | Backend, tensors: list[Tensor], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Output, lse, entropy and largest logit of a backend, and the gradients of every leaf through the first three."""
+    seen = regard.observe(*tensors, **kwargs, backend=backend)
+    grads = torch.autograd.grad(loss(*seen_rows(seen)[:3]), leaves(tensors, kwargs), allow_unused=True)
+    return seen_rows(seen), [zero_if_none(g) for g in grads]
+
+
+def plain_results(tensors: list[Tensor], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The same of the textbook's lines, in the dtype of the inputs."""
+    found = plain(*tensors, **kwargs)[:3]
+    grads = torch.autograd.grad(loss(*found), leaves(tensors, kwargs), allow_unused=True)
+    return list(found), [zero_if_none(g) for g in grads]
+
+
+def truth(tensors: list[Tensor], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The same of `reference` in float64."""
+    return results("reference", *as_double(tensors, kwargs))
+
+
+def seen_rows(seen: regard.Observation) -> list[Tensor]:
+    return [seen.output, seen.lse, seen.entropy, seen.max_logit]
+
+
+def loss(output: Tensor, lse: Tensor, entropy: Tensor) -> Tensor:
+    """A number that all differentiable results have a part in."""
+    weight = torch.linspace(-1, 1, output.numel(), dtype=torch.float64, device=output.device).view(output.shape)
+    lse = torch.where(lse > -torch.inf, lse, 0.0)
+    return (output.double() * weight).sum() + lse.double().sin().sum() + entropy.double().square().sum()
+
+
+def as_double(tensors: list[Tensor], kwargs: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+    def up(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dtype.is_floating_point:
+            return x.detach().double().requires_grad_()
+        if isinstance(x, biases.Alibi):
+            return biases.alibi(up(x.slopes), x.offset)
+        if isinstance(x, biases.Relative):
+            return biases.relative(up(x.table), x.offset)
+        if isinstance(x, torch.nn.Module):
+            return copy.deepcopy(x).double()
+        return x
+
+    return [up(t) for t in tensors], {k: up(v) for k, v in kwargs.items()}
+
+
+def zero_if_none(g: Tensor | None) -> Tensor:
+    return torch.zeros(()) if g is None else g
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """The largest difference; infinities must be the same."""
+    a, b = a.detach().double(), b.detach().double()
+    same = a == b
+    return float(torch.where(same, 0.0, (a - b).abs()).max()) if a.numel() else 0.0
+
+
+def agree(found: list[Tensor], true: list[Tensor], ordinary: list[Tensor], factor: float, what: str) -> None:
+    """Hold each result to `factor` times the error of the plain computation, or of rounding, and 1e-5 of its size."""
+    assert len(found) == len(true)
+    for at, (x, t) in enumerate(zip(found, true, strict=True)):
+        assert x.shape == t.shape or 1 in (x.numel(), t.numel())
+        bound = 1e-5 * max(1.0, float(t.detach().nan_to_num(0, 0, 0).abs().max()) if t.numel() else 1.0)
+        if at < len(ordinary):
+            bound += factor * max(error(ordinary[at], t), error(t.to(x.dtype), t))  # the first may be 0 by luck
+        assert error(x, t) <= bound, f"{what} {at}: {error(x, t):.2e} > {bound:.2e}"

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from importlib.util import find_spec
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import regard
-from contract_cases import ARGUMENTS, BY_NAME, CASES, MASKS, SCORES, Case, leaves, plain
-from regard import biases
+from contract_cases import (
+    ARGUMENTS,
+    CASES,
+    MASKS,
+    SCORES,
+    Case,
+    agree,
+    as_double,
+    error,
+    leaves,
+    plain,
+    plain_results,
+    results,
+    truth,
+    zero_if_none,
+)
 from regard.backends import KNOWN, Backend, Chunked
 
 BACKENDS: dict[str, str | Backend] = {name: name for name in KNOWN} | {"chunked by 7": Chunked(chunk_size=7)}
-REFUSES_ALL = {"triton"}
+HERE = [name for name in BACKENDS if name not in ("sdpa", "flash4", "triton")]  # those with statistics on a CPU
 
 # What torch's fused kernels do exactly, on a CPU. A case that leaves this list is a regression.
 SDPA_TAKES = {
@@ -31,68 +43,6 @@ SDPA_TAKES = {
 }
 
 
-def loss(seen: Any, weight: Tensor) -> Tensor:
-    """A number that all differentiable results have a part in."""
-    lse = torch.where(seen.lse > -torch.inf, seen.lse, 0.0)
-    return (seen.output.double() * weight).sum() + lse.double().sin().sum() + seen.entropy.double().square().sum()
-
-
-def truth(case: Case, tensors: list[Tensor], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    return results("reference", *as_double(tensors, kwargs))
-
-
-def as_double(tensors: list[Tensor], kwargs: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
-    def up(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.dtype.is_floating_point:
-            return x.detach().double().requires_grad_()
-        if isinstance(x, biases.Alibi):
-            return biases.alibi(up(x.slopes), x.offset)
-        if isinstance(x, biases.Relative):
-            return biases.relative(up(x.table), x.offset)
-        if isinstance(x, torch.nn.Module):
-            return copy.deepcopy(x).double()
-        return x
-
-    return [up(t) for t in tensors], {k: up(v) for k, v in kwargs.items()}
-
-
-def results(backend: str | Backend, tensors: list[Tensor], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    seen = regard.observe(*tensors, **kwargs, backend=backend)
-    weight = torch.linspace(-1, 1, seen.output.numel(), dtype=torch.float64).view(seen.output.shape)
-    grads = torch.autograd.grad(loss(seen, weight), leaves(tensors, kwargs), allow_unused=True)
-    return [seen.output, seen.lse, seen.entropy, seen.max_logit], [zero_if_none(g) for g in grads]
-
-
-def zero_if_none(g: Tensor | None) -> Tensor:
-    return torch.zeros(()) if g is None else g
-
-
-def plain_results(tensors: list[Tensor], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    class Seen:
-        output, lse, entropy, _ = plain(*tensors, **kwargs)
-
-    weight = torch.linspace(-1, 1, Seen.output.numel(), dtype=torch.float64).view(Seen.output.shape)
-    grads = torch.autograd.grad(loss(Seen, weight), leaves(tensors, kwargs), allow_unused=True)
-    return [Seen.output, Seen.lse, Seen.entropy], [zero_if_none(g) for g in grads]
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    """The largest difference; infinities must be the same."""
-    a, b = a.detach().double(), b.detach().double()
-    same = a == b
-    return float(torch.where(same, 0.0, (a - b).abs()).max()) if a.numel() else 0.0
-
-
-def agree(found: list[Tensor], true: list[Tensor], ordinary: list[Tensor], factor: float, what: str) -> None:
-    assert len(found) == len(true)
-    for at, (x, t) in enumerate(zip(found, true, strict=True)):
-        assert x.shape == t.shape or x.numel() == 1
-        bound = 1e-5 * max(1.0, float(t.detach().nan_to_num(0, 0, 0).abs().max()) if t.numel() else 1.0)
-        if at < len(ordinary):
-            bound += factor * error(ordinary[at], t)
-        assert error(x, t) <= bound, f"{what} {at}: {error(x, t):.2e} > {bound:.2e}"
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_reference_in_float64_is_the_textbook(case: Case) -> None:
     tensors, kwargs = case.inputs()
@@ -102,11 +52,11 @@ def test_reference_in_float64_is_the_textbook(case: Case) -> None:
         assert error(x, y) < 1e-9
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("sdpa", "triton")])
+@pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_statistics_and_every_gradient_agree_in_float32(case: Case, backend: str) -> None:
     tensors, kwargs = case.inputs(torch.float32)
-    true, true_grads = truth(case, tensors, kwargs)
+    true, true_grads = truth(tensors, kwargs)
     ordinary, ordinary_grads = plain_results(tensors, kwargs)
     found, grads = results(BACKENDS[backend], tensors, kwargs)
     assert [x.dtype for x in found] == [torch.float32] * 4
@@ -133,7 +83,7 @@ def test_chunked_in_float64_is_reference_to_rounding(case: Case, backend: str) -
 )
 def test_half_precision_agrees_too(case: Case, backend: str, dtype: torch.dtype) -> None:
     tensors, kwargs = case.inputs(dtype)
-    true, true_grads = truth(case, tensors, kwargs)
+    true, true_grads = truth(tensors, kwargs)
     ordinary, ordinary_grads = plain_results(tensors, kwargs)
     found, grads = results(BACKENDS[backend], tensors, kwargs)
     assert [x.dtype for x in found] == [dtype, torch.float32, torch.float32, torch.float32]
@@ -164,11 +114,12 @@ def test_what_sdpa_takes_is_pinned_and_exact(case: Case) -> None:
     agree(*filled, 3, "gradient")
 
 
-@pytest.mark.parametrize("name", sorted(REFUSES_ALL))
-def test_a_seat_without_kernels_refuses_with_its_reasons(name: str) -> None:
-    tensors, _ = BY_NAME["plain"].inputs(torch.float32)
-    with pytest.raises(regard.errors.BackendError, match="no kernels of its own"):
-        regard.attention(*tensors, backend=name)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_our_kernels_refuse_tensors_that_are_on_no_gpu(case: Case) -> None:
+    tensors, kwargs = case.inputs(torch.float32)
+    reason = "the tensors are on cpu; it needs a GPU" if find_spec("triton") else "triton is not installed"
+    with pytest.raises(regard.errors.BackendError, match=f"'triton' refuses: {reason}"):
+        regard.attention(*tensors, **kwargs, backend="triton")
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])

@@ -193,7 +193,7 @@ SCORES = {
 BACKENDS = {
     "unknown backend": Wrong(
         BackendError,
-        ("'auto'", "'sdpa'", "'triton'", "'chunked'", "'reference'", "'flash'"),
+        ("'auto'", "'sdpa'", "'flash4'", "'triton'", "'chunked'", "'reference'", "'flash'"),
         arguments={"backend": "flash"},
     ),
     "backend of another type": Wrong(BackendError, ("backend object", "3"), arguments={"backend": 3}),

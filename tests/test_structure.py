@@ -33,7 +33,19 @@ LAYERS = (
         "derivatives",
         "passes",
     ),
-    *("kernels", "backends", "plan", "observation", "steps", "functional"),
+    *(
+        "kernels",
+        "layout",
+        "fusion",
+        "operators",
+        "meaning",
+        "backends",
+        "plan",
+        "observation",
+        "steps",
+        "functional",
+        "warmup",
+    ),
     *("distributed", "nn", "memory", "report", "models", "lab", "cli", "__init__", "__main__"),
 )
 

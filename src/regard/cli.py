@@ -11,14 +11,18 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from regard.errors import RegardError
 from regard.functional import observe, why
 from regard.masks import causal as causal_mask
 from regard.report.example import SOURCE, TARGET, hashed, known
 from regard.report.terminal import Alignment, facts
+from regard.warmup import DIMS, DTYPES, USUAL, VARIANTS, plan, warm
 
 __all__ = ["app", "main"]
 
@@ -102,6 +106,32 @@ def info() -> None:
         console.print(Rule(f"{verb} of (1, 8, 1024, 64), {example.dtype}, {example.device.type}", align="left"))
         table = str(why(example, example, example, observe=observing))
         console.print(Text(table if console.encoding.startswith("utf") else table.encode("ascii", "replace").decode()))
+
+
+@app.command()
+def warmup(
+    dtype: Annotated[list[str], typer.Option(help=f"What to compile for: {', '.join(DTYPES)}; may be repeated.")] = [  # noqa: B006
+        "bfloat16"
+    ],
+    dim: Annotated[list[int], typer.Option(help="Head dims, up to 256; may be repeated.")] = list(DIMS),  # noqa: B006
+    variant: Annotated[
+        list[str], typer.Option(help=f"What is asked of attention: {', '.join(VARIANTS)}; may be repeated.")
+    ] = list(USUAL),  # noqa: B006
+    everything: Annotated[bool, typer.Option("--all", help="Every variant.")] = False,
+    backward: Annotated[bool, typer.Option(help="Compile the backward pass too.")] = True,
+) -> None:
+    """Compile the GPU kernels ahead, so that no first call waits; a mask or a length needs no compilation of its own."""
+    try:
+        wanted = plan(dtype, dim, VARIANTS if everything else variant)
+        with Progress(console=Console(stderr=True)) as bar:
+            warmed = list(bar.track(warm(wanted, backward), total=len(wanted), description="compiling"))
+    except RegardError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    table = Table("variant", "dtype", "dim", "seconds")
+    for one in warmed:
+        table.add_row(one.variant, one.dtype, str(one.dim), f"{one.seconds:.1f}")
+    Console().print(table)
 
 
 def _embedded(query: str | None, key: str | None) -> tuple[list[str], list[str], Tensor, Tensor]:

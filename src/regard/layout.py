@@ -14,10 +14,16 @@ from torch import Tensor
 
 from .kernels.blocks import SIDE, Layout, Words
 from .masks import Mask
-from .masks.base import FULL, HIDDEN, PARTIAL
+from .masks.base import FULL, HIDDEN, PARTIAL, And
+from .masks.blocks import Blocks
+from .masks.causal import Causal
+from .masks.documents import Packed
 from .masks.everything import Everything
+from .masks.padding import Padding
+from .masks.prefix import Prefix
+from .masks.window import Window
 
-__all__ = ["layout", "listed", "traced_spans"]
+__all__ = ["layout", "listed", "traceable", "traced_spans"]
 
 _AT_ONCE = 2048  # partial blocks whose bits are looked at together
 _APART = 64  # items and heads for which lists of their own are made; more share one
@@ -47,10 +53,17 @@ def _made(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> Layou
     return Layout(n, m, words=_words(mask, n, m, device), lead=mask.lead, inner=inner)
 
 
-def traced_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """The row vectors (items, heads, n) of a mask known to have them, by operations that a compiler can trace."""
+def traceable(mask: Mask) -> bool:
+    """Whether a mask is an interval by its kind, whatever its parameters: a compiler cannot look at these."""
+    if isinstance(mask, And):
+        return traceable(mask.left) and traceable(mask.right)
+    return isinstance(mask, Everything | Causal | Window | Padding | Prefix | Blocks | Packed)
+
+
+def traced_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The row vectors (items, heads, n) of such a mask, by operations that a compiler can trace."""
     if mask is None or isinstance(mask, Everything):
-        return None
+        return None, None
     lo, hi, _ = mask.span(torch.arange(n, device=device), n, m)
     return _row_vectors(lo, hi, n)
 
@@ -94,9 +107,7 @@ def _words(mask: Mask, n: int, m: int, device: torch.device) -> Words:
     bits = [torch.full((1, SIDE, SIDE // 32), -1, dtype=torch.int32, device=device)]
     for part, blocks in zip(parts, partly.flatten(0, 1), strict=True):
         bits += _bits(part, blocks.nonzero().to(device), n, m)
-    slots = slots.to(torch.int32)
-    lists = (*_listed(seen, slots), *_listed(seen.mT, slots.mT))
-    return Words(*(x.to(device) for x in lists), slots.to(device), torch.cat(bits))
+    return Words(slots.to(device=device, dtype=torch.int32), torch.cat(bits))
 
 
 def _restricted(mask: Mask) -> Iterator[Mask]:
@@ -104,13 +115,6 @@ def _restricted(mask: Mask) -> Iterator[Mask]:
     for b in range(items):
         for h in range(heads):
             yield mask if (items, heads) == (1, 1) else mask.restrict(slice(b, b + 1), slice(h, h + 1))
-
-
-def _listed(seen: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the entries of each block begin, the other block of each entry, and its slot."""
-    counts = seen.sum(-1).flatten().cumsum(0)
-    start = torch.cat((counts.new_zeros(1), counts)).to(torch.int32)
-    return start, seen.nonzero()[:, -1].to(torch.int32), slots[seen].to(torch.int32)
 
 
 def _bits(mask: Mask, blocks: Tensor, n: int, m: int) -> Iterator[Tensor]:

@@ -46,7 +46,9 @@ class Observation:
         if lse is None or entropy is None or max_logit is None or spread is None:
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
         self.output, self.lse, self.entropy, self.max_logit, self._spread = output, lse, entropy, max_logit, spread
-        if any(t.is_inference() for t in problem.tensors):  # their changes cannot be traced: look at copies
+        if not torch.compiler.is_compiling() and any(
+            t.is_inference() for t in problem.tensors
+        ):  # their changes cannot be traced: look at copies
             problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _LOOKED_AT})
         self._problem, self._backend, self._found = problem, backend, result
         self._versions = [(t, _version(t)) for t in self._read]
@@ -151,7 +153,7 @@ def _copy(x: Any) -> Any:
 
 
 def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else int(x._version)
+    return -1 if torch.compiler.is_compiling() or x.is_inference() else int(x._version)
 
 
 def _picked(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:

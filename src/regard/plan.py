@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,11 +11,43 @@ from .arithmetic import exact
 from .backends import KNOWN, Backend
 from .canonical import Result
 from .errors import BackendError
+from .masks.causal import Causal
+from .masks.everything import Everything
 from .problem import Problem, autocasts
 
 __all__ = ["Plan", "choose", "plan", "run"]
 
-AUTO: tuple[Backend, ...] = tuple(KNOWN[name] for name in ("sdpa", "triton", "chunked"))  # fastest first
+LONG = 4096  # rows from which on FlashAttention-4 was measured
+
+
+class Order(NamedTuple):
+    """Which backends are asked, the fastest first, and what says so."""
+
+    names: tuple[str, ...]
+    because: str
+
+
+ON_CPU = Order(("sdpa", "chunked"), "")  # Triton's interpreter is for tests
+PLAIN = Order(
+    ("sdpa", "triton", "chunked"),
+    "plain calls: 1.1 to 1.9 × triton, measured on an H200 (bench/results/gpu_forward.md)",
+)
+LONG_PLAIN = Order(("flash4", *PLAIN.names), PLAIN.because)
+OTHERS = Order(
+    ("triton", "sdpa", "chunked"),
+    "masks and statistics: torch's kernels refuse or are slower, measured on an H200 (bench/results/gpu_masks.md)",
+)
+
+
+def order(p: Problem) -> Order:
+    """Who is asked first: a table from measurements."""
+    if not p.query.is_cuda:
+        return ON_CPU
+    causal = isinstance(p.mask, Causal) and p.mask.offset is None and p.rows == p.keys
+    unmasked = p.mask is None or isinstance(p.mask, Everything)
+    if not (unmasked or causal) or p.observed or (p.bias is not None and _captured()):
+        return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
+    return LONG_PLAIN if p.rows >= LONG else PLAIN
 
 
 @dataclass(frozen=True)
@@ -39,10 +72,14 @@ class Plan:
         return "\n".join(lines)
 
 
+def _captured() -> bool:
+    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+
+
 def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
     """The first backend without a reason to refuse, or the named one, which runs or raises."""
     if backend == "auto":
-        for candidate in AUTO:
+        for candidate in map(KNOWN.__getitem__, order(p).names):
             if not candidate.refuses(p):
                 return candidate
     named = _named(backend, p.who)
@@ -71,7 +108,16 @@ def plan(p: Problem, backend: str | Backend = "auto") -> Plan:
         named = _named(backend, p.who)
         refusals[named.name] = tuple(named.refuses(p))
         chosen = None if refusals[named.name] else named
-    return Plan(chosen.name if chosen else None, chosen.detail(p) if chosen else "", refusals)
+    return Plan(chosen.name if chosen else None, _detail(p, chosen, backend) if chosen else "", refusals)
+
+
+def _detail(p: Problem, chosen: Backend, asked: str | Backend) -> str:
+    """What runs, and by which measurement it was the first choice."""
+    first = order(p)
+    measured = (
+        asked == "auto" and first.because and chosen.name in (first.names[0], "sdpa" if first is LONG_PLAIN else "")
+    )
+    return f"{chosen.detail(p)}; {first.because}" if measured else chosen.detail(p)
 
 
 def _named(backend: str | Backend, who: str) -> Backend:

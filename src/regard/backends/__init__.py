@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from .base import Backend
 from .chunked import Chunked
+from .flash4 import Flash4
 from .fused import Fused
 from .reference import Reference
 from .sdpa import Sdpa
 
-__all__ = ["KNOWN", "Backend", "Chunked", "Fused", "Reference", "Sdpa"]
+__all__ = ["KNOWN", "Backend", "Chunked", "Flash4", "Fused", "Reference", "Sdpa"]
 
-KNOWN: dict[str, Backend] = {b.name: b for b in (Sdpa(), Fused(), Chunked(), Reference())}
+KNOWN: dict[str, Backend] = {b.name: b for b in (Sdpa(), Flash4(), Fused(), Chunked(), Reference())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,17 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..canonical import Canonical, Result
-from ..derivatives import Mapped, applied, attention_map, watched
+from ..canonical import Result
+from ..derivatives import applied, watched
 from ..finite import all_finite
 from ..masks import Mask
 from ..masks.causal import Causal
 from ..masks.dense import Dense
 from ..masks.everything import Everything
 from ..masks.padding import Keep, Padding
+from ..meaning import Foreign, Meaning
 from ..problem import Problem
-from ..rule import Rule
-from ..tiling import Cut
 from .base import Backend
 
 __all__ = ["Sdpa", "at_once"]
@@ -149,9 +147,13 @@ def _attend(call: Call) -> Tensor:
 
 
 def _with_derivatives(p: Problem, call: Call) -> Tensor:
-    meaning = Meaning.of(p, call)
+    meaning = Meaning(p.mask, call.mask if isinstance(p.bias, Tensor) else None, call.scale)
     if not p.query.is_cpu:
-        output: Tensor = applied(FusedElsewhere, meaning, call, *call[:3])
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _attend(call._replace(query=q, key=k, value=v))
+
+        output: Tensor = applied(Foreign, meaning, attend, *call[:3])
         return output
     mask = call.mask
     if mask is not None and mask.dtype == torch.bool:
@@ -265,6 +267,8 @@ def _about_device(p: Problem) -> list[str]:
         reasons.append("torch's CUDA kernels do not promise the same bits, and deterministic algorithms are asked for")
     if _forward_mode() or torch._C._are_functorch_transforms_active():
         reasons.append("torch's kernels have no rules for forward mode and torch.func on this device")
+    if not isinstance(p.scale, Tensor) and p.scale <= 0:
+        reasons.append("torch's kernels on this device take the largest logit before a scale that is not positive")
     return reasons
 
 
@@ -306,46 +310,6 @@ def _traced(p: Problem, call: Call) -> Tensor:
     return _attend(call._replace(query=query, key=key, value=value))
 
 
-@dataclass(frozen=True, eq=False)
-class Meaning:
-    """What a call means, for derivatives that torch's kernels do not have."""
-
-    mask: Mask | None
-    bias: Tensor | None
-    scale: float
-
-    @staticmethod
-    def of(p: Problem, call: Call) -> Meaning:
-        return Meaning(p.mask, call.mask if isinstance(p.bias, Tensor) else None, call.scale)
-
-    def vjp(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        """Cotangents of q, k, v by the formula, differentiable in turn."""
-        x = self._canonical(q, k, v)
-        args = (x.query, k, v, *(() if x.bias is None else (x.bias,)))
-        stat = x.query.new_zeros(x.query.shape[:-1])
-        dO = grad.unflatten(1, x.query.shape[1:3])
-        dq, dk, dv, *_ = applied(Mapped, attention_map(x, Cut()).vjp(), *args, dO, stat, stat)
-        return (dq * self.scale).flatten(1, 2), dk, dv
-
-    def jvp(self, q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor | None, ...]) -> Tensor:
-        """The tangent of the output by the formula."""
-        x = self._canonical(q, k, v)
-        tq, tk, tv = (torch.zeros_like(a) if t is None else t for a, t in zip((q, k, v), tangents, strict=True))
-        args = (x.query, k, v, *(() if x.bias is None else (x.bias,)))
-        moved = ((tq * self.scale).unflatten(1, x.query.shape[1:3]), tk, tv, *map(torch.zeros_like, args[3:]))
-        output: Tensor = applied(Mapped, attention_map(x, Cut()).jvp(), *args, *moved)[0]
-        return output.flatten(1, 2)
-
-    def _canonical(self, q: Tensor, k: Tensor, v: Tensor) -> Canonical:
-        batch, heads = k.shape[:2]
-        groups = q.shape[1] // max(heads, 1)
-        bias = self.bias
-        if bias is not None:
-            bias = bias.unflatten(1, (heads, groups)) if bias.shape[1] == heads * groups else bias.unsqueeze(1)
-        rule = Rule(q.shape[2], k.shape[2], self.mask, period=batch)
-        return Canonical((q * self.scale).unflatten(1, (heads, groups)), k, v, bias, (), rule)
-
-
 class FusedOnCpu(torch.autograd.Function):
     """Torch's CPU kernel and its backward; every other derivative by the formula, strip by strip."""
 
@@ -385,25 +349,3 @@ class FusedOnCpu(torch.autograd.Function):
             for i in range(info.batch_size)
         ]
         return tuple(torch.stack(column) for column in zip(*items, strict=True)), (0, 0)
-
-
-class FusedElsewhere(torch.autograd.Function):
-    """Torch's kernel of another device, its backward kept as a graph inside; double backward by the formula."""
-
-    @staticmethod
-    def forward(ctx: Any, meaning: Meaning, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with torch.enable_grad():
-            inside = tuple(x.detach().requires_grad_(x.requires_grad) for x in (q, k, v))
-            output = _attend(call._replace(query=inside[0], key=inside[1], value=inside[2]))
-        ctx.meaning, ctx.inside, ctx.output = meaning, inside, output
-        ctx.save_for_backward(q, k, v)
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return None, None, *ctx.meaning.vjp(q, k, v, grad)
-        wanted = [x for x in ctx.inside if x.requires_grad]
-        found = iter(torch.autograd.grad(ctx.output, wanted, grad, retain_graph=True))
-        return None, None, *(next(found) if x.requires_grad else None for x in ctx.inside)

@@ -15,14 +15,16 @@ import triton
 import triton.language as tl
 
 from .tile import (
-    _BITS,
     _NONE,
     _PLAIN,
+    DEEP,
+    LN2,
     LOG2E,
     additive,
     bias_rows,
     drop_keys,
     kept,
+    level_of,
     load,
     logits,
     met,
@@ -33,13 +35,16 @@ from .tile import (
     shown,
     span_rows,
     tanh,
+    visible_keys,
+    whole_block,
 )
 
 
-@triton.jit(do_not_specialize=["n"])
-def prepare(o, do, g_lse, delta, strides, do_item, do_head, do_row, do_dim, n, heads,
-            DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr):
-    """δ = Σ dO ∘ O − g_lse: [BM] for each block of rows."""
+@triton.jit(do_not_specialize=["n", "heads"])
+def prepare(o, do, g_lse, peak, spread, delta, level, strides, do_item, do_head, do_row, do_dim, n, heads,
+            DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr,
+            FAST: tl.constexpr):
+    """δ = Σ dO ∘ O − g_lse, and lse as exponents are told from it (+inf where nothing is seen): [BM] for each block of rows."""
     block, own = seats(tl.cdiv(n, BM))
     h = own % heads
     item = own // heads
@@ -52,26 +57,40 @@ def prepare(o, do, g_lse, delta, strides, do_item, do_head, do_row, do_dim, n, h
     if LSE:
         d -= tl.load(g_lse + row, mask=i < n, other=0.0)
     tl.store(delta + row, d, mask=i < n)
+    at = level_of(tl.load(peak + row, mask=i < n, other=0.0), FAST)
+    above = tl.load(spread + row, mask=i < n, other=0.0)
+    tl.store(level + row, at + (above * LOG2E if FAST else above), mask=i < n)
 
 
 @triton.jit
-def row_facts(rows, lse, delta, g_entropy, mean, i, n, ENTROPY: tl.constexpr):
-    """lse (+inf for a row that sees nothing), δ, g_H and E[S] of rows i, each [BM]."""
-    L = tl.load(lse + rows + i, mask=i < n, other=float("inf"))
-    L = tl.where(L == float("-inf"), float("inf"), L)
+def row_facts(rows, peak, spread, delta, g_entropy, mean, i, n, ENTROPY: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr):
+    """The level of rows i, lse above it in log2 units, δ, g_H, and E[S] above the level: each [BM].
+
+    EXACT (float32) tells exponents from the largest logit, then from lse, which keeps all digits; otherwise the level is
+    lse at once, which saves an operation and a register for each number.
+    """
+    if EXACT:
+        level = level_of(tl.load(peak + rows + i, mask=i < n, other=float("-inf")), FAST)
+        above = tl.load(spread + rows + i, mask=i < n, other=0.0) * LOG2E
+    else:  # `peak` holds lse here
+        level = tl.load(peak + rows + i, mask=i < n, other=float("inf"))
+        above = level
     d = tl.load(delta + rows + i, mask=i < n, other=0.0)
     g, e = d, d
     if ENTROPY:
         g = tl.load(g_entropy + rows + i, mask=i < n, other=0.0)
         e = tl.load(mean + rows + i, mask=i < n, other=0.0)
-    return L, d, g, e
+    return level, above, d, g, e
 
 
 @triton.jit
-def weights_and_slopes(S, dP, raw, show, L, d, g, e, keep, factor, scale, unit, cap, ENTROPY: tl.constexpr, FAST: tl.constexpr,
-                       CAP: tl.constexpr, DROP: tl.constexpr, HIDES: tl.constexpr):
+def weights_and_slopes(S, dP, raw, show, level, above, d, g, e, keep, factor, scale, unit, cap, ENTROPY: tl.constexpr,
+                       FAST: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr, HIDES: tl.constexpr):
     """P with dropout applied, and dS of the logits and of the raw scores; the row facts have the shape of S already."""
-    P = tl.exp2(S * unit - L * LOG2E) if FAST else tl.exp2((S - L) * LOG2E)
+    T = S * unit - level if FAST else (S - level) * LOG2E  # log2 of the weight, but for the denominator
+    if ENTROPY:
+        T = tl.maximum(T, DEEP)  # finite, so that P·T is 0 and not NaN
+    P = tl.exp2(T - above) if EXACT else tl.exp2(T)
     if HIDES:
         P = tl.where(show, P, 0.0)
     Pd = P
@@ -80,7 +99,7 @@ def weights_and_slopes(S, dP, raw, show, L, d, g, e, keep, factor, scale, unit, 
         dP = tl.where(keep, dP * factor, 0.0)
     dS = dP - d
     if ENTROPY:
-        dS -= g * ((S * scale if FAST else S) - e)
+        dS -= g * (T * LN2 - e)
     dS = P * dS
     if HIDES:
         dS = tl.where(show, dS, 0.0)
@@ -88,14 +107,16 @@ def weights_and_slopes(S, dP, raw, show, L, d, g, e, keep, factor, scale, unit, 
     if CAP:
         t = tanh(raw * scale / cap)
         draw = dS * (1.0 - t * t)
+        if HIDES:
+            draw = tl.where(show, draw, 0.0)
     return Pd, dS, draw
 
 
 @triton.jit
-def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, slot, rows, lse, delta, g_entropy, mean, scale, unit, cap,
+def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, slot, rows, peak, spread, delta, g_entropy, mean, scale, unit, cap,
               bias, where, drop, vector, heads, n, M,
               D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-              MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
+              MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
               DROP: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
               PRECISION: tl.constexpr, MASKED: tl.constexpr):
     """Add to dK and dV [BN, …] what the rows i0 … i0 + BM give."""
@@ -115,25 +136,27 @@ def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, s
             Q = load(q, wide * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
         S = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # [BN, BM]
     raw = S
-    if not FAST:
-        S = tl.trans(logits(tl.trans(S), scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS))
     HIDES: tl.constexpr = MASKED or BIAS != _PLAIN
     show = j
-    if HIDES:
-        show = S != float("-inf")
+    if not FAST:
+        S, show = logits(tl.trans(S), scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS)
+        S = tl.trans(S)
+        if BIAS != _PLAIN:
+            show = tl.trans(show)
     if MASKED:
         lo, hi = span_rows(where, item, h, i, n, M, MASK)
-        show = show & tl.trans(shown(where, lo, hi, slot, i, j, MASK))
-        if HIDDEN == 0:  # a row that sees none of these keys leaves no trace, not even a NaN
-            Q = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], Q, 0.0)
-    L, d, g, e = row_facts(rows, lse, delta, g_entropy, mean, i, n, ENTROPY)
+        masked = (S != float("-inf")) & tl.trans(shown(where, lo, hi, slot, i, j, MASK))
+        show = masked if BIAS == _PLAIN else show & masked
+    level, above, d, g, e = row_facts(rows, peak, spread, delta, g_entropy, mean, i, n, ENTROPY, FAST, EXACT)
+    if HIDES and HIDDEN == 0:  # a row that sees nothing leaves no trace, not even a NaN
+        Q = tl.where((level < float("inf"))[:, None], Q, 0.0)
     keep = j
     if DROP:
         low, high = drop_keys(drop, item, h, heads, i, n)
         keep = tl.trans(kept(low, high, j, drop.bound))
     dP = tl.dot(V, tl.trans(dO), input_precision=PRECISION)  # [BN, BM]
-    P, dS, draw = weights_and_slopes(S, dP, raw, show, L[None, :], d[None, :], g[None, :], e[None, :], keep, drop.factor, scale,
-                                     unit, cap, ENTROPY, FAST, CAP, DROP, HIDES)
+    P, dS, draw = weights_and_slopes(S, dP, raw, show, level[None, :], above[None, :], d[None, :], g[None, :], e[None, :], keep,
+                                     drop.factor, scale, unit, cap, ENTROPY, FAST, EXACT, CAP, DROP, HIDES)
     dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=PRECISION)  # [BN, DVP]
     if HIDDEN > 0:
         d_c = tl.arange(0, DP)
@@ -141,6 +164,8 @@ def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, s
             a = tl.load(q + wide * strides.q_row + c * strides.q_dim, mask=i < n, other=0.0)  # [BM]
             b = tl.load(k + j.to(tl.int64) * strides.k_row + c * strides.k_dim, mask=j < M, other=0.0)  # [BN]
             t = quick_tanh(b[:, None] + a[None, :], APPROXIMATE)  # [BN, BM]
+            if HIDES:
+                t = tl.where(show, t, 0.0)
             g_c = tl.sum(draw * (1.0 - t * t), 1) * tl.load(vector + c)  # [BN]
             dK = tl.where((d_c == c)[None, :], dK + g_c[:, None], dK)
     else:
@@ -150,13 +175,13 @@ def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, s
     return dK, dV
 
 
-@triton.jit(do_not_specialize=["n", "M"])
-def keys(q, k, v, do, dk, dv, lse, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where, drop,
+@triton.jit(do_not_specialize=["n", "M", "where", "drop", "heads", "groups"])
+def keys(q, k, v, do, dk, dv, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where, drop,
          vector, n, M, heads, groups,
          D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
+         MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
          DROP: tl.constexpr, SCALES: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
-         PRECISION: tl.constexpr):
+         PRECISION: tl.constexpr, GROUPED: tl.constexpr):
     """dK and dV of BN keys: program (block of keys, item and key head); its query heads one after the other."""
     block, own = seats(tl.cdiv(M, BN))
     kv_heads = heads // groups
@@ -177,8 +202,7 @@ def keys(q, k, v, do, dk, dv, lse, delta, g_entropy, mean, strides, do_item, do_
         V = load(v, wide * strides.v_row, j, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
     dK = tl.zeros([BN, DP], tl.float32)
     dV = tl.zeros([BN, DVP], tl.float32)
-    SPLIT: tl.constexpr = 128 // BM
-    for g in range(groups):
+    for g in range(groups if GROUPED else 1):
         h = kv_head * groups + g
         rows = (item.to(tl.int64) * heads + h) * n
         q_h = q
@@ -189,18 +213,18 @@ def keys(q, k, v, do, dk, dv, lse, delta, g_entropy, mean, strides, do_item, do_
         if SCALES:
             scale = tl.load(scales + h)
         unit = scale * LOG2E
-        first, full, until, rest = met(where, seat(where, item, h, MASK), block, tl.cdiv(n, BM), tl.cdiv(n, BM), MASK, 128 // BN, SPLIT)
-        if MASK != _BITS:
-            for t in range(full, until):
-                dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, item, h, strides, do_row, do_dim, t * BM, j, 0, rows, lse, delta,
-                                   g_entropy, mean, scale, unit, cap, bias, where, drop, vector, heads, n, M, D, DV, DP, DVP, BM,
-                                   BN, MASK, BIAS, CAP, FAST, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION, False)
+        first, full, until, rest = met(where, seat(where, item, h, MASK), block, tl.cdiv(n, BM), tl.cdiv(n, BM), MASK)
+        for t in range(full, until):
+            b = whole_block(where, t, MASK)
+            dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, item, h, strides, do_row, do_dim, b * BM, j, 0, rows, peak, spread, delta,
+                               g_entropy, mean, scale, unit, cap, bias, where, drop, vector, heads, n, M, D, DV, DP, DVP, BM, BN,
+                               MASK, BIAS, CAP, FAST, EXACT, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION, False)
         if MASK != _NONE:
             for t in range(rest):
-                b, slot = partial(where, t, first, full, until, MASK, SPLIT)
-                dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, item, h, strides, do_row, do_dim, b * BM, j, slot, rows, lse, delta,
-                                   g_entropy, mean, scale, unit, cap, bias, where, drop, vector, heads, n, M, D, DV, DP, DVP, BM,
-                                   BN, MASK, BIAS, CAP, FAST, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION, True)
+                b, slot = partial(where, t, first, full, until, MASK)
+                dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, item, h, strides, do_row, do_dim, b * BM, j, slot, rows, peak, spread, delta,
+                                   g_entropy, mean, scale, unit, cap, bias, where, drop, vector, heads, n, M, D, DV, DP, DVP, BM, BN,
+                                   MASK, BIAS, CAP, FAST, EXACT, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION, True)
     if FAST:
         dK *= scale
     d = tl.arange(0, DP)
@@ -212,10 +236,10 @@ def keys(q, k, v, do, dk, dv, lse, delta, g_entropy, mean, strides, do_item, do_
 
 
 @triton.jit
-def keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, j0, lo, hi, slot, at, halves, L, d, g, e, scale, unit, cap,
+def keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, j0, lo, hi, slot, at, halves, level, above, d, g, e, scale, unit, cap,
               bias, where, drop, vector, n, M,
               D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-              MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
+              MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
               DROP: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
               PRECISION: tl.constexpr, MASKED: tl.constexpr):
     """Add to dQ [BM, DP] what the keys j0 … j0 + BN give."""
@@ -235,28 +259,29 @@ def keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, j0, lo, hi, 
     else:
         V = load(v, wide * strides.v_row, j, j < M, DV, strides.v_dim, DVP, MASKED)  # [BN, DVP]
     raw = S
-    if not FAST:
-        S = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
     HIDES: tl.constexpr = MASKED or BIAS != _PLAIN
     show = j
-    if HIDES:
-        show = S != float("-inf")
+    if not FAST:
+        S, show = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
     if MASKED:
-        show = show & shown(where, lo, hi, slot, i, j, MASK)
-    if HIDES and HIDDEN == 0 and (MASK != _NONE or BIAS != _PLAIN):  # a key that no row here sees leaves no trace
-        K = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], K, 0.0)
+        masked = (S != float("-inf")) & shown(where, lo, hi, slot, i, j, MASK)
+        show = masked if BIAS == _PLAIN else show & masked
+    if HIDES and HIDDEN == 0:
+        K = visible_keys(K, show, where, item, h, j, M, MASK, BIAS)
     keep = j
     if DROP:
         keep = kept(halves[0], halves[1], j, drop.bound)
     dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)  # [BM, BN]
-    P, dS, draw = weights_and_slopes(S, dP, raw, show, L[:, None], d[:, None], g[:, None], e[:, None], keep, drop.factor, scale,
-                                     unit, cap, ENTROPY, FAST, CAP, DROP, HIDES)
+    P, dS, draw = weights_and_slopes(S, dP, raw, show, level[:, None], above[:, None], d[:, None], g[:, None], e[:, None], keep,
+                                     drop.factor, scale, unit, cap, ENTROPY, FAST, EXACT, CAP, DROP, HIDES)
     if HIDDEN > 0:
         d_c = tl.arange(0, DP)
         for c in range(HIDDEN):
             a = tl.load(q + i.to(tl.int64) * strides.q_row + c * strides.q_dim, mask=i < n, other=0.0)  # [BM]
             b = tl.load(k + wide * strides.k_row + c * strides.k_dim, mask=j < M, other=0.0)  # [BN]
             t = quick_tanh(a[:, None] + b[None, :], APPROXIMATE)  # [BM, BN]
+            if HIDES:
+                t = tl.where(show, t, 0.0)
             g_c = tl.sum(draw * (1.0 - t * t), 1) * tl.load(vector + c)  # [BM]
             dQ = tl.where((d_c == c)[None, :], dQ + g_c[:, None], dQ)
             dW = tl.where((d_c == c)[None, :], dW + tl.sum(draw * t, 1)[:, None], dW)
@@ -265,11 +290,11 @@ def keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, j0, lo, hi, 
     return dQ, dW
 
 
-@triton.jit(do_not_specialize=["n", "M"])
-def queries(q, k, v, do, dq, dw, lse, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
+@triton.jit(do_not_specialize=["n", "M", "where", "drop", "blocks", "heads", "groups"])
+def queries(q, k, v, do, dq, dw, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
             drop, vector, n, M, blocks, heads, groups,
             D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
+            MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
             DROP: tl.constexpr, SCALES: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
             PRECISION: tl.constexpr):
     """dQ of BM rows: program (block of rows, item and head); for the additive score each row's share of d vector too."""
@@ -296,7 +321,7 @@ def queries(q, k, v, do, dq, dw, lse, delta, g_entropy, mean, strides, do_item, 
             Q = load(q, wide * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
         dO = load(do, wide * do_row, i, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
     rows = (item.to(tl.int64) * heads + h) * n
-    L, d, g, e = row_facts(rows, lse, delta, g_entropy, mean, i, n, ENTROPY)
+    level, above, d, g, e = row_facts(rows, peak, spread, delta, g_entropy, mean, i, n, ENTROPY, FAST, EXACT)
     at = bias_rows(bias, item, h, i, BIAS)
     lo, hi = span_rows(where, item, h, i, n, M, MASK)
     halves = (i, i)
@@ -304,18 +329,17 @@ def queries(q, k, v, do, dq, dw, lse, delta, g_entropy, mean, strides, do_item, 
         halves = drop_keys(drop, item, h, heads, i, n)
     dQ = tl.zeros([BM, DP], tl.float32)
     dW = dQ if HIDDEN > 0 else d
-    SPLIT: tl.constexpr = 128 // BN
-    first, full, until, rest = met(where, seat(where, item, h, MASK), block, tl.cdiv(M, BN), M // BN, MASK, 128 // BM, SPLIT)
-    if MASK != _BITS:
-        for t in range(full, until):
-            dQ, dW = keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, t * BN, lo, hi, 0, at, halves, L, d, g, e, scale,
-                               unit, cap, bias, where, drop, vector, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, ENTROPY,
-                               DROP, TMA, HIDDEN, APPROXIMATE, PRECISION, False)
+    first, full, until, rest = met(where, seat(where, item, h, MASK), block, tl.cdiv(M, BN), M // BN, MASK)
+    for t in range(full, until):
+        b = whole_block(where, t, MASK)
+        dQ, dW = keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, b * BN, lo, hi, 0, at, halves, level, above, d, g, e,
+                           scale, unit, cap, bias, where, drop, vector, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, EXACT,
+                           ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION, False)
     for t in range(rest):
-        b, slot = partial(where, t, first, full, until, MASK, SPLIT)
-        dQ, dW = keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, b * BN, lo, hi, slot, at, halves, L, d, g, e, scale,
-                           unit, cap, bias, where, drop, vector, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, ENTROPY, DROP,
-                           TMA, HIDDEN, APPROXIMATE, PRECISION, True)
+        b, slot = partial(where, t, first, full, until, MASK)
+        dQ, dW = keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, b * BN, lo, hi, slot, at, halves, level, above, d, g, e,
+                           scale, unit, cap, bias, where, drop, vector, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, EXACT,
+                           ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION, True)
     if HIDDEN == 0:
         if not SCALES:  # with a tensor of scales it stays raw, for the derivative of these
             dQ *= scale

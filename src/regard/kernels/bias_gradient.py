@@ -40,10 +40,10 @@ def slot_of(where, table, l, h, ib, jb, key_blocks, PER: tl.constexpr):
 
 
 @triton.jit
-def slopes(q, k, v, do, lse, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where, drop, vector,
+def slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where, drop, vector,
            l, h, i, j, slot, n, M, heads, groups,
            D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-           MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, DROP: tl.constexpr,
+           MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr, DROP: tl.constexpr,
            SCALES: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr):
     """dS [BM, BN] of the logits of rows i and keys j."""
     wide = l.to(tl.int64)
@@ -58,9 +58,9 @@ def slopes(q, k, v, do, lse, delta, g_entropy, mean, strides, do_item, do_head, 
         Q = load(q, i.to(tl.int64) * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
         K = load(k, j.to(tl.int64) * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
-    S = logits(S, scale, cap, bias, bias_rows(bias, l, h, i, BIAS), i, j, n, M, CAP, BIAS)
+    S, show = logits(S, scale, cap, bias, bias_rows(bias, l, h, i, BIAS), i, j, n, M, CAP, BIAS)
     lo, hi = span_rows(where, l, h, i, n, M, MASK)
-    show = (S != float("-inf")) & shown(where, lo, hi, slot, i, j, MASK)
+    show = show & shown(where, lo, hi, slot, i, j, MASK)
     V = load(v, j.to(tl.int64) * strides.v_row, j, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
     dO = load(do + wide * do_item + h * do_head, i.to(tl.int64) * do_row, i, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
     dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
@@ -68,17 +68,17 @@ def slopes(q, k, v, do, lse, delta, g_entropy, mean, strides, do_item, do_head, 
     if DROP:
         low, high = drop_keys(drop, l, h, heads, i, n)
         keep = kept(low, high, j, drop.bound)
-    L, d, g, e = row_facts((wide * heads + h) * n, lse, delta, g_entropy, mean, i, n, ENTROPY)
-    _, dS, _ = weights_and_slopes(S, dP, S, show, L[:, None], d[:, None], g[:, None], e[:, None], keep, drop.factor, scale,
-                                  scale * LOG2E, cap, ENTROPY, False, False, DROP, True)
+    level, above, d, g, e = row_facts((wide * heads + h) * n, peak, spread, delta, g_entropy, mean, i, n, ENTROPY, False, EXACT)
+    _, dS, _ = weights_and_slopes(S, dP, S, show, level[:, None], above[:, None], d[:, None], g[:, None], e[:, None], keep,
+                                  drop.factor, scale, scale * LOG2E, cap, ENTROPY, False, EXACT, False, DROP, True)
     return dS
 
 
-@triton.jit(do_not_specialize=["n", "M", "turns", "per"])
-def bias_gradient(q, k, v, do, out, lse, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
+@triton.jit(do_not_specialize=["n", "M", "turns", "per", "where", "drop", "key_blocks", "heads", "groups", "parts", "items", "shared_items", "shared_heads"])
+def bias_gradient(q, k, v, do, out, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
                   drop, vector, table, n, M, items, heads, groups, parts, key_blocks, shared_items, shared_heads, turns, per,
                   D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr,
-                  MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, DROP: tl.constexpr,
+                  MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr, DROP: tl.constexpr,
                   SCALES: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr,
                   MODE: tl.constexpr):
     """Program (part of the result, item and head of it); `turns` tiles add to it, of `shared_*` items and heads."""
@@ -118,9 +118,9 @@ def bias_gradient(q, k, v, do, out, lse, delta, g_entropy, mean, strides, do_ite
             lo, hi = span_rows(where, l, h, i, n, M, MASK)
             visible = visible & (tl.max(tl.where(hi > lo, hi, 0), 0) > jb * BLOCK) & (tl.min(tl.where(hi > lo, lo, M), 0) < (jb + 1) * BLOCK)
         if visible:
-            dS = slopes(q, k, v, do, lse, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
+            dS = slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
                         drop, vector, l, h, i, j, slot, n, M, heads, groups, D, DV, DP, DVP, BLOCK, BLOCK, MASK, BIAS, CAP,
-                        ENTROPY, DROP, SCALES, HIDDEN, APPROXIMATE, PRECISION)
+                        EXACT, ENTROPY, DROP, SCALES, HIDDEN, APPROXIMATE, PRECISION)
             if MODE == _PAIRS:
                 pair += dS
             elif MODE == _ROWS:

@@ -2,7 +2,10 @@
 
 A mask reaches a kernel as a `Layout` of one of three kinds. NONE: everything is seen. SPANS: row i sees the keys
 lo[i] ≤ j < hi[i], both ends never falling; blocks inside every row's span need no mask at all. BITS: any other mask, as
-a list of the blocks of 128 × 128 pairs that are not hidden, each with a slot of bits; slot 0 is all ones.
+a table of blocks of 128 × 128 pairs, each hidden or with a slot of bits; slot 0 is all ones. For the blocks of a kernel,
+which divide these, it gives lists of the full ones and of the partial ones.
+
+Whatever the kind, a kernel meets the full blocks first, then the partial ones: so a mask has one result, to the bit.
 """
 
 from __future__ import annotations
@@ -20,14 +23,8 @@ SIDE = 128  # rows and keys of a block in the lists; the blocks of a kernel divi
 
 
 class Words(NamedTuple):
-    """Block lists and bits: entries of row block r of (item, head) are start[…, r] : start[…, r + 1]."""
+    """Blocks of SIDE × SIDE pairs and their bits."""
 
-    start: Tensor  # int32 (items · heads · row blocks + 1,)
-    entry: Tensor  # int32 (entries,): the key block of each
-    slot: Tensor  # int32 (entries,): where its bits are
-    turned_start: Tensor  # the same by key blocks …
-    turned_entry: Tensor  # … : the row block of each
-    turned_slot: Tensor
     table: Tensor  # int32 (items, heads, row blocks, key blocks): the slot of each block, −1 where hidden
     bits: Tensor  # int32 (slots, SIDE, SIDE / 32): bit j of word w says of key 32·w + j
 
@@ -38,14 +35,19 @@ class Where(NamedTuple):
     lo: Tensor | None = None  # int32 (items, heads, n)
     hi: Tensor | None = None
     bounds: Tensor | None = None  # int32 (items, heads, blocks, 4): first, first full, behind the full, behind the last
-    start: Tensor | None = None
+    full_start: Tensor | None = None  # int32 (items · heads · blocks + 1,): where the full blocks of each block begin …
+    full_entry: Tensor | None = None  # … and which they are
+    start: Tensor | None = None  # the same for the partial blocks …
     entry: Tensor | None = None
-    slot: Tensor | None = None
+    slot: Tensor | None = None  # … with the slot of their bits
     bits: Tensor | None = None
+    seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend the key
     item: int = 0  # strides of lo, hi in items and heads
     head: int = 0
     block_item: int = 0  # the same of blocks: of `bounds`, or of `start`
     block_head: int = 0
+    seen_item: int = 0
+    seen_head: int = 0
     inner: int = 1  # batch items that share one item of the mask
 
 
@@ -61,6 +63,7 @@ class Layout:
     lead: tuple[int, int] = (1, 1)  # items and heads that it tells apart
     inner: int = 1
     _known: dict[tuple[int, int, bool], Where] = field(default_factory=dict)
+    _seen: Tensor | None = None
 
     @property
     def kind(self) -> int:
@@ -82,11 +85,16 @@ class Layout:
     def _where(self, BM: int, BN: int, turned: bool) -> Where:
         items, heads = self.lead
         if self.words is not None:
-            w = self.words
-            blocks = -(-(self.m if turned else self.n) // SIDE)
-            chosen = (w.turned_start, w.turned_entry, w.turned_slot) if turned else (w.start, w.entry, w.slot)
+            states = _states(self.words, self.n, self.m, BM, BN, turned)  # (items, heads, row blocks, key blocks)
+            slots = self.words.table.repeat_interleave(SIDE // BM, 2).repeat_interleave(SIDE // BN, 3)
+            slots = slots[:, :, : states.shape[2], : states.shape[3]]
+            if turned:
+                states, slots = states.mT, slots.mT
+            blocks = states.shape[2]
+            lists = (*_listed(states == 2), *_listed(states == 1), slots[states == 1].contiguous())
             strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
-            return Where(None, None, None, *chosen, w.bits, 0, 0, *strides, self.inner)
+            seen = (self.m * heads if items > 1 else 0, self.m if heads > 1 else 0)
+            return Where(None, None, None, *lists, self.words.bits, self._keys_seen(), 0, 0, *strides, *seen, self.inner)
         if self.lo is None or self.hi is None:
             return Where()
         make = _bounds_by_keys if turned else _bounds_by_rows
@@ -96,12 +104,102 @@ class Layout:
             self.lo,
             self.hi,
             bounds,
+            seen=self._keys_seen(),
             item=self.n * heads if items > 1 else 0,
             head=self.n if heads > 1 else 0,
             block_item=4 * blocks * heads if items > 1 else 0,
             block_head=4 * blocks if heads > 1 else 0,
+            seen_item=self.m * heads if items > 1 else 0,
+            seen_head=self.m if heads > 1 else 0,
             inner=self.inner,
         )
+
+    def _keys_seen(self) -> Tensor:
+        """Which keys some row may attend: int8 (items, heads, m)."""
+        if self._seen is None:
+            if self.words is not None:
+                made = _seen_by_bits(self.words, self.m)
+            elif self.lo is not None and self.hi is not None:
+                made = _seen_by_spans(self.lo, self.hi, self.m)
+            else:
+                raise RuntimeError("without a mask every key is seen")
+            self._seen = made.to(torch.int8).contiguous()
+        return self._seen
+
+
+def _states(words: Words, n: int, m: int, BM: int, BN: int, turned: bool) -> Tensor:
+    """What is known of each block of BM rows and BN keys: 0 hidden, 1 partial, 2 full, (items, heads, row, key blocks).
+
+    Rows beyond the last do not count; nor do keys beyond the last where blocks of keys walk over rows.
+    """
+    slots, down, across = len(words.bits), SIDE // BM, SIDE // BN
+    parts = words.bits.view(slots, down, BM, across, BN // 32) if BN >= 32 else _halves(words.bits, down, BM, across, BN)
+    hidden = (parts == 0).all(4).all(2)  # (slots, down, across)
+    full = _full(words.bits, n % SIDE, m % SIDE if turned else 0, BM, BN)  # (4, slots, down, across)
+    items, heads, rows, keys = words.table.shape
+    last = torch.zeros(rows, keys, dtype=torch.int64, device=words.bits.device)  # which of the four a block takes
+    if n % SIDE:
+        last[-1] += 1
+    if turned and m % SIDE:
+        last[:, -1] += 2
+    slot = words.table.clamp(min=0).long()
+    state = torch.where(hidden[slot], 0, torch.where(full[last, slot], 2, 1))  # (items, heads, rows, keys, down, across)
+    state = torch.where((words.table < 0)[..., None, None], 0, state)
+    state = state.transpose(3, 4).reshape(items, heads, rows * down, keys * across)
+    return state[:, :, : -(-n // BM), : -(-m // BN)]
+
+
+def _halves(bits: Tensor, down: int, BM: int, across: int, BN: int) -> Tensor:
+    """The bits of blocks narrower than a word: (slots, down, BM, across, 1)."""
+    shift = torch.arange(0, 32, BN, device=bits.device, dtype=torch.int32)
+    pieces = (bits[..., None] >> shift) & ((1 << BN) - 1)  # (slots, SIDE, SIDE / 32, 32 / BN)
+    return pieces.view(len(bits), down, BM, across, 1)
+
+
+def _full(bits: Tensor, rows: int, keys: int, BM: int, BN: int) -> Tensor:
+    """Which parts of each slot are full: as it is, in the last row of blocks, the last column, both: (4, slots, …)."""
+    down, across = SIDE // BM, SIDE // BN
+    beyond_rows = (torch.arange(SIDE, device=bits.device) >= (rows or SIDE))[:, None]  # (SIDE, 1)
+    j = torch.arange(SIDE, device=bits.device)
+    beyond = ((j >= (keys or SIDE)).view(SIDE // 32, 32).long() << torch.arange(32, device=bits.device)).sum(-1)
+    beyond_keys = beyond.to(torch.int32)  # (SIDE / 32,) a word with the bits of the keys beyond the last
+    found = []
+    for with_keys in (0, 1):
+        for with_rows in (0, 1):
+            words = bits | beyond_keys if with_keys else bits
+            words = torch.where(beyond_rows, -1, words) if with_rows else words
+            if BN >= 32:
+                whole = words.view(len(bits), down, BM, across, BN // 32) == -1
+            else:
+                whole = _halves(words, down, BM, across, BN) == (1 << BN) - 1
+            found.append(whole.all(4).all(2))
+    return torch.stack(found)
+
+
+def _seen_by_spans(lo: Tensor, hi: Tensor, m: int) -> Tensor:
+    """Which of m keys lie in some span: begun spans less ended ones."""
+    some = (hi > lo).to(torch.int32)
+    change = torch.zeros(*lo.shape[:2], m + 1, dtype=torch.int32, device=lo.device)
+    change.scatter_add_(2, lo.long(), some).scatter_add_(2, hi.long(), -some)
+    return change.cumsum(2)[..., :m] > 0
+
+
+def _seen_by_bits(words: Words, m: int) -> Tensor:
+    """Which of m keys have a bit in some block."""
+    shift = torch.arange(32, device=words.bits.device, dtype=torch.int32)
+    shown = torch.cat([((part[..., None] >> shift) & 1).bool().any(1).flatten(1) for part in words.bits.split(256)])
+    found = [shown[row.clamp(min=0).long()] & (row >= 0)[..., None] for row in words.table.unbind(2)]
+    total = found[0]  # (items, heads, key blocks, SIDE)
+    for more in found[1:]:
+        total = total | more
+    return total.flatten(2)[..., :m]
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the entries of each block begin, and the other block of each entry."""
+    counts = chosen.sum(-1).flatten().cumsum(0)
+    start = torch.cat((counts.new_zeros(1), counts)).to(torch.int32)
+    return start, chosen.nonzero()[:, -1].to(torch.int32).contiguous()
 
 
 def _bounds_by_rows(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int) -> Tensor:

@@ -20,23 +20,24 @@ class Config(NamedTuple):
 
 # (direction, bytes of a number, padded dim) -> blocks.
 _HOPPER: dict[tuple[str, int, int], Config] = {
-    ("forward", 2, 64): Config(128, 128, 8, 3),
+    ("plain forward", 2, 128): Config(128, 64, 4, 2),
+    ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 128, 8, 3),
     ("forward", 2, 256): Config(128, 64, 8, 2),
     ("forward", 4, 64): Config(64, 64, 4, 2),
     ("forward", 4, 128): Config(64, 32, 4, 2),
     ("forward", 4, 256): Config(32, 32, 4, 2),
-    ("keys", 2, 64): Config(64, 128, 8, 2),
-    ("keys", 2, 128): Config(64, 128, 8, 2),
+    ("keys", 2, 64): Config(32, 64, 4, 2),
+    ("keys", 2, 128): Config(64, 64, 4, 2),
     ("keys", 2, 256): Config(32, 64, 8, 1),
     ("keys", 4, 64): Config(32, 32, 4, 1),
     ("keys", 4, 128): Config(32, 32, 4, 1),
     ("keys", 4, 256): Config(16, 16, 4, 1),
-    ("queries", 2, 64): Config(128, 64, 8, 2),
-    ("queries", 2, 128): Config(128, 64, 8, 2),
+    ("queries", 2, 64): Config(64, 64, 4, 3),
+    ("queries", 2, 128): Config(128, 64, 8, 3),
     ("queries", 2, 256): Config(64, 32, 8, 1),
     ("queries", 4, 64): Config(32, 32, 4, 1),
-    ("queries", 4, 128): Config(32, 32, 4, 1),
+    ("queries", 4, 128): Config(16, 32, 4, 1),
     ("queries", 4, 256): Config(16, 16, 4, 1),
 }
 _OTHERS: dict[tuple[str, int, int], Config] = {
@@ -59,10 +60,30 @@ _OTHERS: dict[tuple[str, int, int], Config] = {
     ("queries", 4, 128): Config(32, 16, 4, 1),
     ("queries", 4, 256): Config(16, 16, 4, 1),
 }
+# With a bias, dropout or lists of blocks a tile holds more: smaller ones, by direction and padded dim, for 2 bytes.
+_LADEN: dict[tuple[str, int], Config] = {
+    ("forward", 64): Config(64, 64, 4, 2),
+    ("forward", 128): Config(64, 64, 4, 2),
+    ("forward", 256): Config(64, 32, 4, 1),
+    ("keys", 64): Config(32, 64, 4, 2),
+    ("keys", 128): Config(32, 64, 4, 2),
+    ("keys", 256): Config(32, 64, 8, 1),
+    ("queries", 64): Config(64, 64, 4, 2),
+    ("queries", 128): Config(64, 64, 4, 2),
+    ("queries", 256): Config(64, 32, 8, 1),
+}
 _ADDITIVE: dict[str, Config] = {
-    "forward": Config(64, 64, 4, 1),
-    "keys": Config(64, 64, 4, 1),
-    "queries": Config(64, 64, 4, 1),
+    "forward": Config(16, 64, 4, 1),
+    "keys": Config(64, 16, 4, 1),
+    "queries": Config(16, 64, 4, 1),
+    "received": Config(64, 16, 4, 1),
+    "pooled": Config(16, 64, 4, 1),
+}
+_PASSES: dict[tuple[str, int], Config] = {
+    ("received", 2): Config(128, 64, 4, 3),
+    ("received", 4): Config(32, 32, 4, 1),
+    ("pooled", 2): Config(128, 64, 4, 2),
+    ("pooled", 4): Config(32, 32, 4, 1),
 }
 
 
@@ -71,12 +92,20 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def config(direction: str, device: torch.device, size: int, dim: int, additive: bool = False) -> Config:
+def config(
+    direction: str, device: torch.device, size: int, dim: int, additive: bool = False, laden: bool = False
+) -> Config:
     """The blocks for a direction, the bytes of a number, and the larger padded dim; never a function of the batch."""
     if additive:
         return _ADDITIVE[direction]
+    if laden and size == 2 and (heavy := _LADEN.get((direction.removeprefix("plain "), max(dim, 64)))):
+        return heavy
+    if (direction, size) in _PASSES:
+        found = _PASSES[direction, size]
+        return found if dim <= 128 else found._replace(BM=min(found.BM, 32), BN=min(found.BN, 32), stages=1)
     table = _HOPPER if device.type == "cuda" and hopper(device) else _OTHERS
-    return table[direction, size, max(dim, 64)]
+    at = (direction, size, max(dim, 64))
+    return table[at] if at in table else table[direction.removeprefix("plain "), *at[1:]]
 
 
 def hopper(device: torch.device) -> bool:

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from .forward import fold
-from .tile import _NONE, _PLAIN, DEEP, LN2, LOG2E, LOWEST, bias_rows, drop_keys, kept, load, logits, seats, shown, span_rows
+from .tile import _NONE, _PLAIN, DEEP, LN2, LOG2E, LOWEST, bias_rows, drop_keys, kept, load, logits, off_by, seats, shown_anywhere, span_rows
 
 
-@triton.jit(do_not_specialize=["n", "M", "length", "count"])
-def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, drop, n, M, length, count, heads, groups,
+@triton.jit(do_not_specialize=["n", "M", "length", "count", "key_blocks", "where", "drop", "heads", "groups"])
+def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, table, drop, n, M, length, count, key_blocks, heads, groups,
           D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
           MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
           DROP: tl.constexpr, SCALES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
@@ -63,9 +63,11 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, drop,
         else:
             K = load(k, j.to(tl.int64) * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # [BM, BN]
+        show = shown_anywhere(where, table, item, h, lo, hi, i, j, key_blocks, MASK)
         if not FAST:
-            S = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
-        show = (S != float("-inf")) & shown(where, lo, hi, 0, i, j, MASK)
+            S, biased = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
+            if BIAS != _PLAIN:
+                show = show & biased
         P, m, l, e, a = fold(S, show, m, l, e, unit, ENTROPY, FAST, True)
         O = O * a[:, None]  # noqa: E741
         if DROP:
@@ -74,7 +76,7 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, drop,
             V = v.load([item, kv_head, j0, 0]).reshape(BN, DVP)
         else:
             V = load(v, j.to(tl.int64) * strides.v_row, j, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
-        if MASK != _NONE or BIAS != _PLAIN:  # a key that no row sees leaves no trace, not even a NaN
+        if MASK != _NONE or BIAS != _PLAIN:  # a key that no row here sees leaves no trace, not even a NaN
             V = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], V, 0.0)
         O = tl.dot(P.to(V.dtype), V, O, input_precision=PRECISION)
     row = ((wide * splits + part) * heads + h) * n + i  # [BM] of (L, splits, H, n)
@@ -85,7 +87,7 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, drop,
     tl.store(parts + row[:, None] * DV + d[None, :], O, mask=ours[:, None] & (d < DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["n", "splits", "count"])
+@triton.jit(do_not_specialize=["n", "splits", "count", "drop", "heads"])
 def merge(parts, facts, o, lse, peak, spread, entropy, strides, sinks, drop, n, splits, count, heads,
           DV: tl.constexpr, DVP: tl.constexpr, SP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
           DROP: tl.constexpr, SINK: tl.constexpr):
@@ -104,7 +106,7 @@ def merge(parts, facts, o, lse, peak, spread, entropy, strides, sinks, drop, n, 
     l_all = tl.sum(a * l, 0)
     empty = l_all == 0.0
     l_all = tl.where(empty, 1.0, l_all)
-    m_all = m_all * LN2 if FAST else m_all
+    top = m_all * LN2 if FAST else m_all
     d = tl.arange(0, DVP)
     O = tl.zeros([DVP], tl.float32)  # noqa: E741
     for t in range(splits):
@@ -113,14 +115,15 @@ def merge(parts, facts, o, lse, peak, spread, entropy, strides, sinks, drop, n, 
         O += share * tl.load(parts + one * DV + d, mask=d < DV, other=0.0)
     whole = l_all
     if SINK:
-        whole = l_all + tl.exp2((tl.load(sinks + h) - m_all) * LOG2E)
+        whole = l_all + tl.exp2((tl.load(sinks + h) - top) * LOG2E)
     O = O * (drop.factor / whole)  # noqa: E741
     tl.store(o + item.to(tl.int64) * strides.o_item + h * strides.o_head + i.to(tl.int64) * strides.o_row + d, O.to(o.dtype.element_ty), mask=d < DV)
     at = (item.to(tl.int64) * heads + h) * n + i
     ln_l = tl.log2(l_all) * LN2
-    tl.store(lse + at, tl.where(empty, float("-inf"), m_all + ln_l))
-    tl.store(peak + at, tl.where(empty, float("-inf"), m_all))
-    tl.store(spread + at, ln_l)
+    above = ln_l + off_by(m_all, top, empty, FAST)
+    tl.store(lse + at, tl.where(empty, float("-inf"), top + above))
+    tl.store(peak + at, tl.where(empty, float("-inf"), top))
+    tl.store(spread + at, above)
     if ENTROPY:
         e = tl.load(facts + 2 * count + row, mask=s < splits, other=0.0)
         tl.store(entropy + at, ln_l - tl.sum(a * (e + down * l), 0) / l_all * LN2)

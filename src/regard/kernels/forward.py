@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from .tile import (
-    _BITS,
     _NONE,
     _PLAIN,
     DEEP,
@@ -27,11 +26,14 @@ from .tile import (
     load,
     logits,
     met,
+    off_by,
     partial,
     seat,
     seats,
     shown,
     span_rows,
+    visible_keys,
+    whole_block,
 )
 
 
@@ -60,7 +62,7 @@ def fold(S, show, m, l, e, unit, ENTROPY: tl.constexpr, FAST: tl.constexpr, HIDE
 
 
 @triton.jit
-def meet(Q, q, k, v, item, kv_head, strides, O, m, l, e, i, j0, lo, hi, slot, at, keys, scale, unit, cap, bias, where, drop, vector, n, M,
+def meet(Q, q, k, v, item, h, kv_head, strides, O, m, l, e, i, j0, lo, hi, slot, at, keys, scale, unit, cap, bias, where, drop, vector, n, M,
          D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
          MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
          DROP: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
@@ -76,14 +78,14 @@ def meet(Q, q, k, v, item, kv_head, strides, O, m, l, e, i, j0, lo, hi, slot, at
         else:
             K = load(k, j.to(tl.int64) * strides.k_row, j, there, D, strides.k_dim, DP, MASKED)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # [BM, BN]
-    if not FAST:
-        S = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
     HIDES: tl.constexpr = MASKED or BIAS != _PLAIN
     show = j
-    if HIDES:
-        show = S != float("-inf")
+    if not FAST:
+        S, show = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
     if MASKED:
-        show = show & shown(where, lo, hi, slot, i, j, MASK)
+        # Asking S as well keeps the compiler from holding the mask of a whole tile while S is still being multiplied.
+        masked = (S != float("-inf")) & shown(where, lo, hi, slot, i, j, MASK)
+        show = masked if BIAS == _PLAIN else show & masked
     P, m, l, e, a = fold(S, show, m, l, e, unit, ENTROPY, FAST, HIDES)
     O = O * a[:, None]
     if DROP:
@@ -92,13 +94,37 @@ def meet(Q, q, k, v, item, kv_head, strides, O, m, l, e, i, j0, lo, hi, slot, at
         V = v.load([item, kv_head, j0, 0]).reshape(BN, DVP)
     else:
         V = load(v, j.to(tl.int64) * strides.v_row, j, there, DV, strides.v_dim, DVP, MASKED)  # [BN, DVP]
-    if HIDES and (MASK != _NONE or BIAS != _PLAIN):  # a key that no row here sees leaves no trace, not even a NaN
-        V = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], V, 0.0)
+    if HIDES:
+        V = visible_keys(V, show, where, item, h, j, M, MASK, BIAS)
     O = tl.dot(P.to(V.dtype), V, O, input_precision=PRECISION)
     return O, m, l, e
 
 
-@triton.jit(do_not_specialize=["n", "M"])
+@triton.jit
+def walk(Q, q, k, v, item, h, kv_head, strides, i, lo, hi, at, keys, scale, unit, cap, bias, where, drop, vector, n, M, blocks_met,
+         D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
+         DROP: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr):
+    """First the blocks that all rows see whole, then the partial ones."""
+    first, full, until, rest = blocks_met
+    m = tl.full([BM], LOWEST, tl.float32)
+    l = tl.zeros([BM], tl.float32)  # noqa: E741
+    e = tl.zeros([BM], tl.float32)
+    O = tl.zeros([BM, DVP], tl.float32)  # noqa: E741
+    for t in range(full, until):
+        b = whole_block(where, t, MASK)
+        O, m, l, e = meet(Q, q, k, v, item, h, kv_head, strides, O, m, l, e, i, b * BN, lo, hi, 0, at, keys, scale, unit, cap, bias, where,
+                          drop, vector, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE,
+                          PRECISION, False)
+    for t in range(rest):
+        b, slot = partial(where, t, first, full, until, MASK)
+        O, m, l, e = meet(Q, q, k, v, item, h, kv_head, strides, O, m, l, e, i, b * BN, lo, hi, slot, at, keys, scale, unit, cap, bias, where,
+                          drop, vector, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE,
+                          PRECISION, True)
+    return O, m, l, e
+
+
+@triton.jit(do_not_specialize=["n", "M", "where", "drop", "blocks", "heads", "groups"])
 def forward(q, k, v, o, lse, peak, spread, entropy, strides, scale, scales, cap, sinks, bias, where, drop, vector,
             n, M, blocks, heads, groups,
             D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -131,38 +157,25 @@ def forward(q, k, v, o, lse, peak, spread, entropy, strides, scale, scales, cap,
     keys = (i, i)
     if DROP:
         keys = drop_keys(drop, item, h, heads, i, n)
-    m = tl.full([BM], LOWEST, tl.float32)
-    l = tl.zeros([BM], tl.float32)  # noqa: E741
-    e = tl.zeros([BM], tl.float32)
-    O = tl.zeros([BM, DVP], tl.float32)  # noqa: E741
-
-    SPLIT: tl.constexpr = 128 // BN
-    first, full, until, rest = met(where, seat(where, item, h, MASK), block, tl.cdiv(M, BN), M // BN, MASK, 128 // BM, SPLIT)
-    if MASK != _BITS:
-        for t in range(full, until):
-            O, m, l, e = meet(Q, q, k, v, item, kv_head, strides, O, m, l, e, i, t * BN, lo, hi, 0, at, keys, scale, unit, cap, bias, where,
-                              drop, vector, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, ENTROPY, DROP, TMA, HIDDEN,
-                              APPROXIMATE, PRECISION, False)
-    for t in range(rest):
-        block_of_keys, slot = partial(where, t, first, full, until, MASK, SPLIT)
-        O, m, l, e = meet(Q, q, k, v, item, kv_head, strides, O, m, l, e, i, block_of_keys * BN, lo, hi, slot, at, keys, scale, unit, cap, bias,
-                          where, drop, vector, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, ENTROPY, DROP, TMA, HIDDEN,
-                          APPROXIMATE, PRECISION, True)
+    blocks_met = met(where, seat(where, item, h, MASK), block, tl.cdiv(M, BN), M // BN, MASK)
+    O, m, l, e = walk(Q, q, k, v, item, h, kv_head, strides, i, lo, hi, at, keys, scale, unit, cap, bias, where, drop, vector, n, M,
+                      blocks_met, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION)
 
     empty = l == 0.0
     l = tl.where(empty, 1.0, l)  # noqa: E741
-    m = m * LN2 if FAST else m  # natural units
+    top = m * LN2 if FAST else m  # [BM] natural units
     whole = l
     if SINK:
-        whole = l + tl.exp2((tl.load(sinks + h) - m) * LOG2E)  # the sink's share of the denominator
+        whole = l + tl.exp2((tl.load(sinks + h) - top) * LOG2E)  # the sink's share of the denominator
     O = O * (drop.factor / whole)[:, None] if DROP else O * (1.0 / whole)[:, None]
     d = tl.arange(0, DVP)
     out = o + item.to(tl.int64) * strides.o_item + h * strides.o_head + i.to(tl.int64)[:, None] * strides.o_row + d[None, :]
     tl.store(out, O.to(o.dtype.element_ty), mask=(i < n)[:, None] & (d < DV)[None, :])
     row = (item.to(tl.int64) * heads + h) * n + i
     ln_l = tl.log2(l) * LN2
-    tl.store(lse + row, tl.where(empty, float("-inf"), m + ln_l), mask=i < n)
-    tl.store(peak + row, tl.where(empty, float("-inf"), m), mask=i < n)
-    tl.store(spread + row, ln_l, mask=i < n)
+    above = ln_l + off_by(m, top, empty, FAST)
+    tl.store(lse + row, tl.where(empty, float("-inf"), top + above), mask=i < n)
+    tl.store(peak + row, tl.where(empty, float("-inf"), top), mask=i < n)
+    tl.store(spread + row, above, mask=i < n)
     if ENTROPY:
         tl.store(entropy + row, ln_l - e / l * LN2, mask=i < n)

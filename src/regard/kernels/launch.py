@@ -14,18 +14,15 @@ from . import backward as backward_kernels
 from . import bias_gradient as bias_kernels
 from . import decode as decode_kernels
 from . import passes as pass_kernels
-from .blocks import BITS
 from .configs import Config, padded
 from .forward import forward as forward_kernel
 from .parts import ALIBI, RELATIVE
 from .work import Found, Slopes, Work, describable
 
-__all__ = ["attend", "bias_slopes", "delta", "health", "key_slopes", "pooled", "query_slopes", "received", "strongest"]
+__all__ = ["attend", "bias_slopes", "health", "key_slopes", "pooled", "prepare", "query_slopes", "received", "strongest"]
 
 _FEW = 64  # rows that share a key head and fit one tile
 _MANY = 1024  # keys for which splitting them pays
-_LENGTH = 1024  # keys of one split
-_CELLS = 64
 _BLOCK = 64  # rows and keys of a tile of the bias's gradient
 
 
@@ -34,12 +31,12 @@ def attend(w: Work, entropy: bool) -> Found:
     L, H, N = w.rows
     E = w.value.shape[3]
     output = w.value.new_empty(L, H, N, E)
-    lse, peak, spread = w.query.new_empty(3, L, H, N, dtype=torch.float32).unbind()
+    lse, peak, spread = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
     found = Found(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), peak, spread)
-    if w.layout.kind != BITS and w.vector is None and w.groups * N <= _FEW and w.m >= _MANY:
+    if w.vector is None and w.groups * N <= _FEW and w.m >= _MANY:
         _decode(w, found, entropy)
         return found
-    c = w.config("forward")
+    c = w.config("forward", entropy)
     blocks = triton.cdiv(N, c.BM)
     q, k, v = _blocks_of(w, c)
     forward_kernel[(blocks * L * H,)](
@@ -53,7 +50,8 @@ def attend(w: Work, entropy: bool) -> Found:
 def _decode(w: Work, found: Found, entropy: bool) -> None:
     L, H, N = w.rows
     E = w.value.shape[3]
-    splits = triton.cdiv(w.m, _LENGTH)
+    length = split_length(w.m)
+    splits = triton.cdiv(w.m, length)
     BM = max(16, 1 << (w.groups * N - 1).bit_length())
     wide = max(w.dims["DP"], w.dims["DVP"])
     BN = 128 if wide <= 128 and w.query.element_size() == 2 else 32
@@ -65,8 +63,8 @@ def _decode(w: Work, found: Found, entropy: bool) -> None:
     kinds = {k: v for k, v in w.kinds.items() if k not in ("HIDDEN", "APPROXIMATE")}
     shared = {"FAST": w.fast, "ENTROPY": entropy, "DROP": w.drop.keys is not None}
     decode_kernels.split[(splits * L * w.key.shape[1],)](
-        w.query, k, v, parts, facts, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias, w.layout.by_rows(128, 128), w.drop, N, w.m,
-        _LENGTH, facts.stride(0), H, w.groups, **w.dims, BM=BM, BN=BN, **kinds, **shared, TMA=w.described, num_warps=4, num_stages=3,
+        w.query, k, v, parts, facts, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias, w.layout.by_rows(128, 128), _table(w), w.drop, N,
+        w.m, length, facts.stride(0), triton.cdiv(w.m, 128), H, w.groups, **w.dims, BM=BM, BN=BN, **kinds, **shared, TMA=w.described, num_warps=4, num_stages=3,
     )
     decode_kernels.merge[(N * L * H,)](
         parts, facts, *(found.output, found.lse, found.max_logit, found.spread, found.entropy), w.strides(found.output), w.sink, w.drop, N,
@@ -74,14 +72,20 @@ def _decode(w: Work, found: Found, entropy: bool) -> None:
     )
 
 
-def delta(w: Work, output: Tensor, dO: Tensor, g_lse: Tensor | None) -> Tensor:
-    """δ = Σ dO ∘ O − g_lse of each row."""
+def split_length(keys: int) -> int:
+    """The keys of one split: by their number alone, so that no result depends on its batch."""
+    return 2048 if keys >= 16384 else 512 if keys >= 4096 else 256
+
+
+def prepare(w: Work, found: Found, dO: Tensor, g_lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """δ = Σ dO ∘ O − g_lse of each row, and lse as the kernels tell exponents from it."""
     L, H, N = w.rows
-    result = output.new_empty(L, H, N, dtype=torch.float32)
+    delta, level = torch.empty_like(found.lse), torch.empty_like(found.lse)
     backward_kernels.prepare[(triton.cdiv(N, 64) * L * H,)](
-        output, dO, g_lse, result, w.strides(output), *dO.stride(), N, H, DV=w.dims["DV"], DVP=w.dims["DVP"], BM=64, LSE=g_lse is not None,
+        found.output, dO, g_lse, found.max_logit, found.spread, delta, level, w.strides(found.output), *dO.stride(), N, H,
+        DV=w.dims["DV"], DVP=w.dims["DVP"], BM=64, LSE=g_lse is not None, FAST=w.fast,
     )
-    return result
+    return delta, level
 
 
 def key_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor]:
@@ -93,9 +97,10 @@ def key_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor]:
     tma = w.described and describable(s.dO)
     q, k, v, do = _blocks_of(w, c, s.dO, tma)
     backward_kernels.keys[(triton.cdiv(M, c.BN) * L * K,)](
-        q, k, v, do, dk, dv, s.lse, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
+        q, k, v, do, dk, dv, s.peak, s.spread, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
         w.where(c, turned=True), w.drop, w.vector, w.n, M, w.heads, w.groups, **w.dims, BM=c.BM, BN=c.BN, **w.kinds, FAST=w.fast,
-        ENTROPY=s.g_entropy is not None, DROP=w.drop.keys is not None, TMA=tma, num_warps=c.warps, num_stages=c.stages,
+        EXACT=w.exact, ENTROPY=s.g_entropy is not None, DROP=w.drop.keys is not None, TMA=tma, GROUPED=w.groups > 1, num_warps=c.warps,
+        num_stages=c.stages,
     )
     return dk, dv
 
@@ -112,9 +117,9 @@ def query_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor | None]:
     q, k, v, do = _blocks_of(w, c, s.dO, tma)
     blocks = triton.cdiv(N, c.BM)
     backward_kernels.queries[(blocks * L * H,)](
-        q, k, v, do, dq, dw, s.lse, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
+        q, k, v, do, dq, dw, s.peak, s.spread, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
         w.where(c), w.drop, w.vector, N, w.m, blocks, H, w.groups, **w.dims, BM=c.BM, BN=c.BN, **w.kinds, FAST=w.fast,
-        ENTROPY=s.g_entropy is not None, DROP=w.drop.keys is not None, TMA=tma, num_warps=c.warps, num_stages=c.stages,
+        EXACT=w.exact, ENTROPY=s.g_entropy is not None, DROP=w.drop.keys is not None, TMA=tma, num_warps=c.warps, num_stages=c.stages,
     )
     return dq, None if dw is None else dw.sum((0, 1, 2))
 
@@ -127,22 +132,21 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
     if w.kind == RELATIVE:
         per = max(1, math.ceil(rows * L * H * shape[-1] / 2**24))  # row blocks that share one place to add to
         mode, grid, turns = bias_kernels.TABLE, (triton.cdiv(rows, per), L * H), per * keys
-        out = s.lse.new_zeros(L, H, grid[0], shape[-1])
+        out = s.delta.new_zeros(L, H, grid[0], shape[-1])
     elif w.kind == ALIBI or shape[3] == 1:
         mode, grid, turns = bias_kernels.ROWS, (rows, L * H), keys
-        out = s.lse.new_empty(L, H, N)
+        out = s.delta.new_empty(L, H, N)
     elif shape[2] == 1:
         mode, grid, turns = bias_kernels.KEYS, (keys, L * H), rows
-        out = s.lse.new_empty(L, H, w.m)
+        out = s.delta.new_empty(L, H, w.m)
     else:
         items, heads = L // shape[0], H // shape[1]
         mode, grid, turns = bias_kernels.PAIRS, (rows * keys, shape[0] * shape[1]), items * heads
-        out = s.lse.new_empty(shape)
-    table = None if w.layout.words is None else w.layout.words.table
+        out = s.delta.new_empty(shape)
     bias_kernels.bias_gradient[(grid[0] * grid[1],)](
-        w.query, w.key, w.value, s.dO, out, s.lse, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales,
-        w.softcap or 0.0, w.bias, w.layout.by_rows(_BLOCK, _BLOCK), w.drop, w.vector, table, N, w.m, L, H, w.groups, grid[0],
-        triton.cdiv(w.m, 128), items, heads, turns, per, **w.dims, BLOCK=_BLOCK, **w.kinds, ENTROPY=s.g_entropy is not None,
+        w.query, w.key, w.value, s.dO, out, s.peak, s.spread, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales,
+        w.softcap or 0.0, w.bias, w.layout.by_rows(_BLOCK, _BLOCK), w.drop, w.vector, _table(w), N, w.m, L, H, w.groups, grid[0],
+        triton.cdiv(w.m, 128), items, heads, turns, per, **w.dims, BLOCK=_BLOCK, **w.kinds, EXACT=w.exact, ENTROPY=s.g_entropy is not None,
         DROP=w.drop.keys is not None, MODE=mode, num_warps=4, num_stages=1,
     )
     if w.kind == RELATIVE:
@@ -159,10 +163,12 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
 def received(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
     """Σ over rows of the weight each key receives: (L, H, M)."""
     L, H, _ = w.rows
-    c = w.config("keys")
+    c = w.config("received")
     out = peak.new_empty(L, H, w.m)
+    q, k, _ = _blocks_of(w, c)
     pass_kernels.received[(triton.cdiv(w.m, c.BN) * L * H,)](
-        *_looking(w, out, peak, spread), w.where(c, turned=True), w.vector, w.n, w.m, H, w.groups, **_sizes(w, c), **w.kinds, **_how(c),
+        q, k, *_looking(w, out, peak, spread)[2:], w.where(c, turned=True), w.vector, w.n, w.m, H, w.groups, **_sizes(w, c), **w.kinds,
+        FAST=w.fast, TMA=w.described, **_how(c),
     )
     return out
 
@@ -173,20 +179,21 @@ def health(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
     c = w.config("queries")
     out = torch.empty_like(peak)
     pass_kernels.health[(triton.cdiv(N, c.BM) * L * H,)](
-        *_looking(w, out, peak, spread), w.where(c), w.vector, N, w.m, H, w.groups, **_sizes(w, c), **w.kinds, **_how(c),
+        *_looking(w, out, peak, spread), w.where(c), w.vector, N, w.m, H, w.groups, **_sizes(w, c), **w.kinds, FAST=w.fast, **_how(c),
     )
     return out
 
 
 def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int) -> Tensor:
-    """The mean weight in each cell of a grid: (L, H, height, width); not for masks of bits."""
+    """The mean weight in each cell of a grid: (L, H, height, width)."""
     L, H, N = w.rows
-    c = w.config("queries")
-    BM = min(c.BM, max(16, 1 << (math.ceil(N / height) - 1).bit_length()))
+    c = w.config("pooled")
+    BM, BN = (max(16, 1 << (math.ceil(size) - 1).bit_length()) for size in (N / height, w.m / width))
+    c = c._replace(BM=min(c.BM, BM), BN=min(c.BN, BN))
     out = peak.new_empty(L, H, height, width)
-    pass_kernels.pooled[L * H, height, triton.cdiv(width, _CELLS)](
-        *_looking(w, out, peak, spread), w.where(c), w.vector, N, w.m, H, w.groups, height, width,
-        **_sizes(w, c._replace(BM=BM)), CELLS=_CELLS, **w.kinds, **_how(c),
+    pass_kernels.pooled[(L * H * height * width,)](
+        *_looking(w, out, peak, spread), w.where(c), w.vector, _table(w), N, w.m, H, w.groups, triton.cdiv(w.m, 128), height, width,
+        **_sizes(w, c), **w.kinds, FAST=w.fast, **_how(c),
     )
     return out
 
@@ -208,6 +215,10 @@ def strongest(w: Work, k: int) -> tuple[Tensor, Tensor]:
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     index = 0xFFFFFFFF - (ranks & 0xFFFFFFFF)
     return bits.view(torch.float32).masked_fill(none, -torch.inf), index.masked_fill(none, -1)
+
+
+def _table(w: Work) -> Tensor | None:
+    return None if w.layout.words is None else w.layout.words.table
 
 
 def _looking(w: Work, out: Tensor, peak: Tensor, spread: Tensor) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .blocks import BITS, NONE, SPANS
-from .parts import ALIBI, PLAIN, RELATIVE, TENSOR
+from .parts import ALIBI, PLAIN, TENSOR
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -14,7 +14,6 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 DEEP = tl.constexpr(-1e4)  # exp2(−1e4) is 0, and products with it stay finite
 _NONE, _SPANS, _BITS = tl.constexpr(NONE), tl.constexpr(SPANS), tl.constexpr(BITS)
 _PLAIN, _TENSOR, _ALIBI = tl.constexpr(PLAIN), tl.constexpr(TENSOR), tl.constexpr(ALIBI)
-_RELATIVE = tl.constexpr(RELATIVE)
 
 
 @triton.jit
@@ -60,9 +59,16 @@ def additive(q, k, vector, i, j, n, m, q_row, q_dim, k_row, k_dim, BM: tl.conste
              HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr):
     """Σ_c vector[c] · tanh(q[i, c] + k[j, c]): [BM, BN]."""
     S = tl.zeros([BM, BN], tl.float32)
-    for c in range(HIDDEN):
-        a = tl.load(q + i.to(tl.int64) * q_row + c * q_dim, mask=i < n, other=0.0)  # [BM]
-        b = tl.load(k + j.to(tl.int64) * k_row + c * k_dim, mask=j < m, other=0.0)  # [BN]
+    q, k = q + i.to(tl.int64) * q_row, k + j.to(tl.int64) * k_row
+    WHOLE: tl.constexpr = HIDDEN // 4 * 4
+    for c in range(0, WHOLE, 4):
+        for u in tl.static_range(4):  # four units together, so that their loads are in flight together
+            a = tl.load(q + (c + u) * q_dim, mask=i < n, other=0.0)  # [BM]
+            b = tl.load(k + (c + u) * k_dim, mask=j < m, other=0.0)  # [BN]
+            S += tl.load(vector + c + u) * quick_tanh(a[:, None] + b[None, :], APPROXIMATE)
+    for c in range(WHOLE, HIDDEN):
+        a = tl.load(q + c * q_dim, mask=i < n, other=0.0)
+        b = tl.load(k + c * k_dim, mask=j < m, other=0.0)
         S += tl.load(vector + c) * quick_tanh(a[:, None] + b[None, :], APPROXIMATE)
     return S
 
@@ -78,18 +84,22 @@ def bias_rows(bias, l, h, i, BIAS: tl.constexpr):
 
 @triton.jit
 def logits(S, scale, cap, bias, at, i, j, n, m, CAP: tl.constexpr, BIAS: tl.constexpr):
-    """Products [BM, BN] to logits: scaled, capped, biased."""
+    """Products [BM, BN] to logits: scaled, capped, biased; and which pairs the bias leaves visible, if there is one."""
     S = S * scale
     if CAP:
         S = cap * tanh(S / cap)
-    if BIAS == _TENSOR:
-        S += tl.load(at[:, None] + j[None, :] * bias.key, mask=(i < n)[:, None] & (j < m)[None, :], other=0.0)
-    if BIAS == _ALIBI:
-        S -= tl.load(at)[:, None] * tl.abs(i[:, None] + bias.offset - j[None, :]).to(tl.float32)
-    if BIAS == _RELATIVE:
-        ahead = j[None, :] - (i[:, None] + bias.offset)
-        S += tl.load(at[:, None] + tl.minimum(tl.maximum(ahead, -bias.reach), bias.reach) + bias.reach)
-    return S
+    show = i
+    if BIAS != _PLAIN:
+        if BIAS == _TENSOR:
+            added = tl.load(at[:, None] + j[None, :] * bias.key, mask=(i < n)[:, None] & (j < m)[None, :], other=0.0).to(tl.float32)
+        elif BIAS == _ALIBI:
+            added = -tl.load(at)[:, None] * tl.abs(i[:, None] + bias.offset - j[None, :]).to(tl.float32)
+        else:
+            ahead = j[None, :] - (i[:, None] + bias.offset)
+            added = tl.load(at[:, None] + tl.minimum(tl.maximum(ahead, -bias.reach), bias.reach) + bias.reach)
+        S += added
+        show = (added != float("-inf")) & (i < n)[:, None]  # by the bias and not by S, which a hidden key may make NaN
+    return S, show
 
 
 @triton.jit
@@ -116,6 +126,34 @@ def shown(where, lo, hi, slot, i, j, MASK: tl.constexpr):
 
 
 @triton.jit
+def shown_anywhere(where, table, l, h, lo, hi, i, j, key_blocks, MASK: tl.constexpr):
+    """Which pairs the mask shows, for tiles that fit no block of the lists: bool [BM, BN]."""
+    if MASK == _BITS:
+        at = ((l // where.inner) * where.block_item + h * where.block_head + i // 128).to(tl.int64) * key_blocks  # [BM]
+        inside = (hi > 0)[:, None] & (j < key_blocks * 128)[None, :]
+        slot = tl.load(table + at[:, None] + (j // 128)[None, :], mask=inside, other=-1)  # [BM, BN]
+        at = tl.maximum(slot, 0).to(tl.int64) * 512 + (i % 128)[:, None] * 4 + ((j % 128) // 32)[None, :]
+        show = (((tl.load(where.bits + at) >> (j % 32)[None, :]) & 1) != 0) & (slot >= 0)
+    else:
+        show = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
+    return show
+
+
+@triton.jit
+def visible_keys(X, show, where, l, h, j, m, MASK: tl.constexpr, BIAS: tl.constexpr):
+    """Keys or values X [BN, …] of a tile, zeros for those that no row may attend, which may be NaN.
+
+    A mask tells it for all rows; with a bias, whose −inf hide too, the rows of the tile do.
+    """
+    if BIAS != _PLAIN:
+        X = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], X, 0.0)
+    elif MASK != _NONE:
+        at = (l // where.inner).to(tl.int64) * where.seen_item + h * where.seen_head
+        X = tl.where((tl.load(where.seen + at + j, mask=j < m, other=0) != 0)[:, None], X, 0.0)
+    return X
+
+
+@triton.jit
 def seat(where, l, h, MASK: tl.constexpr):
     """Where the blocks of an item and head begin in `bounds` or `start`."""
     at = 0
@@ -125,11 +163,10 @@ def seat(where, l, h, MASK: tl.constexpr):
 
 
 @triton.jit
-def met(where, at, block, count, whole, MASK: tl.constexpr, FINE: tl.constexpr, SPLIT: tl.constexpr):
-    """The blocks that a block meets: (first, first full, behind the full, partial ones in all).
+def met(where, at, block, count, whole, MASK: tl.constexpr):
+    """The blocks that a block meets: (first partial, first full, behind the full, how many partial).
 
-    Without a mask the first `whole` of `count` are full. With lists, all are partial: each entry is SPLIT blocks, and
-    FINE blocks share one row of the lists.
+    Without a mask the first `whole` of `count` are full. With lists, the numbers are places in these.
     """
     if MASK == _NONE:
         first, full, until, rest = 0, 0, whole, count - whole
@@ -138,21 +175,50 @@ def met(where, at, block, count, whole, MASK: tl.constexpr, FINE: tl.constexpr, 
         first, full, until = tl.load(at), tl.load(at + 1), tl.load(at + 2)
         rest = tl.load(at + 3) - first - (until - full)
     else:
-        at = where.start + at + block // FINE
-        first = tl.load(at)
-        full, until, rest = first, first, (tl.load(at + 1) - first) * SPLIT
+        at += block
+        first = tl.load(where.start + at)
+        full, until, rest = tl.load(where.full_start + at), tl.load(where.full_start + at + 1), tl.load(where.start + at + 1) - first
     return first, full, until, rest
 
 
 @triton.jit
-def partial(where, t, first, full, until, MASK: tl.constexpr, SPLIT: tl.constexpr):
+def whole_block(where, t, MASK: tl.constexpr):
+    """The t-th full block."""
+    b = t
+    if MASK == _BITS:
+        b = tl.load(where.full_entry + t)
+    return b
+
+
+@triton.jit
+def partial(where, t, first, full, until, MASK: tl.constexpr):
     """The t-th partial block, and the slot of its bits."""
     if MASK == _BITS:
-        at = first + t // SPLIT
-        block, slot = tl.load(where.entry + at) * SPLIT + t % SPLIT, tl.load(where.slot + at)
+        block, slot = tl.load(where.entry + first + t), tl.load(where.slot + first + t)
     else:
         block, slot = tl.where(t < full - first, first + t, until + t - (full - first)), 0
     return block, slot
+
+
+@triton.jit
+def off_by(m, top, empty, FAST: tl.constexpr):
+    """What the running max m has above the largest logit `top` as it is written down, [BM] in natural units.
+
+    Readers take top · log2 e for the level, rounded; so the spread is told from that. The select keeps a compiler from
+    fusing the product with the difference, which would leave it unrounded.
+    """
+    rest = m * 0.0
+    if FAST:
+        level = tl.where(empty, m, top * LOG2E)
+        rest = (m - level) * LN2
+    return rest
+
+
+@triton.jit
+def level_of(top, FAST: tl.constexpr):
+    """The level [BM] from which the exponents of rows are told: +inf for a row that sees nothing."""
+    level = top * LOG2E if FAST else top
+    return tl.where(top == float("-inf"), float("inf"), level)
 
 
 @triton.jit

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .blocks import Layout, Where
+from .blocks import NONE, Layout, Where
 from .configs import Config, config, hopper, padded
 from .parts import PLAIN, Added, Dropped, Strides
 
@@ -30,10 +30,11 @@ class Slopes(NamedTuple):
     """What a backward pass is given: of each row, with the sink's share already in them."""
 
     dO: Tensor  # (L, H, N, E)
-    lse: Tensor  # (L, H, N)
+    peak: Tensor  # (L, H, N): the largest logit; lse where numbers are not float32
+    spread: Tensor  # lse above it
     delta: Tensor
     g_entropy: Tensor | None
-    mean: Tensor | None
+    mean: Tensor | None  # E[S] above lse; above the largest logit in float32
 
 
 @dataclass(eq=False)
@@ -51,8 +52,8 @@ class Work:
     scales: Tensor | None = None  # float32 (H,), in the place of scale
     softcap: float | None = None
     kind: int = PLAIN  # of the bias
-    bias: Added = Added()
-    drop: Dropped = Dropped()
+    bias: Added = field(default_factory=Added)
+    drop: Dropped = field(default_factory=Dropped)
     sink: Tensor | None = None  # float32 (H,)
     vector: Tensor | None = None  # float32 (D,)
 
@@ -81,10 +82,18 @@ class Work:
         """Whether the logits are the products times one positive number."""
         return self.scales is None and self.scale > 0 and self.softcap is None and self.kind == PLAIN and self.vector is None
 
-    def config(self, direction: str) -> Config:
+    @property
+    def exact(self) -> bool:
+        """Whether exponents are told to all digits of float32."""
+        return self.query.element_size() == 4
+
+    def config(self, direction: str, entropy: bool = True) -> Config:
         size = max(self.query.element_size(), self.value.element_size())
         dim = max(padded(self.query.shape[3]), padded(self.value.shape[3]))
-        return config(direction, self.query.device, size, dim, self.vector is not None)
+        laden = self.kind != PLAIN or self.drop.keys is not None
+        if direction == "forward" and self.layout.kind == NONE and not entropy:
+            direction = "plain forward"
+        return config(direction, self.query.device, size, dim, self.vector is not None, laden)
 
     @cached_property
     def described(self) -> bool:

@@ -1,0 +1,288 @@
+"""How measurements are taken on a CUDA device: by its events, peers in turns in one run, memory above the inputs.
+
+`python bench/gpu/_device.py` draws the plots of the results again, for a device's machine that has no matplotlib.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import _harness
+from _harness import Row, nvidia
+
+DEVICE = "cuda"
+_BEGAN = time.perf_counter()
+_failed: dict[str, str] = {}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A call to measure; `kernel` is the one of torch's that it must take."""
+
+    call: Callable[[], object]
+    kernel: SDPBackend | None = None
+
+    def __call__(self) -> object:
+        with self.bound():
+            return self.call()
+
+    def bound(self) -> AbstractContextManager[object]:
+        """Where torch's own function takes the kernel and no other."""
+        return nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
+
+
+Peers = Mapping[str, Peer | None]
+
+
+class Measured(NamedTuple):
+    """What a round of peers gave."""
+
+    ms: dict[str, float | None]  # the median of each; None where it failed
+    apart: float | None  # the largest difference between their first results
+
+
+def start(main: Callable[[], None]) -> None:
+    """Run a benchmark where there is a device for it."""
+    if not torch.cuda.is_available():
+        sys.exit("bench/gpu: these measurements need a CUDA device, and torch sees none here.")
+    torch.manual_seed(0)
+    main()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+    """A normal tensor on the device."""
+    return torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=grad)
+
+
+def attempt(what: str, call: Callable[[], T]) -> T | None:
+    """What `call` gives, or None with the reason written down: a peer that fails stops no other."""
+    try:
+        return call()
+    except Exception as failure:  # noqa: BLE001  (a peer of others may fail in any way)
+        reason = (str(failure).strip() or "no reason given").splitlines()[0]
+        _failed[what] = f"{type(failure).__name__}: {reason[:200]}"
+        print(f"{what} failed:", traceback.format_exc(limit=-3)[-1500:], sep="\n", file=sys.stderr, flush=True)
+    gc.collect()
+    with suppress(RuntimeError):  # a broken device has nothing to give back
+        torch.cuda.empty_cache()
+    return None
+
+
+def each(cases: Mapping[str, Callable[[], Row]]) -> list[Row]:
+    """The rows of all cases; one that fails is left out, and the report says why."""
+    found = (attempt(name, case) for name, case in cases.items())
+    return [row for row in found if row is not None]
+
+
+def measured(case: str, peers: Peers, rounds: int = 3, rep: int = 40) -> Measured:
+    """Median milliseconds by CUDA events, the peers taking turns so that a hot chip is hot for all of them."""
+    first = {name: attempt(f"{case}, {name}", peer) for name, peer in peers.items() if peer is not None}
+    left = {name: peers[name] for name, result in first.items() if result is not None}
+    difference = _difference([_tensor(x) for x in first.values() if x is not None])
+    del first
+    taken: dict[str, list[float]] = {name: [] for name in left}
+    for _ in range(rounds):
+        for name, peer in list(left.items()):
+            ms = attempt(f"{case}, {name}", lambda peer=peer: _median(peer, rep))
+            if ms is None:
+                del left[name]
+            else:
+                taken[name].append(ms)
+    ms = {name: statistics.median(taken[name]) if name in left else None for name in peers}
+    print(f"{case}: " + ", ".join(f"{k} {_shown(v)} ms" for k, v in ms.items()), flush=True)
+    return Measured(ms, difference)
+
+
+def _shown(ms: float | None) -> str:
+    return "–" if ms is None else f"{ms:.4g}"
+
+
+def _median(peer: Peer, rep: int) -> float:
+    from triton.testing import do_bench
+
+    with peer.bound():
+        return float(do_bench(peer.call, warmup=10, rep=rep, return_mode="median"))
+
+
+def in_a_graph(case: str, peers: Peers) -> dict[str, float | None]:
+    """Median milliseconds of each peer captured in a CUDA graph: the kernels' own time, without the call's."""
+    from triton.testing import do_bench_cudagraph
+
+    def captured(peer: Peer) -> float:
+        with peer.bound():
+            return float(do_bench_cudagraph(peer.call, rep=20, return_mode="median"))
+
+    found = {
+        name: attempt(f"{case}, {name} in a graph", lambda peer=peer: captured(peer))
+        for name, peer in peers.items()
+        if peer is not None
+    }
+    return {name: found.get(name) for name in peers}
+
+
+def wall(call: Callable[[], T]) -> tuple[T, float]:
+    """What a call gives, and the milliseconds by the clock on the wall until the device has it."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    result = call()
+    torch.cuda.synchronize()
+    return result, (time.perf_counter() - begin) * 1e3
+
+
+def peak(case: str, peers: Peers) -> dict[str, float | None]:
+    """The most memory of each peer above what was there before, in MiB, with its kernels and workspaces warm."""
+
+    def above(peer: Peer) -> float:
+        peer()
+        gc.collect()
+        before = forget_peak()
+        kept = peer()
+        found = peak_above(before)
+        del kept
+        return found
+
+    found = {
+        name: attempt(f"{case}, memory of {name}", lambda peer=peer: above(peer))
+        for name, peer in peers.items()
+        if peer is not None
+    }
+    return {name: found.get(name) for name in peers}
+
+
+def forget_peak() -> int:
+    """Begin to watch memory: the bytes that are taken now."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak_above(before: int) -> float:
+    """The most memory since then above `before`, in MiB."""
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _tensor(result: Any) -> Tensor:
+    """The output among what a peer gives."""
+    result = getattr(result, "output", result)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _difference(tensors: list[Tensor]) -> float | None:
+    first, *others = tensors or [None]
+    alike = [x for x in others if first is not None and x.shape == first.shape]
+    return max((float((x.detach().float() - first.detach().float()).abs().max()) for x in alike), default=None)
+
+
+def clock() -> float:
+    """The fastest clock of the multiprocessors, in Hz."""
+    said = nvidia("clocks.max.sm")
+    if said is not None and said.replace(".", "").isdigit():
+        return float(said) * 1e6
+    return float(torch.cuda.get_device_properties(0).clock_rate) * 1e3
+
+
+def over(a: float | None, b: float | None) -> float | None:
+    """a / b where there are both."""
+    return None if a is None or not b else a / b
+
+
+def at_least(x: float | None, bound: float) -> bool | None:
+    return None if x is None else x >= bound
+
+
+def at_most(x: float | None, bound: float) -> bool | None:
+    return None if x is None else x <= bound
+
+
+def verdict(checks: Mapping[str, bool | None]) -> str | None:
+    """Say yes, or no with what does not hold; None where it was not measured."""
+    wrong = [name for name, holds in checks.items() if holds is False]
+    if wrong:
+        return "no" if len(checks) == 1 else f"no: {', '.join(wrong)}"
+    return None if None in checks.values() else "yes"
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A plot of some columns: one group of bars a row."""
+
+    columns: Sequence[str]
+    unit: str
+    log: bool = False
+
+
+def report(name: str, question: str, rows: Sequence[Row], note: str = "", bars: Bars | None = None) -> None:
+    """Print the table; write it as gpu_<name>.md and .json, and .svg where there is something to draw."""
+    lost = [f"- {what}: {reason}" for what, reason in _failed.items()]
+    if lost:
+        note = "\n".join([note, "", "Not measured (–):", "", *lost]).strip()
+    if not rows:
+        sys.exit(note)
+    print(f"measured in {time.perf_counter() - _BEGAN:.0f} s", flush=True)
+    plot = None if bars is None else {"columns": list(bars.columns), "unit": bars.unit, "log": bars.log}
+    draw(_harness.report(f"gpu_{name}", question, rows, note, plot=plot))
+
+
+def draw(written: Path) -> None:
+    """Draw the plot that a JSON of results asks for beside it, as SVG."""
+    facts = json.loads(written.read_text(encoding="utf-8"))
+    plot, rows = facts["plot"], facts["rows"]
+    if plot is None:
+        return
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"No plot: matplotlib is not installed here; bench/gpu/_device.py draws it later from {written.name}.")
+        return
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "regard"
+    from matplotlib import pyplot
+
+    label = next(iter(rows[0]))
+    columns = [c for c in plot["columns"] if any(row[c] is not None for row in rows)]
+    width = 0.8 / len(columns)
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.0 + 0.25 * len(rows) * len(columns)), 4.5), layout="constrained")
+    for at, column in enumerate(columns):
+        there = [(x, row[column]) for x, row in enumerate(rows) if row[column] is not None]
+        axes.bar(
+            [x + (at - (len(columns) - 1) / 2) * width for x, _ in there], [y for _, y in there], width, label=column
+        )
+    axes.set_xticks(range(len(rows)), [str(row[label]).replace(", ", "\n") for row in rows], fontsize=8)
+    axes.set_ylabel(plot["unit"])
+    if plot["log"]:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    axes.set_title(facts["question"], fontsize=9, wrap=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(columns) > 1:
+        figure.legend(loc="outside lower center", ncols=min(len(columns), 6), fontsize=8, frameon=False)
+    figure.savefig(written.with_suffix(".svg"), metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    for written in sorted(_harness.RESULTS.glob("gpu_*.json")):
+        draw(written)
+        print(written.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The calls that ours are measured against: torch's kernels and FlexAttention, and ours, on the plain shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from _device import Peer, random
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+import regard
+
+TOKENS, HIDDEN = 16384, 2048
+SHAPES = {
+    f"d{d}, n{n}, {'causal' if causal else 'full'}": (d, n, causal)
+    for d in (128, 64)
+    for n in (16384, 4096)
+    for causal in (False, True)
+}
+
+
+class Plain(NamedTuple):
+    """Attention without anything special, at one of the shapes."""
+
+    name: str
+    query: Tensor  # (B, H, N, D)
+    key: Tensor
+    value: Tensor
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Two products over the visible pairs."""
+        b, h, n, d = self.query.shape
+        return 4.0 * b * h * n * n * d * (0.5 if self.causal else 1.0)
+
+    def tflops(self, ms: float | None, times: float = 1.0) -> float | None:
+        """TFLOP/s of a pass that does `times` the forward's work."""
+        return None if ms is None else self.flops * times / ms / 1e9
+
+
+def plain(name: str, grad: bool = False) -> Plain:
+    """One of the shapes: all the tokens in sequences of n, all the hidden units in heads of d."""
+    d, n, causal = SHAPES[name]
+    q, k, v = (random(TOKENS // n, HIDDEN // d, n, d, grad=grad) for _ in range(3))
+    return Plain(name, q, k, v, causal)
+
+
+def peers(x: Plain) -> dict[str, Peer]:
+    """Torch's kernels, FlexAttention and ours."""
+    _, q, k, v, causal = x
+    mask = regard.causal() if causal else None
+    return {
+        "cuDNN": torchs(q, k, v, SDPBackend.CUDNN_ATTENTION, is_causal=causal),
+        "flash": torchs(q, k, v, SDPBackend.FLASH_ATTENTION, is_causal=causal),
+        "FlexAttention": flex(q, k, v, before if causal else None),
+        "regard": Peer(lambda: regard.attention(q, k, v, mask=mask, backend="triton")),
+    }
+
+
+def torchs(q: Tensor, k: Tensor, v: Tensor, kernel: SDPBackend, **kwargs: Any) -> Peer:
+    """Torch's function by one of its kernels."""
+    return Peer(lambda: F.scaled_dot_product_attention(q, k, v, **kwargs), kernel)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, rule: Callable[..., Tensor] | None = None, batch: int | None = None) -> Peer:
+    """FlexAttention, its block mask made at the first call and kept."""
+
+    @cache
+    def blocks() -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return rule and create_block_mask(rule, batch, None, q.shape[2], k.shape[2], device=q.device)
+
+    return Peer(lambda: compiled_flex()(q, k, v, block_mask=blocks()))
+
+
+@cache
+def compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention compiled for each shape as it comes; its backward may be run again and again."""
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    dynamo.recompile_limit = 64  # beyond the limit it would fall back to the matrix
+    functorch.donated_buffer = False  # retain_graph is refused otherwise
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """FlexAttention's rule for causal."""
+    return j <= i

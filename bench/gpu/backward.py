@@ -1,0 +1,52 @@
+"""How fast is our backward, which gives the same bits every time, against FlexAttention's and torch's?"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from _device import Bars, Peer, Row, at_least, attempt, each, measured, over, report, start, verdict
+from _peers import HIDDEN, SHAPES, TOKENS, Plain, peers, plain
+
+KERNELS = ("regard", "FlexAttention", "cuDNN", "flash")
+
+
+def main() -> None:
+    rows = each({name: partial(row, name) for name in SHAPES})
+    note = (
+        "TFLOP/s of 2.5 times the forward's work, the backward alone, medians by CUDA events, the kernels in turns. "
+        "`apart` is the largest difference of the queries' gradients. Must: regard ≥ 0.95 × FlexAttention."
+    )
+    question = f"Backward, bf16, {TOKENS:,} tokens, hidden {HIDDEN:,}: TFLOP/s"
+    report("backward", question, rows, note, Bars(KERNELS, "TFLOP/s"))
+
+
+def row(shape: str) -> Row:
+    x = plain(shape, grad=True)
+    forwards = peers(x)
+    dO = torch.randn_like(x.value)
+    ms, apart = measured(x.name, {name: slopes(x, name, forwards[name], dO) for name in KERNELS})
+    speed = {name: x.tflops(ms[name], 2.5) for name in KERNELS}
+    ratio = over(speed["regard"], speed["FlexAttention"])
+    return {
+        "case": x.name,
+        **speed,
+        "regard / Flex": ratio,
+        "regard / cuDNN": over(speed["regard"], speed["cuDNN"]),
+        "apart": apart,
+        "must": "≥ 0.95",
+        "holds": verdict({"regard": at_least(ratio, 0.95)}),
+    }
+
+
+def slopes(x: Plain, name: str, forward: Peer, dO: torch.Tensor) -> Peer | None:
+    """The backward of a forward that was run once."""
+    output = attempt(f"{x.name}, forward of {name}", forward)
+    if not isinstance(output, torch.Tensor):
+        return None
+    slope = torch.empty_like(output).copy_(dO)  # in the output's own layout, so that nobody pays for another
+    return Peer(lambda: torch.autograd.grad(output, (x.query, x.key, x.value), slope, retain_graph=True))
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,137 @@
+"""Do blocks that a mask hides cost nothing on the device, and how soon does a mask never seen before give a result?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from _device import (
+    DEVICE,
+    Bars,
+    Peer,
+    Row,
+    at_least,
+    at_most,
+    attempt,
+    each,
+    measured,
+    over,
+    random,
+    report,
+    start,
+    verdict,
+    wall,
+)
+from _peers import before, flex, torchs
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+import regard
+
+HEADS, D = 16, 128
+LONG, WINDOW = 16384, 1024
+SHORT, LENGTHS = 4096, (4096, 3000, 2000, 1000)
+NEW, WARM = 5, 2  # masks that are timed, and those of their kind before them
+SOON = 20.0  # milliseconds
+COLUMNS = ("regard", "regard, entropy", "FlexAttention", "cuDNN")
+
+
+def main() -> None:
+    rows = each({"window": window, "padding": padding})
+    rows += first_results()
+    note = (
+        "Milliseconds; medians by CUDA events, the kernels in turns. Must: with a window and with padding at least as "
+        f"fast as FlexAttention. A first result is timed on the wall, from the call of `observe` with a mask object "
+        f"never seen before until the device has it: the slowest of {NEW}, after {WARM} others of the kind, n {SHORT}, "
+        f"one sequence of {HEADS} heads. FlexAttention's is `create_block_mask` and the first call with a new rule."
+    )
+    question = f"Masks, bf16, d {D}, {HEADS} heads: milliseconds"
+    report("masks", question, rows, note, Bars(COLUMNS, "ms", log=True))
+
+
+def window() -> Row:
+    q, k, v = (random(1, HEADS, LONG, D) for _ in range(3))
+    return row(
+        f"window {WINDOW} of {LONG:,}",
+        ours(q, k, v, regard.window(WINDOW - 1))
+        | {"FlexAttention": flex(q, k, v, lambda b, h, i, j: (j <= i) & (i - j < WINDOW))},
+    )
+
+
+def padding() -> Row:
+    q, k, v = (random(len(LENGTHS), HEADS, SHORT, D) for _ in range(3))
+    lengths = torch.tensor(LENGTHS, device=DEVICE)
+    keep = torch.arange(SHORT, device=DEVICE) < lengths[:, None, None, None]  # (B, 1, 1, M)
+    return row(
+        f"padding {'/'.join(map(str, LENGTHS))}",
+        ours(q, k, v, regard.padding(lengths))
+        | {
+            "FlexAttention": flex(q, k, v, lambda b, h, i, j: j < lengths[b], batch=len(LENGTHS)),
+            "cuDNN": torchs(q, k, v, SDPBackend.CUDNN_ATTENTION, attn_mask=keep),
+        },
+    )
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, mask: regard.Mask) -> dict[str, Peer]:
+    return {
+        "regard": Peer(lambda: regard.attention(q, k, v, mask=mask, backend="triton")),
+        "regard, entropy": Peer(lambda: regard.observe(q, k, v, mask=mask, backend="triton")),
+    }
+
+
+def row(case: str, calls: dict[str, Peer]) -> Row:
+    ms, apart = measured(case, calls, rounds=5)
+    ratio = over(ms["FlexAttention"], ms["regard"])
+    holds = verdict({"regard": at_least(ratio, 1.0)})
+    columns = {name: ms.get(name) for name in COLUMNS}
+    return {"case": case, **columns, "Flex / regard": ratio, "apart": apart, "must": "≥ 1 × Flex", "holds": holds}
+
+
+def first_results() -> Iterator[Row]:
+    q, k, v = (random(1, HEADS, SHORT, D) for _ in range(3))
+    flexes = attempt("first result, FlexAttention", lambda: first_of_flex(q, k, v))
+    for kind, make in kinds().items():
+        found = attempt(f"first result, {kind}", lambda make=make: slowest(q, k, v, make))
+        yield {
+            "case": f"first result, {kind}",
+            "regard": None,
+            "regard, entropy": found,
+            "FlexAttention": flexes if kind == "window" else None,
+            "cuDNN": None,
+            "Flex / regard": over(flexes, found) if kind == "window" else None,
+            "apart": None,
+            "must": f"≤ {SOON:.0f} ms",
+            "holds": verdict({"regard": at_most(found, SOON)}),
+        }
+
+
+def kinds() -> dict[str, Callable[[int], regard.Mask]]:
+    """How to make the masks of each kind, none of them equal to another."""
+
+    def ids(at: int) -> Tensor:
+        cuts = torch.rand(SHORT, generator=torch.Generator().manual_seed(at)) < 16 / SHORT
+        return cuts.cumsum(0).to(DEVICE)
+
+    return {
+        "causal": lambda at: regard.causal(-at - 1),
+        "window": lambda at: regard.window(100 + at),
+        "documents": lambda at: regard.documents(ids(at)),
+        "dense random": lambda at: regard.dense(torch.rand(SHORT, SHORT, device=DEVICE) < 0.5),
+        "predicate": lambda at: regard.predicate(lambda batch, head, i, j: (7 * i + (at + 3) * j) % 5 != 0),
+    }
+
+
+def slowest(q: Tensor, k: Tensor, v: Tensor, make: Callable[[int], regard.Mask]) -> float:
+    masks = [make(at) for at in range(WARM + NEW)]
+    times = [wall(lambda mask=mask: regard.observe(q, k, v, mask=mask, backend="triton"))[1] for mask in masks]
+    return max(times[WARM:])
+
+
+def first_of_flex(q: Tensor, k: Tensor, v: Tensor) -> float:
+    """A rule that FlexAttention never saw, after another one at the same shape."""
+    flex(q, k, v, before)()
+    return wall(flex(q, k, v, lambda b, h, i, j: (j <= i) & (i - j <= 100)))[1]
+
+
+if __name__ == "__main__":
+    start(main)

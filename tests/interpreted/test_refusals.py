@@ -1,0 +1,92 @@
+"""What our kernels do not take, they refuse with a reason, which `why` shows; and `auto` takes another backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import regard
+from regard.backends import KNOWN
+from regard.errors import BackendError
+from regard.scores import Prepared, Score
+
+
+class Cityblock(Score):
+    """A score that is no product, and that no kernel knows."""
+
+    pairwise = True
+
+    def prepare(self, query: Tensor, key: Tensor) -> Prepared:
+        return Prepared(query, key)
+
+    @staticmethod
+    def pair(query: Tensor, key: Tensor) -> Tensor:
+        return -(query[..., :, None, :] - key[..., None, :, :]).abs().sum(-1)
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+REFUSED: dict[str, tuple[Callable[[], tuple[list[Tensor], dict[str, Any]]], str]] = {
+    "float64": (lambda: ([x(1, 1, 4, 8, dtype=torch.float64)] * 3, {}), "float64"),
+    "wide keys": (lambda: ([x(1, 1, 4, 257)] * 2 + [x(1, 1, 4, 8)], {}), "a dim is 257; its tiles hold up to 256"),
+    "wide values": (lambda: ([x(1, 1, 4, 8)] * 2 + [x(1, 1, 4, 300)], {}), "a dim is 300; its tiles hold up to 256"),
+    "a score of a user": (lambda: ([x(1, 1, 4, 8)] * 3, {"score": Cityblock()}), "no kernel for the score Cityblock"),
+    "no rows": (lambda: ([x(1, 1, 0, 8), x(1, 1, 4, 8), x(1, 1, 4, 8)], {}), "nothing is there to compute"),
+    "no keys": (lambda: ([x(1, 1, 4, 8), x(1, 1, 0, 8), x(1, 1, 0, 8)], {}), "nothing is there to compute"),
+    "no values": (lambda: ([x(1, 1, 4, 8)] * 2 + [x(1, 1, 4, 0)], {}), "nothing is there to compute"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_has_its_reason_in_why_and_in_the_error(name: str) -> None:
+    make, reason = REFUSED[name]
+    tensors, kwargs = make()
+    plan = regard.why(*tensors, **kwargs)
+    assert plan.backend not in (None, "triton")
+    assert any(reason in said for said in plan.refusals["triton"])
+    assert reason in str(plan)
+    with pytest.raises(BackendError, match=f"'triton' refuses: .*{reason}"):
+        regard.attention(*tensors, **kwargs, backend="triton")
+    assert regard.attention(*tensors, **kwargs).shape == (*tensors[0].shape[:3], tensors[2].shape[3])
+
+
+def test_256_dims_are_taken() -> None:
+    wide = x(1, 1, 4, 256)
+    assert not KNOWN["triton"].refuses(regard.problem.pose(wide, wide, wide))
+
+
+def test_torch_func_is_refused_and_auto_is_right_there() -> None:
+    query = x(3, 1, 2, 4, 8)
+    with pytest.raises(BackendError, match=r"no rules for forward mode and torch\.func"):
+        torch.func.vmap(lambda q: regard.attention(q, q, q, backend="triton"))(query)
+    with pytest.raises(BackendError, match=r"no rules for forward mode and torch\.func"):
+        torch.func.grad(lambda q: regard.attention(q, q, q, backend="triton").sum())(query[0])
+    found = torch.func.vmap(lambda q: regard.attention(q, q, q))(query)
+    torch.testing.assert_close(found, torch.stack([regard.attention(q, q, q, backend="reference") for q in query]))
+
+
+def test_forward_mode_is_refused_and_auto_has_its_tangent() -> None:
+    query, tangent = x(1, 2, 4, 8), x(1, 2, 4, 8)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query, tangent)
+        with pytest.raises(BackendError, match="no rules for forward mode"):
+            regard.attention(dual, query, query, backend="triton")
+        assert any("forward mode" in said for said in regard.why(dual, query, query).refusals["triton"])
+        found = forward_ad.unpack_dual(regard.attention(dual, query, query)).tangent
+        true = forward_ad.unpack_dual(regard.attention(dual, query, query, backend="reference")).tangent
+    torch.testing.assert_close(found, true)
+
+
+def test_what_the_interpreter_takes_is_named_by_why() -> None:
+    query = x(1, 2, 4, 8)
+    plan = regard.why(query, query, query, softcap=2.0, backend="triton")
+    assert plan.backend == "triton"
+    assert "→ triton" in str(plan)
+    assert "by triton" in repr(regard.observe(query, query, query, backend="triton"))

@@ -1,0 +1,228 @@
+"""How masks reach kernels: spans, bounds, lists and bits say exactly what the mask says, and are made once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from masks.cases import CASES, Case
+from regard.kernels.blocks import BITS, NONE, SIDE, SPANS, Layout, Where
+from regard.layout import layout
+
+CPU = torch.device("cpu")
+LARGE = 3 * SIDE + 5
+
+
+def large(mask: regard.Mask, n: int = SIDE + 9, m: int = LARGE) -> Case:
+    return Case(mask, n, m)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.4
+
+
+ids = torch.arange(LARGE) // 100
+SEVERAL = [
+    large(regard.causal()),
+    large(regard.causal(), LARGE, SIDE + 9),
+    large(regard.causal(offset=[-40, 0, 300])),
+    large(regard.window(30, 10)),
+    large(regard.window(30, 10), LARGE, LARGE),
+    large(regard.window(None, 7)),
+    large(regard.padding([300, 0, 128])),
+    large(regard.prefix(torch.tensor([0, 200]))),
+    large(regard.blocks(50), LARGE, LARGE),
+    large(regard.packed([100, 200, 89]), LARGE, LARGE),
+    large(regard.documents(ids), LARGE, LARGE),
+    large(regard.strided(7)),
+    large(regard.window(9) | regard.global_tokens([0, 130])),
+    large(regard.causal() & regard.padding([350, 20]) | regard.prefix(3)),
+    large(~regard.window(20, 20)),
+    large(regard.padding(random(2, LARGE))),
+    large(regard.dense(random(2, 3, SIDE + 9, LARGE))),
+    large(regard.dense(random(1, 1, SIDE + 9, LARGE) & (ids == 2))),
+    large(regard.strided(2) | regard.dense(torch.arange(LARGE) >= 3 * SIDE)),  # the last block is full, and lacks keys
+    large(regard.predicate(lambda b, h, i, j: (i + j + b + h) % 3 > 0).bind(2, 2)),
+    large(regard.predicate(lambda b, h, i, j: (i + j + b + h) % 3 > 0).bind(10, 10), 20, 30),
+    large(regard.everything()),
+    large(~regard.everything()),
+]
+EVERY = [*(case for case in CASES if case.n and case.m and 0 not in case.mask.lead), *SEVERAL]
+every_mask = pytest.mark.parametrize("case", EVERY, ids=lambda c: f"{c.mask!r} {c.n} {c.m}")
+
+
+def truth(case: Case) -> Tensor:
+    """The mask pair by pair, (items, heads, n, m)."""
+    mask, n, m = case
+    return mask.dense(n, m).expand(*mask.lead, n, m)
+
+
+def bounds_of(where: Where, item: int, head: int, at: int, blocks: int) -> tuple[int, int, int, int]:
+    """The bounds of one block, read as a kernel does, by strides from a place in memory."""
+    assert where.bounds is not None
+    assert where.bounds.shape[2] == blocks
+    start = item * where.block_item + head * where.block_head + 4 * at
+    first, full, until, behind = where.bounds.flatten()[start : start + 4].tolist()
+    return first, full, until, behind
+
+
+def from_spans(made: Layout, case: Case) -> Tensor:
+    """The pairs that the row vectors show."""
+    where = made.by_rows(16, 16)
+    assert where.lo is not None
+    assert where.hi is not None
+    items, heads = case.mask.lead
+    i, j = torch.arange(case.n), torch.arange(case.m)
+    seen = torch.zeros(items, heads, case.n, case.m, dtype=torch.bool)
+    for item in range(items):
+        for head in range(heads):
+            at = item * where.item + head * where.head + i
+            lo, hi = where.lo.flatten()[at], where.hi.flatten()[at]
+            seen[item, head] = (j >= lo[:, None]) & (j < hi[:, None])
+    return seen
+
+
+@every_mask
+def test_spans_and_bounds_say_what_the_mask_says(case: Case) -> None:
+    made, dense = layout(case.mask, case.n, case.m, CPU), truth(case)
+    if made.kind != SPANS:
+        assert made.kind in (NONE, BITS)
+        assert made.kind == BITS or dense.all()
+        return
+    assert torch.equal(from_spans(made, case), dense)
+    sizes = ((16, 16), (32, 64), (128, 64), (128, 128)) if max(case.n, case.m) > 40 else ((2, 4), (16, 16))
+    for BM, BN in sizes:
+        _bounds(made.by_rows(BM, BN), dense, BM, BN, guarded=False)
+        _bounds(made.by_keys(BM, BN), dense.mT, BN, BM, guarded=True)
+
+
+def _bounds(where: Where, dense: Tensor, own: int, other: int, guarded: bool) -> None:
+    """Outside of first … behind nothing is seen, within full … until all is; unguarded, these blocks lack nothing."""
+    items, heads, n, m = dense.shape
+    blocks, others = -(-n // own), -(-m // other)
+    for item in range(items):
+        for head in range(heads):
+            for b in range(blocks):
+                rows = dense[item, head, b * own : (b + 1) * own]
+                first, full, until, behind = bounds_of(where, item, head, b, blocks)
+                assert 0 <= first <= full <= until <= max(behind, first)
+                assert behind <= others
+                assert not rows[:, : first * other].any()
+                assert not rows[:, behind * other :].any()
+                assert rows[:, full * other : until * other].all()
+                assert guarded or until * other <= m or full == until
+
+
+@every_mask
+def test_lists_and_bits_say_what_the_mask_says(case: Case) -> None:
+    made, dense = layout(case.mask, case.n, case.m, CPU), truth(case)
+    if made.kind != BITS:
+        return
+    words = made.words
+    assert words is not None
+    assert (words.bits[0] == -1).all()
+    for where, seen in ((made.by_rows(64, 32), dense), (made.by_keys(64, 32), dense.mT)):
+        assert torch.equal(_from_lists(where, seen.shape, turned=seen is not dense), seen)
+    rows, keys = -(-case.n // SIDE), -(-case.m // SIDE)
+    assert words.table.shape == (*case.mask.lead, rows, keys)
+    for place in (words.table < 0).nonzero().tolist():
+        item, head, r, c = place
+        assert not dense[item, head, r * SIDE : (r + 1) * SIDE, c * SIDE : (c + 1) * SIDE].any()
+
+
+def _from_lists(where: Where, shape: torch.Size, turned: bool) -> Tensor:
+    """Write the mask out from its lists, read as a kernel does."""
+    items, heads, n, m = shape
+    assert where.start is not None
+    assert where.entry is not None
+    assert where.slot is not None
+    assert where.bits is not None
+    blocks, others = -(-n // SIDE), -(-m // SIDE)
+    seen = torch.zeros(items, heads, blocks * SIDE, others * SIDE, dtype=torch.bool)
+    for item in range(items):
+        for head in range(heads):
+            for b in range(blocks):
+                at = item * where.block_item + head * where.block_head + b
+                for e in range(int(where.start[at]), int(where.start[at + 1])):
+                    other = int(where.entry[e])
+                    tile = _unpacked(where.bits[int(where.slot[e])])
+                    tile = tile.mT if turned else tile
+                    part = seen[item, head, b * SIDE : (b + 1) * SIDE, other * SIDE : (other + 1) * SIDE]
+                    assert not part.any(), "a block is listed twice"
+                    part.copy_(tile)
+    beyond = seen[:, :, :, m:] if not turned else seen[:, :, n:]
+    assert not beyond.any(), "keys beyond the last are shown"
+    return seen[:, :, :n, :m]
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """Bit j of word w says of key 32·w + j: int32 (SIDE, SIDE / 32) to bool (SIDE, SIDE)."""
+    return ((words[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1).bool().flatten(1)
+
+
+@every_mask
+def test_a_mask_of_the_first_dimension_is_shared_by_the_inner_ones(case: Case) -> None:
+    if case.mask.constant:
+        return
+    assert layout(case.mask, case.n, case.m, CPU, inner=3).by_rows(32, 32).inner == 3
+
+
+def test_hidden_blocks_are_not_listed_and_full_ones_have_no_bits_of_their_own() -> None:
+    keep = torch.zeros(2 * SIDE, 4 * SIDE, dtype=torch.bool)
+    keep[:SIDE, SIDE : 2 * SIDE] = True
+    keep[SIDE:, -3::2] = True
+    words = layout(regard.dense(keep), *keep.shape, CPU).words
+    assert words is not None
+    assert words.entry.tolist() == [1, 3]
+    assert words.slot.tolist() == [0, 1]
+    assert len(words.bits) == 2
+
+
+@pytest.mark.parametrize("mask", [regard.causal(), regard.window(3), regard.strided(3), regard.blocks(7)], ids=repr)
+def test_a_constant_mask_is_laid_out_once(mask: regard.Mask) -> None:
+    made = layout(mask, 40, 50, CPU)
+    twin = regard.masks.Mask.changed(mask, lambda t: t)
+    assert layout(twin, 40, 50, CPU) is made
+    assert layout(mask, 40, 51, CPU) is not made
+    assert made.by_rows(32, 32) is made.by_rows(32, 32)
+
+
+def test_equal_constant_masks_share_a_layout() -> None:
+    assert layout(regard.window(9, 1), 40, 50, CPU) is layout(regard.window(9, 1), 40, 50, CPU)
+    assert layout(regard.window(9, 1), 40, 50, CPU) is not layout(regard.window(9, 2), 40, 50, CPU)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "make"),
+    [
+        (torch.tensor([20, 45]), regard.padding),
+        (random(2, 50), regard.padding),
+        (random(40, 50), regard.dense),
+        (torch.tensor([20, 45]), lambda t: regard.padding(t) & regard.strided(3)),
+    ],
+    ids=["lengths", "keep", "dense", "composed"],
+)
+def test_a_mask_with_tensors_is_laid_out_again_when_one_changes_in_place(tensor: Tensor, make: object) -> None:
+    tensor = tensor.clone()
+    mask = make(tensor)  # type: ignore[operator]
+    made = layout(mask, 40, 50, CPU)
+    assert layout(mask, 40, 50, CPU) is made
+    if not any(t.data_ptr() == tensor.data_ptr() for t in mask.tensors):
+        pytest.fail("the mask has a copy, and cannot see a change")
+    tensor[0] = 3 if tensor.dtype == torch.int64 else ~tensor[0]
+    again = layout(mask, 40, 50, CPU)
+    assert again is not made
+    assert layout(mask, 40, 50, CPU) is again
+    case = Case(mask, 40, 50)
+    if again.kind == SPANS:
+        assert torch.equal(from_spans(again, case), truth(case))
+    else:
+        assert torch.equal(_from_lists(again.by_rows(32, 32), truth(case).shape, turned=False), truth(case))
+
+
+def test_two_masks_with_equal_tensors_do_not_share_a_layout() -> None:
+    one, two = regard.padding([20, 45]), regard.padding([20, 45])
+    assert one == two
+    assert layout(one, 40, 50, CPU) is not layout(two, 40, 50, CPU)
