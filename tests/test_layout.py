@@ -62,7 +62,7 @@ def truth(case: Case) -> Tensor:
 def bounds_of(where: Where, item: int, head: int, at: int, blocks: int) -> tuple[int, int, int, int]:
     """The bounds of one block, read as a kernel does, by strides from a place in memory."""
     assert where.bounds is not None
-    assert where.bounds.shape[2] == blocks
+    assert where.bounds.shape[2] >= 4 * blocks
     start = item * where.block_item + head * where.block_head + 4 * at
     first, full, until, behind = where.bounds.flatten()[start : start + 4].tolist()
     return first, full, until, behind
@@ -123,8 +123,9 @@ def test_lists_and_bits_say_what_the_mask_says(case: Case) -> None:
     words = made.words
     assert words is not None
     assert (words.bits[0] == -1).all()
-    for where, seen in ((made.by_rows(64, 32), dense), (made.by_keys(64, 32), dense.mT)):
-        assert torch.equal(_from_lists(where, seen.shape, turned=seen is not dense), seen)
+    for BM, BN in ((64, 32), (128, 128), (16, 64), (64, 16)):
+        assert torch.equal(_from_lists(made.by_rows(BM, BN), dense.shape, (BM, BN), turned=False), dense)
+        assert torch.equal(_from_lists(made.by_keys(BM, BN), dense.shape, (BM, BN), turned=True), dense)
     rows, keys = -(-case.n // SIDE), -(-case.m // SIDE)
     assert words.table.shape == (*case.mask.lead, rows, keys)
     for place in (words.table < 0).nonzero().tolist():
@@ -132,28 +133,28 @@ def test_lists_and_bits_say_what_the_mask_says(case: Case) -> None:
         assert not dense[item, head, r * SIDE : (r + 1) * SIDE, c * SIDE : (c + 1) * SIDE].any()
 
 
-def _from_lists(where: Where, shape: torch.Size, turned: bool) -> Tensor:
-    """Write the mask out from its lists, read as a kernel does."""
+def _from_lists(where: Where, shape: torch.Size, sizes: tuple[int, int], turned: bool) -> Tensor:
+    """Write the mask out from its lists, read as a kernel does: full blocks, then partial ones with their bits."""
     items, heads, n, m = shape
-    assert where.start is not None
-    assert where.entry is not None
-    assert where.slot is not None
-    assert where.bits is not None
-    blocks, others = -(-n // SIDE), -(-m // SIDE)
-    seen = torch.zeros(items, heads, blocks * SIDE, others * SIDE, dtype=torch.bool)
+    lists = (where.full_start, where.full_entry, where.start, where.entry, where.slot, where.bits)
+    full_start, full_entry, start, entry, slot, bits = (x.tolist() if x is not None else [] for x in lists)
+    tiles = _unpacked(torch.tensor(bits, dtype=torch.int32).flatten(0, 1)).view(-1, SIDE, SIDE)
+    BM, BN = sizes
+    seen = torch.zeros(items, heads, n + SIDE, m + SIDE, dtype=torch.bool)
     for item in range(items):
         for head in range(heads):
-            for b in range(blocks):
+            for b in range(-(-(m if turned else n) // (BN if turned else BM))):
                 at = item * where.block_item + head * where.block_head + b
-                for e in range(int(where.start[at]), int(where.start[at + 1])):
-                    other = int(where.entry[e])
-                    tile = _unpacked(where.bits[int(where.slot[e])])
-                    tile = tile.mT if turned else tile
-                    part = seen[item, head, b * SIDE : (b + 1) * SIDE, other * SIDE : (other + 1) * SIDE]
+                full = [(other, None) for other in full_entry[full_start[at] : full_start[at + 1]]]
+                partial = list(zip(entry[start[at] : start[at + 1]], slot[start[at] : start[at + 1]], strict=True))
+                for other, place in full + partial:
+                    r, c = (other * BM, b * BN) if turned else (b * BM, other * BN)
+                    part = seen[item, head, r : r + BM, c : c + BN]
                     assert not part.any(), "a block is listed twice"
-                    part.copy_(tile)
-    beyond = seen[:, :, :, m:] if not turned else seen[:, :, n:]
-    assert not beyond.any(), "keys beyond the last are shown"
+                    r, c = r % SIDE, c % SIDE
+                    part.copy_(torch.ones(BM, BN) if place is None else tiles[place][r : r + BM, c : c + BN])
+                    assert place is None or part.any(), "a hidden block is listed"
+    assert turned or not seen[:, :, :n, m:].any(), "keys beyond the last are shown"
     return seen[:, :, :n, :m]
 
 
@@ -166,18 +167,25 @@ def _unpacked(words: Tensor) -> Tensor:
 def test_a_mask_of_the_first_dimension_is_shared_by_the_inner_ones(case: Case) -> None:
     if case.mask.constant:
         return
-    assert layout(case.mask, case.n, case.m, CPU, inner=3).by_rows(32, 32).inner == 3
+    inner = layout(case.mask, case.n, case.m, CPU, inner=3).by_rows(32, 32).inner
+    assert inner is not None
+    assert inner.tolist() == [3]
 
 
 def test_hidden_blocks_are_not_listed_and_full_ones_have_no_bits_of_their_own() -> None:
     keep = torch.zeros(2 * SIDE, 4 * SIDE, dtype=torch.bool)
     keep[:SIDE, SIDE : 2 * SIDE] = True
     keep[SIDE:, -3::2] = True
-    words = layout(regard.dense(keep), *keep.shape, CPU).words
-    assert words is not None
-    assert words.entry.tolist() == [1, 3]
-    assert words.slot.tolist() == [0, 1]
-    assert len(words.bits) == 2
+    made = layout(regard.dense(keep), *keep.shape, CPU)
+    where = made.by_rows(SIDE, SIDE)
+    assert made.words is not None
+    assert where.full_entry is not None
+    assert where.entry is not None
+    assert where.slot is not None
+    assert where.full_entry.tolist() == [1]
+    assert where.entry.tolist() == [3]
+    assert where.slot.tolist() == [1]
+    assert len(made.words.bits) == 2
 
 
 @pytest.mark.parametrize("mask", [regard.causal(), regard.window(3), regard.strided(3), regard.blocks(7)], ids=repr)
@@ -219,7 +227,7 @@ def test_a_mask_with_tensors_is_laid_out_again_when_one_changes_in_place(tensor:
     if again.kind == SPANS:
         assert torch.equal(from_spans(again, case), truth(case))
     else:
-        assert torch.equal(_from_lists(again.by_rows(32, 32), truth(case).shape, turned=False), truth(case))
+        assert torch.equal(_from_lists(again.by_rows(32, 32), truth(case).shape, (32, 32), turned=False), truth(case))
 
 
 def test_two_masks_with_equal_tensors_do_not_share_a_layout() -> None:

@@ -120,7 +120,7 @@ def warmup(
     everything: Annotated[bool, typer.Option("--all", help="Every variant.")] = False,
     backward: Annotated[bool, typer.Option(help="Compile the backward pass too.")] = True,
 ) -> None:
-    """Compile the GPU kernels ahead, so that no first call waits; a mask or a length needs no compilation of its own."""
+    """Compile the GPU kernels ahead, so that no first call waits; no mask and no length needs one of its own."""
     try:
         wanted = plan(dtype, dim, VARIANTS if everything else variant)
         with Progress(console=Console(stderr=True)) as bar:

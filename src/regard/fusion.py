@@ -123,7 +123,8 @@ class Attend(torch.autograd.Function):
     @staticmethod
     @exactly
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, found = Inputs(*ctx.saved_tensors[:7]), ctx.saved_tensors[7:]
+        saved = ctx.saved_tensors  # read once: under activation checkpointing that computes them
+        x, found = Inputs(*saved[:7]), saved[7:]
         needs = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():  # a graph of the derivative is asked for: the formula has one, of any order
             return None, *_by_formula(ctx.spec, x, needs, cotangents[:3])
@@ -203,7 +204,7 @@ def _formula(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (t.float() for t in without_unseen(spec.rule, x.query, x.key, x.value, bias))
     if x.vector is None:
         query = query * (spec.scale if x.scale is None else x.scale.reshape(-1, 1, 1))
-    shared = () if x.vector is None else (x.vector,)
+    shared: tuple[Tensor, ...] = () if x.vector is None else (x.vector,)
     if spec.kind in (ALIBI, RELATIVE) and x.bias is not None:
         shared += (x.bias,)
     made = Canonical(query.unflatten(1, (heads, groups)), key, value, bias, shared, spec.rule)

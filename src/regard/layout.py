@@ -7,12 +7,11 @@ that does by itself, as long as its tensors stay what they were.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .kernels.blocks import SIDE, Layout, Words
+from .kernels.blocks import SIDE, Layout, Words, captured
 from .masks import Mask
 from .masks.base import FULL, HIDDEN, PARTIAL, And
 from .masks.blocks import Blocks
@@ -26,6 +25,8 @@ from .masks.window import Window
 __all__ = ["layout", "listed", "traceable", "traced_spans"]
 
 _AT_ONCE = 2048  # partial blocks whose bits are looked at together
+_KEPT = 64  # layouts of masks that hold no tensors
+_OF_VALUE: dict[tuple[Mask, int, int, torch.device], Layout] = {}
 _APART = 64  # items and heads for which lists of their own are made; more share one
 
 
@@ -33,15 +34,21 @@ def layout(mask: Mask | None, n: int, m: int, device: torch.device, inner: int =
     """The layout of a mask on a device; `inner` batch items in a row share one item of the mask."""
     if mask is None or isinstance(mask, Everything):
         return Layout(n, m)
+    if captured() and traceable(mask) and not (mask.constant and (mask, n, m, device) in _OF_VALUE):
+        return _made(mask, n, m, device, inner)  # by the graph itself, so that it follows the mask's tensors
     if mask.constant:
         return _of_value(mask, n, m, device)
     made: Layout = mask.remembered(("layout", n, m, device, inner), lambda: _made(mask, n, m, device, inner))
     return made
 
 
-@lru_cache(maxsize=64)
 def _of_value(mask: Mask, n: int, m: int, device: torch.device) -> Layout:
-    return _made(mask, n, m, device, 1)
+    key = (mask, n, m, device)
+    found = _OF_VALUE.pop(key, None) or _made(mask, n, m, device, 1)
+    _OF_VALUE[key] = found  # the last that was asked for stays longest
+    if len(_OF_VALUE) > _KEPT:
+        _OF_VALUE.pop(next(iter(_OF_VALUE)))
+    return found
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from ..fusion import Attend, Inputs, Spec, forward, work
 from ..kernels.blocks import Layout
 from ..kernels.parts import ALIBI, PLAIN, RELATIVE, TENSOR
 from ..layout import layout, listed, traceable, traced_spans
+from ..masks import Mask
 from ..masks.dense import Dense
 from ..problem import Problem
 from ..rule import Rule
@@ -121,10 +122,14 @@ def _about_sizes(p: Problem) -> list[str]:
         width = p.score.width(width, p.key.shape[-1])
     if max(width, p.value.shape[-1]) > _WIDEST:
         reasons.append(f"a dim is {max(width, p.value.shape[-1])}; its tiles hold up to {_WIDEST}")
-    if p.mask is not None and not isinstance(p.mask, Dense) and listed(p.mask, p.rows, p.keys) > _MOST_BITS:
-        if not p.mask.span(torch.arange(p.rows, device=p.device), p.rows, p.keys).exact:
-            reasons.append(f"the mask is no interval, and its bits may take {listed(p.mask, p.rows, p.keys):,} bytes")
+    bits = 0 if p.mask is None or isinstance(p.mask, Dense) else listed(p.mask, p.rows, p.keys)
+    if p.mask is not None and bits > _MOST_BITS and not _interval(p.mask, p):
+        reasons.append(f"the mask is no interval, and its bits may take {bits:,} bytes")
     return reasons
+
+
+def _interval(mask: Mask, p: Problem) -> bool:
+    return mask.span(torch.arange(p.rows, device=p.device), p.rows, p.keys).exact
 
 
 def _about_parts(p: Problem) -> list[str]:
@@ -195,11 +200,11 @@ def _terms(p: Problem, seen: Layout | None) -> tuple[Spec, Inputs]:
         rule = replace(rule, pair=Additive.pair, cost=query.shape[-1], paired=1)
     number = 1.0 if isinstance(scale, Tensor) else float(scale)
     spec = Spec(rule, Layout(p.rows, p.keys) if seen is None else seen, kind, offset, number, p.observed)
-    scale = scale.float().reshape(-1) if isinstance(scale, Tensor) else None
+    factor = scale.float().reshape(-1) if isinstance(scale, Tensor) else None
     sink = None if p.sink is None else p.sink.float()
     # A score that was folded in leaves float32; then the values are multiplied in it too.
     value = p.value.to(query.dtype) if vector is None or _INTERPRETED else p.value
-    return spec, Inputs(query, key, value, table, scale, sink, vector)
+    return spec, Inputs(query, key, value, table, factor, sink, vector)
 
 
 def _rule(p: Problem, seed: int) -> Rule:

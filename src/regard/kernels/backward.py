@@ -50,8 +50,8 @@ def prepare(o, do, g_lse, peak, spread, delta, level, strides, do_item, do_head,
     item = own // heads
     i = block * BM + tl.arange(0, BM)
     wide = i.to(tl.int64)
-    O = load(o + item.to(tl.int64) * strides.o_item + h * strides.o_head, wide * strides.o_row, i, i < n, DV, 1, DVP, True)
-    dO = load(do + item.to(tl.int64) * do_item + h * do_head, wide * do_row, i, i < n, DV, do_dim, DVP, True)
+    O = load(o + item.to(tl.int64) * strides.o_item + h.to(tl.int64) * strides.o_head, wide * strides.o_row, i, i < n, DV, 1, DVP, True)
+    dO = load(do + item.to(tl.int64) * do_item + h.to(tl.int64) * do_head, wide * do_row, i, i < n, DV, do_dim, DVP, True)
     d = tl.sum(O.to(tl.float32) * dO.to(tl.float32), 1)  # [BM]
     row = (item.to(tl.int64) * heads + h) * n + i
     if LSE:
@@ -195,8 +195,8 @@ def keys(q, k, v, do, dk, dv, peak, spread, delta, g_entropy, mean, strides, do_
             K = k.load([item, kv_head, block * BN, 0]).reshape(BN, DP)
         V = v.load([item, kv_head, block * BN, 0]).reshape(BN, DVP)
     else:
-        k = k + item.to(tl.int64) * strides.k_item + kv_head * strides.k_head
-        v = v + item.to(tl.int64) * strides.v_item + kv_head * strides.v_head
+        k = k + item.to(tl.int64) * strides.k_item + kv_head.to(tl.int64) * strides.k_head
+        v = v + item.to(tl.int64) * strides.v_item + kv_head.to(tl.int64) * strides.v_head
         if HIDDEN == 0:
             K = load(k, wide * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
         V = load(v, wide * strides.v_row, j, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
@@ -208,8 +208,8 @@ def keys(q, k, v, do, dk, dv, peak, spread, delta, g_entropy, mean, strides, do_
         q_h = q
         do_h = do
         if not TMA:
-            q_h = q + item.to(tl.int64) * strides.q_item + h * strides.q_head
-            do_h = do + item.to(tl.int64) * do_item + h * do_head
+            q_h = q + item.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
+            do_h = do + item.to(tl.int64) * do_item + h.to(tl.int64) * do_head
         if SCALES:
             scale = tl.load(scales + h)
         unit = scale * LOG2E
@@ -313,10 +313,10 @@ def queries(q, k, v, do, dq, dw, peak, spread, delta, g_entropy, mean, strides, 
         Q = q.load([item, h, block * BM, 0]).reshape(BM, DP)
         dO = do.load([item, h, block * BM, 0]).reshape(BM, DVP)
     else:
-        q = q + item.to(tl.int64) * strides.q_item + h * strides.q_head
-        k = k + item.to(tl.int64) * strides.k_item + kv_head * strides.k_head
-        v = v + item.to(tl.int64) * strides.v_item + kv_head * strides.v_head
-        do = do + item.to(tl.int64) * do_item + h * do_head
+        q = q + item.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
+        k = k + item.to(tl.int64) * strides.k_item + kv_head.to(tl.int64) * strides.k_head
+        v = v + item.to(tl.int64) * strides.v_item + kv_head.to(tl.int64) * strides.v_head
+        do = do + item.to(tl.int64) * do_item + h.to(tl.int64) * do_head
         if HIDDEN == 0:
             Q = load(q, wide * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
         dO = load(do, wide * do_row, i, i < n, DV, do_dim, DVP, True)  # [BM, DVP]

@@ -35,7 +35,7 @@ _PAIRS, _ROWS, _KEYS, _TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 def slot_of(where, table, l, h, ib, jb, key_blocks, PER: tl.constexpr):
     """The slot of the bits of tile (ib, jb) in blocks of 128 / PER; −1 where all is hidden."""
     # Each row block has `key_blocks` entries in the table, and where.block_* count row blocks.
-    at = (l // where.inner) * where.block_item + h * where.block_head + ib // PER
+    at = (l // tl.load(where.inner)) * where.block_item + h * where.block_head + ib // PER
     return tl.load(table + at.to(tl.int64) * key_blocks + jb // PER)
 
 
@@ -47,9 +47,9 @@ def slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, 
            SCALES: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr):
     """dS [BM, BN] of the logits of rows i and keys j."""
     wide = l.to(tl.int64)
-    q += wide * strides.q_item + h * strides.q_head
-    k += wide * strides.k_item + (h // groups) * strides.k_head
-    v += wide * strides.v_item + (h // groups) * strides.v_head
+    q += wide * strides.q_item + h.to(tl.int64) * strides.q_head
+    k += wide * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
+    v += wide * strides.v_item + (h // groups).to(tl.int64) * strides.v_head
     if SCALES:
         scale = tl.load(scales + h)
     if HIDDEN > 0:
@@ -62,7 +62,7 @@ def slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, 
     lo, hi = span_rows(where, l, h, i, n, M, MASK)
     show = show & shown(where, lo, hi, slot, i, j, MASK)
     V = load(v, j.to(tl.int64) * strides.v_row, j, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
-    dO = load(do + wide * do_item + h * do_head, i.to(tl.int64) * do_row, i, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
+    dO = load(do + wide * do_item + h.to(tl.int64) * do_head, i.to(tl.int64) * do_row, i, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
     dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
     keep = show
     if DROP:
@@ -93,12 +93,12 @@ def bias_gradient(q, k, v, do, out, peak, spread, delta, g_entropy, mean, stride
     if MODE == _TABLE:
         out += (own.to(tl.int64) * parts + part) * (2 * bias.reach + 1)
     for t in range(turns):
-        l = own // heads  # noqa: E741
+        l = own // heads
         h = own % heads
         if MODE == _PAIRS:
             ib, jb = part // blocks, part % blocks
             fewer = heads // shared_heads  # heads that the bias tells apart
-            l = (own // fewer) + t // shared_heads  # noqa: E741
+            l = (own // fewer) + t // shared_heads
             h = (own % fewer) + t % shared_heads
         elif MODE == _ROWS:
             ib, jb = part, t

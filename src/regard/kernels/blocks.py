@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-__all__ = ["BITS", "NONE", "SIDE", "SPANS", "Layout", "Where", "Words"]
+__all__ = ["BITS", "NONE", "SIDE", "SPANS", "Layout", "Where", "Words", "captured"]
 
 NONE, SPANS, BITS = 0, 1, 2
+EVEN = 16
 SIDE = 128  # rows and keys of a block in the lists; the blocks of a kernel divide it
 
 
@@ -30,11 +32,17 @@ class Words(NamedTuple):
 
 
 class Where(NamedTuple):
-    """What a kernel gets of a layout; None where its kind has no such thing."""
+    """What a kernel gets of a layout; None where its kind has no such thing.
+
+    Strides are multiples of EVEN, and other numbers in tensors: a kernel is compiled for integers that are, or are not,
+    multiples of 16, and must not be for a mask.
+    """
 
     lo: Tensor | None = None  # int32 (items, heads, n)
     hi: Tensor | None = None
-    bounds: Tensor | None = None  # int32 (items, heads, blocks, 4): first, first full, behind the full, behind the last
+    bounds: Tensor | None = (
+        None  # int32 (items, heads, blocks · 4): first, first full, behind the full, behind the last
+    )
     full_start: Tensor | None = None  # int32 (items · heads · blocks + 1,): where the full blocks of each block begin …
     full_entry: Tensor | None = None  # … and which they are
     start: Tensor | None = None  # the same for the partial blocks …
@@ -42,13 +50,18 @@ class Where(NamedTuple):
     slot: Tensor | None = None  # … with the slot of their bits
     bits: Tensor | None = None
     seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend the key
+    inner: Tensor | None = None  # int32 (1,): batch items that share one item of the mask
     item: int = 0  # strides of lo, hi in items and heads
     head: int = 0
     block_item: int = 0  # the same of blocks: of `bounds`, or of `start`
     block_head: int = 0
     seen_item: int = 0
     seen_head: int = 0
-    inner: int = 1  # batch items that share one item of the mask
+
+
+def captured() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(eq=False)
@@ -78,41 +91,55 @@ class Layout:
         return self._remembered(BM, BN, True)
 
     def _remembered(self, BM: int, BN: int, turned: bool) -> Where:
-        if (BM, BN, turned) not in self._known:
-            self._known[BM, BN, turned] = self._where(BM, BN, turned)
-        return self._known[BM, BN, turned]
+        known = self._known.get((BM, BN, turned))
+        if known is not None:
+            return known
+        made = self._where(BM, BN, turned)
+        if not captured():  # what a captured graph makes is there only while the graph runs
+            self._known[BM, BN, turned] = made
+        return made
 
     def _where(self, BM: int, BN: int, turned: bool) -> Where:
         items, heads = self.lead
+        if self.words is None and self.lo is None:
+            return Where()
+        seen = self._keys_seen()
         if self.words is not None:
             states = _states(self.words, self.n, self.m, BM, BN, turned)  # (items, heads, row blocks, key blocks)
             slots = self.words.table.repeat_interleave(SIDE // BM, 2).repeat_interleave(SIDE // BN, 3)
             slots = slots[:, :, : states.shape[2], : states.shape[3]]
             if turned:
                 states, slots = states.mT, slots.mT
+            spare = -states.shape[2] % EVEN
+            states, slots = pad(states, (0, 0, 0, spare)), pad(slots, (0, 0, 0, spare))
             blocks = states.shape[2]
             lists = (*_listed(states == 2), *_listed(states == 1), slots[states == 1].contiguous())
             strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
-            seen = (self.m * heads if items > 1 else 0, self.m if heads > 1 else 0)
-            return Where(None, None, None, *lists, self.words.bits, self._keys_seen(), 0, 0, *strides, *seen, self.inner)
+            return Where(
+                None, None, None, *lists, self.words.bits, seen, self._shared(seen), 0, 0, *strides, *_strides(seen)
+            )
         if self.lo is None or self.hi is None:
-            return Where()
+            raise RuntimeError("spans have two ends")
         make = _bounds_by_keys if turned else _bounds_by_rows
-        bounds = make(self.lo, self.hi, self.n, self.m, BM, BN)
-        blocks = bounds.shape[2]
+        bounds = pad_to_even(make(self.lo, self.hi, self.n, self.m, BM, BN).flatten(2))
+        lo, hi = pad_to_even(self.lo), pad_to_even(self.hi)
+        (item, head), (block_item, block_head), (seen_item, seen_head) = map(_strides, (lo, bounds, seen))
         return Where(
-            self.lo,
-            self.hi,
+            lo,
+            hi,
             bounds,
-            seen=self._keys_seen(),
-            item=self.n * heads if items > 1 else 0,
-            head=self.n if heads > 1 else 0,
-            block_item=4 * blocks * heads if items > 1 else 0,
-            block_head=4 * blocks if heads > 1 else 0,
-            seen_item=self.m * heads if items > 1 else 0,
-            seen_head=self.m if heads > 1 else 0,
-            inner=self.inner,
+            seen=seen,
+            inner=self._shared(seen),
+            item=item,
+            head=head,
+            block_item=block_item,
+            block_head=block_head,
+            seen_item=seen_item,
+            seen_head=seen_head,
         )
+
+    def _shared(self, like: Tensor) -> Tensor:
+        return torch.full((1,), self.inner, dtype=torch.int32, device=like.device)
 
     def _keys_seen(self) -> Tensor:
         """Which keys some row may attend: int8 (items, heads, m)."""
@@ -123,7 +150,10 @@ class Layout:
                 made = _seen_by_spans(self.lo, self.hi, self.m)
             else:
                 raise RuntimeError("without a mask every key is seen")
-            self._seen = made.to(torch.int8).contiguous()
+            made = pad_to_even(made.to(torch.int8))
+            if captured():
+                return made
+            self._seen = made
         return self._seen
 
 
@@ -133,7 +163,9 @@ def _states(words: Words, n: int, m: int, BM: int, BN: int, turned: bool) -> Ten
     Rows beyond the last do not count; nor do keys beyond the last where blocks of keys walk over rows.
     """
     slots, down, across = len(words.bits), SIDE // BM, SIDE // BN
-    parts = words.bits.view(slots, down, BM, across, BN // 32) if BN >= 32 else _halves(words.bits, down, BM, across, BN)
+    parts = (
+        words.bits.view(slots, down, BM, across, BN // 32) if BN >= 32 else _halves(words.bits, down, BM, across, BN)
+    )
     hidden = (parts == 0).all(4).all(2)  # (slots, down, across)
     full = _full(words.bits, n % SIDE, m % SIDE if turned else 0, BM, BN)  # (4, slots, down, across)
     items, heads, rows, keys = words.table.shape
@@ -143,7 +175,9 @@ def _states(words: Words, n: int, m: int, BM: int, BN: int, turned: bool) -> Ten
     if turned and m % SIDE:
         last[:, -1] += 2
     slot = words.table.clamp(min=0).long()
-    state = torch.where(hidden[slot], 0, torch.where(full[last, slot], 2, 1))  # (items, heads, rows, keys, down, across)
+    state = torch.where(
+        hidden[slot], 0, torch.where(full[last, slot], 2, 1)
+    )  # (items, heads, rows, keys, down, across)
     state = torch.where((words.table < 0)[..., None, None], 0, state)
     state = state.transpose(3, 4).reshape(items, heads, rows * down, keys * across)
     return state[:, :, : -(-n // BM), : -(-m // BN)]
@@ -200,6 +234,16 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     counts = chosen.sum(-1).flatten().cumsum(0)
     start = torch.cat((counts.new_zeros(1), counts)).to(torch.int32)
     return start, chosen.nonzero()[:, -1].to(torch.int32).contiguous()
+
+
+def pad_to_even(x: Tensor) -> Tensor:
+    """Lengthen the last dimension to a multiple of EVEN."""
+    return pad(x, (0, -x.shape[-1] % EVEN)).contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Of items and heads (items, heads, …), 0 where there is one."""
+    return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0
 
 
 def _bounds_by_rows(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int) -> Tensor:

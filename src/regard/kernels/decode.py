@@ -10,7 +10,23 @@ import triton
 import triton.language as tl
 
 from .forward import fold
-from .tile import _NONE, _PLAIN, DEEP, LN2, LOG2E, LOWEST, bias_rows, drop_keys, kept, load, logits, off_by, seats, shown_anywhere, span_rows
+from .tile import (
+    _NONE,
+    _PLAIN,
+    DEEP,
+    LN2,
+    LOG2E,
+    LOWEST,
+    bias_rows,
+    drop_keys,
+    kept,
+    load,
+    logits,
+    off_by,
+    seats,
+    shown_anywhere,
+    span_rows,
+)
 
 
 @triton.jit(do_not_specialize=["n", "M", "length", "count", "key_blocks", "where", "drop", "heads", "groups"])
@@ -32,7 +48,7 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, table
     i = tl.where(ours, r % n, n)  # [BM]
     h = kv_head * groups + tl.minimum(r // n, groups - 1)  # [BM]
     wide = item.to(tl.int64)
-    rows = q + wide * strides.q_item + h * strides.q_head
+    rows = q + wide * strides.q_item + h.to(tl.int64) * strides.q_head
     d = tl.arange(0, DP)
     Q = tl.load(rows[:, None] + i[:, None] * strides.q_row + d[None, :] * strides.q_dim, mask=ours[:, None] & (d < D)[None, :], other=0.0)
     if SCALES:
@@ -44,12 +60,12 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, table
     if DROP:
         keys = drop_keys(drop, item, h, heads, i, n)
     m = tl.full([BM], LOWEST, tl.float32)
-    l = tl.zeros([BM], tl.float32)  # noqa: E741
+    l = tl.zeros([BM], tl.float32)
     e = tl.zeros([BM], tl.float32)
-    O = tl.zeros([BM, DVP], tl.float32)  # noqa: E741
+    O = tl.zeros([BM, DVP], tl.float32)
     if not TMA:
-        k += wide * strides.k_item + kv_head * strides.k_head
-        v += wide * strides.v_item + kv_head * strides.v_head
+        k += wide * strides.k_item + kv_head.to(tl.int64) * strides.k_head
+        v += wide * strides.v_item + kv_head.to(tl.int64) * strides.v_head
     start = part * length
     stop = tl.minimum(start + length, M)
     if MASK != _NONE:
@@ -69,7 +85,7 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, table
             if BIAS != _PLAIN:
                 show = show & biased
         P, m, l, e, a = fold(S, show, m, l, e, unit, ENTROPY, FAST, True)
-        O = O * a[:, None]  # noqa: E741
+        O = O * a[:, None]
         if DROP:
             P = tl.where(kept(keys[0], keys[1], j, drop.bound), P, 0.0)
         if TMA:
@@ -99,7 +115,7 @@ def merge(parts, facts, o, lse, peak, spread, entropy, strides, sinks, drop, n, 
     UNIT: tl.constexpr = 1.0 if FAST else LOG2E
     row = ((item.to(tl.int64) * splits + s) * heads + h) * n + i  # [SP]
     m = tl.load(facts + row, mask=s < splits, other=LOWEST)
-    l = tl.load(facts + count + row, mask=s < splits, other=0.0)  # noqa: E741
+    l = tl.load(facts + count + row, mask=s < splits, other=0.0)
     m_all = tl.max(m, 0)
     down = tl.maximum((m - m_all) * UNIT, DEEP)  # [SP]
     a = tl.exp2(down)
@@ -108,7 +124,7 @@ def merge(parts, facts, o, lse, peak, spread, entropy, strides, sinks, drop, n, 
     l_all = tl.where(empty, 1.0, l_all)
     top = m_all * LN2 if FAST else m_all
     d = tl.arange(0, DVP)
-    O = tl.zeros([DVP], tl.float32)  # noqa: E741
+    O = tl.zeros([DVP], tl.float32)
     for t in range(splits):
         one = ((item.to(tl.int64) * splits + t) * heads + h) * n + i
         share = tl.sum(tl.where(s == t, a, 0.0), 0)
@@ -116,8 +132,8 @@ def merge(parts, facts, o, lse, peak, spread, entropy, strides, sinks, drop, n, 
     whole = l_all
     if SINK:
         whole = l_all + tl.exp2((tl.load(sinks + h) - top) * LOG2E)
-    O = O * (drop.factor / whole)  # noqa: E741
-    tl.store(o + item.to(tl.int64) * strides.o_item + h * strides.o_head + i.to(tl.int64) * strides.o_row + d, O.to(o.dtype.element_ty), mask=d < DV)
+    O = O * (drop.factor / whole)
+    tl.store(o + item.to(tl.int64) * strides.o_item + h.to(tl.int64) * strides.o_head + i.to(tl.int64) * strides.o_row + d, O.to(o.dtype.element_ty), mask=d < DV)
     at = (item.to(tl.int64) * heads + h) * n + i
     ln_l = tl.log2(l_all) * LN2
     above = ln_l + off_by(m_all, top, empty, FAST)

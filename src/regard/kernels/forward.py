@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from .tile import (
-    _NONE,
     _PLAIN,
     DEEP,
     LN2,
@@ -108,9 +107,9 @@ def walk(Q, q, k, v, item, h, kv_head, strides, i, lo, hi, at, keys, scale, unit
     """First the blocks that all rows see whole, then the partial ones."""
     first, full, until, rest = blocks_met
     m = tl.full([BM], LOWEST, tl.float32)
-    l = tl.zeros([BM], tl.float32)  # noqa: E741
+    l = tl.zeros([BM], tl.float32)
     e = tl.zeros([BM], tl.float32)
-    O = tl.zeros([BM, DVP], tl.float32)  # noqa: E741
+    O = tl.zeros([BM, DVP], tl.float32)
     for t in range(full, until):
         b = whole_block(where, t, MASK)
         O, m, l, e = meet(Q, q, k, v, item, h, kv_head, strides, O, m, l, e, i, b * BN, lo, hi, 0, at, keys, scale, unit, cap, bias, where,
@@ -146,9 +145,9 @@ def forward(q, k, v, o, lse, peak, spread, entropy, strides, scale, scales, cap,
     if TMA:
         Q = q.load([item, h, block * BM, 0]).reshape(BM, DP)
     else:
-        q = q + item.to(tl.int64) * strides.q_item + h * strides.q_head
-        k = k + item.to(tl.int64) * strides.k_item + kv_head * strides.k_head
-        v = v + item.to(tl.int64) * strides.v_item + kv_head * strides.v_head
+        q = q + item.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
+        k = k + item.to(tl.int64) * strides.k_item + kv_head.to(tl.int64) * strides.k_head
+        v = v + item.to(tl.int64) * strides.v_item + kv_head.to(tl.int64) * strides.v_head
         if HIDDEN == 0:
             Q = load(q, i.to(tl.int64) * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
 
@@ -162,14 +161,14 @@ def forward(q, k, v, o, lse, peak, spread, entropy, strides, scale, scales, cap,
                       blocks_met, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION)
 
     empty = l == 0.0
-    l = tl.where(empty, 1.0, l)  # noqa: E741
+    l = tl.where(empty, 1.0, l)
     top = m * LN2 if FAST else m  # [BM] natural units
     whole = l
     if SINK:
         whole = l + tl.exp2((tl.load(sinks + h) - top) * LOG2E)  # the sink's share of the denominator
     O = O * (drop.factor / whole)[:, None] if DROP else O * (1.0 / whole)[:, None]
     d = tl.arange(0, DVP)
-    out = o + item.to(tl.int64) * strides.o_item + h * strides.o_head + i.to(tl.int64)[:, None] * strides.o_row + d[None, :]
+    out = o + item.to(tl.int64) * strides.o_item + h.to(tl.int64) * strides.o_head + i.to(tl.int64)[:, None] * strides.o_row + d[None, :]
     tl.store(out, O.to(o.dtype.element_ty), mask=(i < n)[:, None] & (d < DV)[None, :])
     row = (item.to(tl.int64) * heads + h) * n + i
     ln_l = tl.log2(l) * LN2

@@ -105,14 +105,14 @@ def received(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, 
     """Σ over rows of the weight of BN keys: program (block of keys, item and query head); summed once, at the end."""
     block, own = seats(tl.cdiv(M, BN))
     h = own % heads
-    l = own // heads  # noqa: E741
+    l = own // heads
     j = block * BN + tl.arange(0, BN)
     K = j
     if TMA:
         K = k.load([l, h // groups, block * BN, 0]).reshape(BN, DP)
     else:
-        q += l.to(tl.int64) * strides.q_item + h * strides.q_head
-        k += l.to(tl.int64) * strides.k_item + (h // groups) * strides.k_head
+        q += l.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
+        k += l.to(tl.int64) * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
         if HIDDEN == 0:
             K = load(k, j.to(tl.int64) * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
     if SCALES:
@@ -141,9 +141,9 @@ def health(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, ve
     """Σ p (1 − p) of BM rows: program (block of rows, item and head)."""
     block, own = seats(tl.cdiv(n, BM))
     h = own % heads
-    l = own // heads  # noqa: E741
-    q += l.to(tl.int64) * strides.q_item + h * strides.q_head
-    k += l.to(tl.int64) * strides.k_item + (h // groups) * strides.k_head
+    l = own // heads
+    q += l.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
+    k += l.to(tl.int64) * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
     if SCALES:
         scale = tl.load(scales + h)
     i = block * BM + tl.arange(0, BM)
@@ -181,9 +181,9 @@ def pooled(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, ve
     y = own % height
     own = own // height
     h = own % heads
-    l = own // heads  # noqa: E741
-    q += l.to(tl.int64) * strides.q_item + h * strides.q_head
-    k += l.to(tl.int64) * strides.k_item + (h // groups) * strides.k_head
+    l = own // heads
+    q += l.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
+    k += l.to(tl.int64) * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
     if SCALES:
         scale = tl.load(scales + h)
     top = ((y.to(tl.int64) * n + height - 1) // height).to(tl.int32)
@@ -244,9 +244,9 @@ def strongest(q, k, out, strides, scale, scales, cap, bias, where, vector, n, M,
     """The ranks of the KP strongest pairs of BM rows, in no order: program (block of rows, item and head)."""
     block, own = seats(tl.cdiv(n, BM))
     h = own % heads
-    l = own // heads  # noqa: E741
-    q += l.to(tl.int64) * strides.q_item + h * strides.q_head
-    k += l.to(tl.int64) * strides.k_item + (h // groups) * strides.k_head
+    l = own // heads
+    q += l.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
+    k += l.to(tl.int64) * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
     if SCALES:
         scale = tl.load(scales + h)
     i = block * BM + tl.arange(0, BM)

@@ -25,7 +25,7 @@ def seats(count):
 @triton.jit
 def load(x, at, rows, there, width: tl.constexpr, stride, PADDED: tl.constexpr, GUARDED: tl.constexpr):
     """Rows `at` [R] (pointers' offsets) of a matrix, [R, PADDED]; zeros where not `there` and beyond `width`."""
-    d = tl.arange(0, PADDED)
+    d = tl.arange(0, PADDED).to(tl.int64)
     at = x + at[:, None] + d[None, :] * stride  # [R, PADDED]
     if PADDED != width:
         X = tl.load(at, mask=there[:, None] & (d < width)[None, :], other=0.0)
@@ -78,7 +78,7 @@ def bias_rows(bias, l, h, i, BIAS: tl.constexpr):
     """Pointers [BM] to each row's biases, slope or table."""
     at = i
     if BIAS != _PLAIN:  # a structured bias has no rows: stride 0
-        at = bias.at + h * bias.head + l.to(tl.int64) * bias.item + i.to(tl.int64) * bias.row
+        at = bias.at + h.to(tl.int64) * bias.head + l.to(tl.int64) * bias.item + i.to(tl.int64) * bias.row
     return at
 
 
@@ -91,7 +91,7 @@ def logits(S, scale, cap, bias, at, i, j, n, m, CAP: tl.constexpr, BIAS: tl.cons
     show = i
     if BIAS != _PLAIN:
         if BIAS == _TENSOR:
-            added = tl.load(at[:, None] + j[None, :] * bias.key, mask=(i < n)[:, None] & (j < m)[None, :], other=0.0).to(tl.float32)
+            added = tl.load(at[:, None] + j[None, :].to(tl.int64) * bias.key, mask=(i < n)[:, None] & (j < m)[None, :], other=0.0).to(tl.float32)
         elif BIAS == _ALIBI:
             added = -tl.load(at)[:, None] * tl.abs(i[:, None] + bias.offset - j[None, :]).to(tl.float32)
         else:
@@ -106,7 +106,7 @@ def logits(S, scale, cap, bias, at, i, j, n, m, CAP: tl.constexpr, BIAS: tl.cons
 def span_rows(where, l, h, i, n, m, MASK: tl.constexpr):
     """The spans [BM] of rows i; no keys for rows beyond the last."""
     if MASK == _SPANS:
-        at = (l // where.inner).to(tl.int64) * where.item + h * where.head + i
+        at = (l // tl.load(where.inner)).to(tl.int64) * where.item + h * where.head + i
         lo, hi = tl.load(where.lo + at, mask=i < n, other=0), tl.load(where.hi + at, mask=i < n, other=0)
     else:
         lo, hi = i * 0, tl.where(i < n, m, 0)
@@ -129,7 +129,7 @@ def shown(where, lo, hi, slot, i, j, MASK: tl.constexpr):
 def shown_anywhere(where, table, l, h, lo, hi, i, j, key_blocks, MASK: tl.constexpr):
     """Which pairs the mask shows, for tiles that fit no block of the lists: bool [BM, BN]."""
     if MASK == _BITS:
-        at = ((l // where.inner) * where.block_item + h * where.block_head + i // 128).to(tl.int64) * key_blocks  # [BM]
+        at = ((l // tl.load(where.inner)) * where.block_item + h * where.block_head + i // 128).to(tl.int64) * key_blocks  # [BM]
         inside = (hi > 0)[:, None] & (j < key_blocks * 128)[None, :]
         slot = tl.load(table + at[:, None] + (j // 128)[None, :], mask=inside, other=-1)  # [BM, BN]
         at = tl.maximum(slot, 0).to(tl.int64) * 512 + (i % 128)[:, None] * 4 + ((j % 128) // 32)[None, :]
@@ -148,7 +148,7 @@ def visible_keys(X, show, where, l, h, j, m, MASK: tl.constexpr, BIAS: tl.conste
     if BIAS != _PLAIN:
         X = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], X, 0.0)
     elif MASK != _NONE:
-        at = (l // where.inner).to(tl.int64) * where.seen_item + h * where.seen_head
+        at = (l // tl.load(where.inner)).to(tl.int64) * where.seen_item + h * where.seen_head
         X = tl.where((tl.load(where.seen + at + j, mask=j < m, other=0) != 0)[:, None], X, 0.0)
     return X
 
@@ -158,7 +158,7 @@ def seat(where, l, h, MASK: tl.constexpr):
     """Where the blocks of an item and head begin in `bounds` or `start`."""
     at = 0
     if MASK != _NONE:
-        at = (l // where.inner) * where.block_item + h * where.block_head
+        at = (l // tl.load(where.inner)) * where.block_item + h * where.block_head
     return at
 
 

@@ -80,7 +80,13 @@ class Work:
     @property
     def fast(self) -> bool:
         """Whether the logits are the products times one positive number."""
-        return self.scales is None and self.scale > 0 and self.softcap is None and self.kind == PLAIN and self.vector is None
+        return (
+            self.scales is None
+            and self.scale > 0
+            and self.softcap is None
+            and self.kind == PLAIN
+            and self.vector is None
+        )
 
     @property
     def exact(self) -> bool:
@@ -99,11 +105,15 @@ class Work:
     def described(self) -> bool:
         """Whether the chip's copy engine can fetch blocks of q, k and v: unit stride, the others multiples of 16 bytes."""
         tensors = (self.query, self.key, self.value)
-        return not interpreting() and self.vector is None and hopper(self.query.device) and all(map(describable, tensors))
+        return (
+            not interpreting() and self.vector is None and hopper(self.query.device) and all(map(describable, tensors))
+        )
 
     @cached_property
     def approximate(self) -> bool:
-        return self.value.element_size() == 2 and self.query.is_cuda and torch.version.hip is None and not interpreting()
+        return (
+            self.value.element_size() == 2 and self.query.is_cuda and torch.version.hip is None and not interpreting()
+        )
 
     @cached_property
     def precision(self) -> str:
@@ -142,11 +152,7 @@ class Work:
 def describable(x: Tensor) -> bool:
     """Whether a tensor can be described to the copy engine."""
     size = x.element_size()
-    return (
-        x.stride(3) == 1
-        and x.data_ptr() % 16 == 0
-        and all(s * size % 16 == 0 and s > 0 for s in x.stride()[:3])
-    )
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s > 0 for s in x.stride()[:3])
 
 
 def interpreting() -> bool:
