@@ -227,6 +227,7 @@ def seen_rows(seen: regard.Observation) -> list[Tensor]:
 def loss(output: Tensor, lse: Tensor, entropy: Tensor) -> Tensor:
     """A number that all differentiable results have a part in."""
     weight = torch.linspace(-1, 1, output.numel(), dtype=torch.float64, device=output.device).view(output.shape)
+    weight = weight.bfloat16().double()  # a cotangent that every dtype can hold
     lse = torch.where(lse > -torch.inf, lse, 0.0)
     return (output.double() * weight).sum() + lse.double().sin().sum() + entropy.double().square().sum()
 

@@ -32,11 +32,10 @@ _PAIRS, _ROWS, _KEYS, _TABLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def slot_of(where, table, l, h, ib, jb, key_blocks, PER: tl.constexpr):
+def slot_of(where, l, h, ib, jb, key_blocks, PER: tl.constexpr):
     """The slot of the bits of tile (ib, jb) in blocks of 128 / PER; −1 where all is hidden."""
-    # Each row block has `key_blocks` entries in the table, and where.block_* count row blocks.
-    at = (l // tl.load(where.inner)) * where.block_item + h * where.block_head + ib // PER
-    return tl.load(table + at.to(tl.int64) * key_blocks + jb // PER)
+    at = (l // tl.load(where.inner)).to(tl.int64) * where.table_item + h * where.table_head
+    return tl.load(where.table + at + (ib // PER) * key_blocks + jb // PER)
 
 
 @triton.jit
@@ -76,7 +75,7 @@ def slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, 
 
 @triton.jit(do_not_specialize=["n", "M", "turns", "per", "where", "drop", "key_blocks", "heads", "groups", "parts", "items", "shared_items", "shared_heads"])
 def bias_gradient(q, k, v, do, out, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
-                  drop, vector, table, n, M, items, heads, groups, parts, key_blocks, shared_items, shared_heads, turns, per,
+                  drop, vector, n, M, items, heads, groups, parts, key_blocks, shared_items, shared_heads, turns, per,
                   D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr,
                   MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr, DROP: tl.constexpr,
                   SCALES: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr,
@@ -112,7 +111,7 @@ def bias_gradient(q, k, v, do, out, peak, spread, delta, g_entropy, mean, stride
         visible = ib * BLOCK < n
         if MASK == _BITS:
             if visible:
-                slot = slot_of(where, table, l, h, ib, jb, key_blocks, PER)
+                slot = slot_of(where, l, h, ib, jb, key_blocks, PER)
             visible = visible & (slot >= 0)
         if MASK == _SPANS:
             lo, hi = span_rows(where, l, h, i, n, M, MASK)

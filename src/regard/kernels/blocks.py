@@ -49,12 +49,15 @@ class Where(NamedTuple):
     entry: Tensor | None = None
     slot: Tensor | None = None  # … with the slot of their bits
     bits: Tensor | None = None
+    table: Tensor | None = None  # int32 (items, heads, row blocks · key blocks) of SIDE: the slot of each, −1 where hidden
     seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend the key
     inner: Tensor | None = None  # int32 (1,): batch items that share one item of the mask
     item: int = 0  # strides of lo, hi in items and heads
     head: int = 0
     block_item: int = 0  # the same of blocks: of `bounds`, or of `start`
     block_head: int = 0
+    table_item: int = 0
+    table_head: int = 0
     seen_item: int = 0
     seen_head: int = 0
 
@@ -115,9 +118,9 @@ class Layout:
             blocks = states.shape[2]
             lists = (*_listed(states == 2), *_listed(states == 1), slots[states == 1].contiguous())
             strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
-            return Where(
-                None, None, None, *lists, self.words.bits, seen, self._shared(seen), 0, 0, *strides, *_strides(seen)
-            )
+            table = pad_to_even(self.words.table.flatten(2))
+            kept = (self.words.bits, table, seen, self._shared(seen))
+            return Where(None, None, None, *lists, *kept, 0, 0, *strides, *_strides(table), *_strides(seen))
         if self.lo is None or self.hi is None:
             raise RuntimeError("spans have two ends")
         make = _bounds_by_keys if turned else _bounds_by_rows

@@ -30,7 +30,7 @@ from .tile import (
 
 
 @triton.jit(do_not_specialize=["n", "M", "length", "count", "key_blocks", "where", "drop", "heads", "groups"])
-def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, table, drop, n, M, length, count, key_blocks, heads, groups,
+def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, drop, n, M, length, count, key_blocks, heads, groups,
           D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
           MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
           DROP: tl.constexpr, SCALES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
@@ -79,7 +79,7 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, table
         else:
             K = load(k, j.to(tl.int64) * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # [BM, BN]
-        show = shown_anywhere(where, table, item, h, lo, hi, i, j, key_blocks, MASK)
+        show = shown_anywhere(where, item, h, lo, hi, i, j, key_blocks, MASK)
         if not FAST:
             S, biased = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
             if BIAS != _PLAIN:

@@ -63,7 +63,7 @@ def _decode(w: Work, found: Found, entropy: bool) -> None:
     kinds = {k: v for k, v in w.kinds.items() if k not in ("HIDDEN", "APPROXIMATE")}
     shared = {"FAST": w.fast, "ENTROPY": entropy, "DROP": w.drop.keys is not None}
     decode_kernels.split[(splits * L * w.key.shape[1],)](
-        w.query, k, v, parts, facts, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias, w.layout.by_rows(128, 128), _table(w), w.drop, N,
+        w.query, k, v, parts, facts, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias, w.layout.by_rows(128, 128), w.drop, N,
         w.m, length, facts.stride(0), triton.cdiv(w.m, 128), H, w.groups, **w.dims, BM=BM, BN=BN, **kinds, **shared, TMA=w.described, num_warps=4, num_stages=3,
     )
     decode_kernels.merge[(N * L * H,)](
@@ -145,7 +145,7 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
         out = s.delta.new_empty(shape)
     bias_kernels.bias_gradient[(grid[0] * grid[1],)](
         w.query, w.key, w.value, s.dO, out, s.peak, s.spread, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales,
-        w.softcap or 0.0, w.bias, w.layout.by_rows(_BLOCK, _BLOCK), w.drop, w.vector, _table(w), N, w.m, L, H, w.groups, grid[0],
+        w.softcap or 0.0, w.bias, w.layout.by_rows(_BLOCK, _BLOCK), w.drop, w.vector, N, w.m, L, H, w.groups, grid[0],
         triton.cdiv(w.m, 128), items, heads, turns, per, **w.dims, BLOCK=_BLOCK, **w.kinds, EXACT=w.exact, ENTROPY=s.g_entropy is not None,
         DROP=w.drop.keys is not None, MODE=mode, num_warps=4, num_stages=1,
     )
@@ -192,7 +192,7 @@ def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int) -> Te
     c = c._replace(BM=min(c.BM, BM), BN=min(c.BN, BN))
     out = peak.new_empty(L, H, height, width)
     pass_kernels.pooled[(L * H * height * width,)](
-        *_looking(w, out, peak, spread), w.where(c), w.vector, _table(w), N, w.m, H, w.groups, triton.cdiv(w.m, 128), height, width,
+        *_looking(w, out, peak, spread), w.where(c), w.vector, N, w.m, H, w.groups, triton.cdiv(w.m, 128), height, width,
         **_sizes(w, c), **w.kinds, FAST=w.fast, **_how(c),
     )
     return out
@@ -215,10 +215,6 @@ def strongest(w: Work, k: int) -> tuple[Tensor, Tensor]:
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     index = 0xFFFFFFFF - (ranks & 0xFFFFFFFF)
     return bits.view(torch.float32).masked_fill(none, -torch.inf), index.masked_fill(none, -1)
-
-
-def _table(w: Work) -> Tensor | None:
-    return None if w.layout.words is None else w.layout.words.table
 
 
 def _looking(w: Work, out: Tensor, peak: Tensor, spread: Tensor) -> tuple[Any, ...]:

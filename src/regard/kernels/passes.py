@@ -170,7 +170,7 @@ def health(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, ve
 
 
 @triton.jit(do_not_specialize=["n", "M", "height", "width", "where", "key_blocks", "heads", "groups"])
-def pooled(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, vector, table, n, M, heads, groups, key_blocks, height, width,
+def pooled(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups, key_blocks, height, width,
            D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
            CAP: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr):
     """The mean weight of one cell of a grid over n × M: program (cell, item and head).
@@ -205,7 +205,7 @@ def pooled(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, ve
                 j = j0 + tl.arange(0, BN)
                 S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, 0, n, M, D, DP, BM, BN, MASK, BIAS,
                            CAP, FAST, HIDDEN, APPROXIMATE, PRECISION, False)
-                show = shown_anywhere(where, table, l, h, lo, hi, i, j, key_blocks, MASK) & (j < right)[None, :] & some[:, None]
+                show = shown_anywhere(where, l, h, lo, hi, i, j, key_blocks, MASK) & (j < right)[None, :] & some[:, None]
                 total += tl.where(show, weights(S, peak, spread, rows, i, n, scale * LOG2E, FAST), 0.0)
     area = (bottom - top).to(tl.float32) * (right - left).to(tl.float32)
     cell = ((l.to(tl.int64) * heads + h) * height + y) * width + x

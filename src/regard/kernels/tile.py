@@ -126,12 +126,12 @@ def shown(where, lo, hi, slot, i, j, MASK: tl.constexpr):
 
 
 @triton.jit
-def shown_anywhere(where, table, l, h, lo, hi, i, j, key_blocks, MASK: tl.constexpr):
+def shown_anywhere(where, l, h, lo, hi, i, j, key_blocks, MASK: tl.constexpr):
     """Which pairs the mask shows, for tiles that fit no block of the lists: bool [BM, BN]."""
     if MASK == _BITS:
-        at = ((l // tl.load(where.inner)) * where.block_item + h * where.block_head + i // 128).to(tl.int64) * key_blocks  # [BM]
+        at = (l // tl.load(where.inner)).to(tl.int64) * where.table_item + h * where.table_head + (i // 128) * key_blocks  # [BM]
         inside = (hi > 0)[:, None] & (j < key_blocks * 128)[None, :]
-        slot = tl.load(table + at[:, None] + (j // 128)[None, :], mask=inside, other=-1)  # [BM, BN]
+        slot = tl.load(where.table + at[:, None] + (j // 128)[None, :], mask=inside, other=-1)  # [BM, BN]
         at = tl.maximum(slot, 0).to(tl.int64) * 512 + (i % 128)[:, None] * 4 + ((j % 128) // 32)[None, :]
         show = (((tl.load(where.bits + at) >> (j % 32)[None, :]) & 1) != 0) & (slot >= 0)
     else:
