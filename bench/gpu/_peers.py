@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ SHAPES = {
     for d in (128, 64)
     for n in (16384, 4096)
     for causal in (False, True)
+    if os.environ.get("REGARD_SHAPES", "") in f"d{d}, n{n}, "  # a part of a name takes the shapes that have it
 }
 
 
@@ -50,14 +52,14 @@ def plain(name: str, grad: bool = False) -> Plain:
     return Plain(name, q, k, v, causal)
 
 
-def peers(x: Plain) -> dict[str, Peer]:
-    """Torch's kernels, FlexAttention and ours."""
+def peers(x: Plain) -> dict[str, Peer | None]:
+    """Torch's kernels, FlexAttention (unless REGARD_NO_FLEX spares its compilations) and ours."""
     _, q, k, v, causal = x
     mask = regard.causal() if causal else None
     return {
         "cuDNN": torchs(q, k, v, SDPBackend.CUDNN_ATTENTION, is_causal=causal),
         "flash": torchs(q, k, v, SDPBackend.FLASH_ATTENTION, is_causal=causal),
-        "FlexAttention": flex(q, k, v, before if causal else None),
+        "FlexAttention": None if os.environ.get("REGARD_NO_FLEX") else flex(q, k, v, before if causal else None),
         "regard": Peer(lambda: regard.attention(q, k, v, mask=mask, backend="triton")),
     }
 

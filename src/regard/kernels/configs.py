@@ -18,23 +18,25 @@ class Config(NamedTuple):
     stages: int
 
 
-# (direction, bytes of a number, padded dim) -> blocks.
+# (direction, bytes of a number, padded dim) -> blocks. Measured on an H200 (bf16, 16,384 tokens, hidden 2048, n 16,384
+# unless said; TFLOP/s of the forward pass, milliseconds of a backward kernel). float32 was chosen by registers alone.
 _HOPPER: dict[tuple[str, int, int], Config] = {
+    # two programs a multiprocessor: 546 and 514 with entropy, full; 128 × 128 with 8 warps 514 and 494
     ("plain forward", 2, 128): Config(128, 64, 4, 2),
-    ("forward", 2, 64): Config(128, 64, 4, 3),
-    ("forward", 2, 128): Config(128, 128, 8, 3),
-    ("forward", 2, 256): Config(128, 64, 8, 2),
+    ("forward", 2, 64): Config(128, 64, 4, 3),  # full 430, causal 411; 128 × 128 with 8 warps 367 and 364
+    ("forward", 2, 128): Config(128, 128, 8, 3),  # causal 500; 128 × 64 with 4 warps and 2 stages 492
+    ("forward", 2, 256): Config(128, 64, 8, 2),  # full 480, causal 522; nothing else was tried
     ("forward", 4, 64): Config(64, 64, 4, 2),
     ("forward", 4, 128): Config(64, 32, 4, 2),
     ("forward", 4, 256): Config(32, 32, 4, 2),
-    ("keys", 2, 64): Config(32, 64, 4, 2),
-    ("keys", 2, 128): Config(64, 64, 4, 2),
+    ("keys", 2, 64): Config(32, 64, 4, 2),  # 10.0 ms; 64 × 64 13.1, 64 × 128 with 8 warps 14.5
+    ("keys", 2, 128): Config(64, 64, 4, 2),  # 8.2 ms; 32 × 64 8.9, 64 × 128 with 8 warps 9.5
     ("keys", 2, 256): Config(32, 64, 8, 1),
     ("keys", 4, 64): Config(32, 32, 4, 1),
     ("keys", 4, 128): Config(32, 32, 4, 1),
     ("keys", 4, 256): Config(16, 16, 4, 1),
-    ("queries", 2, 64): Config(64, 64, 4, 3),
-    ("queries", 2, 128): Config(128, 64, 8, 3),
+    ("queries", 2, 64): Config(64, 64, 4, 3),  # 5.8 ms, causal 3.0; 128 × 64 with 8 warps 7.0 and 3.6
+    ("queries", 2, 128): Config(128, 64, 8, 3),  # 5.4 ms; 64 × 64 with 4 warps and 3 stages 6.1
     ("queries", 2, 256): Config(64, 32, 8, 1),
     ("queries", 4, 64): Config(32, 32, 4, 1),
     ("queries", 4, 128): Config(16, 32, 4, 1),
@@ -72,6 +74,7 @@ _LADEN: dict[tuple[str, int], Config] = {
     ("queries", 128): Config(64, 64, 4, 2),
     ("queries", 256): Config(64, 32, 8, 1),
 }
+# n 1024, 8 heads, 64 hidden units: forward 0.25 ms (32 × 64 0.31), queries 0.83 ms (64 × 64 with 8 warps 0.90).
 _ADDITIVE: dict[str, Config] = {
     "forward": Config(16, 64, 4, 1),
     "keys": Config(64, 16, 4, 1),
@@ -79,6 +82,7 @@ _ADDITIVE: dict[str, Config] = {
     "received": Config(64, 16, 4, 1),
     "pooled": Config(16, 64, 4, 1),
 }
+# n 8192, 16 heads, d 128: received 0.58 ms (64 × 128 with 8 warps 0.87), map(64, 64) 1.5 ms (8 warps 2.5).
 _PASSES: dict[tuple[str, int], Config] = {
     ("received", 2): Config(128, 64, 4, 3),
     ("received", 4): Config(32, 32, 4, 1),
@@ -97,7 +101,7 @@ def config(
 ) -> Config:
     """The blocks for a direction, the bytes of a number, and the larger padded dim; never a function of the batch."""
     if additive:
-        return _ADDITIVE[direction]
+        return _ADDITIVE[direction.removeprefix("plain ")]
     if laden and size == 2 and (heavy := _LADEN.get((direction.removeprefix("plain "), max(dim, 64)))):
         return heavy
     if (direction, size) in _PASSES:

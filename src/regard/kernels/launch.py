@@ -36,7 +36,7 @@ def attend(w: Work, entropy: bool) -> Found:
     if w.vector is None and w.groups * N <= _FEW and w.m >= _MANY:
         _decode(w, found, entropy)
         return found
-    c = w.config("forward", entropy)
+    c = w.config("forward")
     blocks = triton.cdiv(N, c.BM)
     q, k, v = _blocks_of(w, c)
     forward_kernel[(blocks * L * H,)](

@@ -93,11 +93,11 @@ class Work:
         """Whether exponents are told to all digits of float32."""
         return self.query.element_size() == 4
 
-    def config(self, direction: str, entropy: bool = True) -> Config:
+    def config(self, direction: str) -> Config:
         size = max(self.query.element_size(), self.value.element_size())
         dim = max(padded(self.query.shape[3]), padded(self.value.shape[3]))
         laden = self.kind != PLAIN or self.drop.keys is not None
-        if direction == "forward" and self.layout.kind == NONE and not entropy:
+        if direction == "forward" and self.layout.kind == NONE:
             direction = "plain forward"
         return config(direction, self.query.device, size, dim, self.vector is not None, laden)
 
