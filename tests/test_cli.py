@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
@@ -144,3 +145,10 @@ def test_python_m_regard_prints_one_json_object_and_nothing_else() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env)
     assert json.loads(done.stdout)["query"]
     assert done.stderr == ""
+
+
+def test_warmup_says_what_it_needs_and_what_it_knows() -> None:
+    assert "there is no CUDA device here" in run("warmup", fails=True) or torch.cuda.is_available()
+    assert "dim must be from 1 to 256" in run("warmup", "--dim", "300", fails=True)
+    assert "must be one of plain, mask" in run("warmup", "--variant", "nonsense", fails=True)
+    assert "bfloat16, float16, float32" in run("warmup", "--dtype", "int8", fails=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ from regard import functional
 from regard.backends import KNOWN, Backend, Chunked, sdpa
 from regard.canonical import Result
 from regard.errors import BackendError
-from regard.plan import Plan, choose
+from regard.plan import Plan, choose, order
 from regard.problem import Problem, pose
 
 X = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(0))
@@ -228,3 +229,26 @@ def test_attention_runs_the_backend_that_why_tells(backend: str, monkeypatch: py
             regard.attention(X, X, X, backend=backend, **arguments)
             assert ran.pop() == told
     assert not ran
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ({}, "sdpa"),
+        ({"mask": regard.causal()}, "sdpa"),
+        ({"mask": regard.everything()}, "sdpa"),
+        ({"bias": torch.zeros(12, 12)}, "sdpa"),
+        ({"mask": regard.causal(offset=1)}, "triton"),
+        ({"mask": regard.window(3)}, "triton"),
+        ({"mask": regard.padding([5])}, "triton"),
+        ({"observed": True}, "triton"),
+    ],
+    ids=["plain", "causal", "everything", "bias", "causal offset", "window", "padding", "observed"],
+)
+def test_on_a_gpu_the_table_says_who_is_asked_first(asked: dict[str, Any], first: str) -> None:
+    there = SimpleNamespace(is_cuda=True)
+    p = SimpleNamespace(query=there, rows=12, keys=12, **({"mask": None, "bias": None, "observed": False} | asked))
+    assert order(p).names[0] == first  # type: ignore[arg-type]
+    assert first in order(p).because  # type: ignore[arg-type]
+    long = SimpleNamespace(**{**vars(p), "rows": 4096, "keys": 4096})
+    assert order(long).names[0] == ("flash4" if first == "sdpa" else first)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from .arithmetic import exact
 from .backends import KNOWN, Backend
 from .canonical import Result
 from .errors import BackendError
+from .kernels.blocks import captured
 from .masks.causal import Causal
 from .masks.everything import Everything
 from .problem import Problem, autocasts
@@ -21,21 +22,24 @@ LONG = 4096  # rows from which on FlashAttention-4 was measured
 
 
 class Order(NamedTuple):
-    """Which backends are asked, the fastest first, and what says so."""
+    """Which backends are asked, the fastest first, and the measurement that puts one first."""
 
     names: tuple[str, ...]
-    because: str
+    because: dict[str, str]
 
 
-ON_CPU = Order(("sdpa", "chunked"), "")  # Triton's interpreter is for tests
+ON_CPU = Order(("sdpa", "chunked"), {})  # Triton's interpreter is for tests
 PLAIN = Order(
     ("sdpa", "triton", "chunked"),
-    "plain calls: 1.1 to 1.9 × triton, measured on an H200 (bench/results/gpu_forward.md)",
+    {"sdpa": "for plain calls 1.06 to 1.25 × triton, measured on an H200 (bench/results/gpu_forward.md)"},
 )
-LONG_PLAIN = Order(("flash4", *PLAIN.names), PLAIN.because)
+LONG_PLAIN = Order(
+    ("flash4", *PLAIN.names),
+    {**PLAIN.because, "flash4": "for plain calls of 4,096 rows and more 1.08 to 1.16 × cuDNN, measured on an H200"},
+)
 OTHERS = Order(
     ("triton", "sdpa", "chunked"),
-    "masks and statistics: torch's kernels refuse or are slower, measured on an H200 (bench/results/gpu_masks.md)",
+    {"triton": "for masks and statistics torch's kernels refuse or are slower: on an H200, bench/results/gpu_masks.md"},
 )
 
 
@@ -73,7 +77,7 @@ class Plan:
 
 
 def _captured() -> bool:
-    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or captured()
 
 
 def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
@@ -113,11 +117,8 @@ def plan(p: Problem, backend: str | Backend = "auto") -> Plan:
 
 def _detail(p: Problem, chosen: Backend, asked: str | Backend) -> str:
     """What runs, and by which measurement it was the first choice."""
-    first = order(p)
-    measured = (
-        asked == "auto" and first.because and chosen.name in (first.names[0], "sdpa" if first is LONG_PLAIN else "")
-    )
-    return f"{chosen.detail(p)}; {first.because}" if measured else chosen.detail(p)
+    because = order(p).because.get(chosen.name) if asked == "auto" else None
+    return f"{chosen.detail(p)}; {because}" if because else chosen.detail(p)
 
 
 def _named(backend: str | Backend, who: str) -> Backend:
