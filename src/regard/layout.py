@@ -127,9 +127,10 @@ def _restricted(mask: Mask) -> Iterator[Mask]:
 def _bits(mask: Mask, blocks: Tensor, n: int, m: int) -> Iterator[Tensor]:
     """The bits of some blocks (P, 2) of an item and head, int32 (P, SIDE, SIDE / 32)."""
     here = torch.arange(SIDE, device=blocks.device)
-    power = torch.arange(32, device=blocks.device)
+    power = torch.arange(32, device=blocks.device, dtype=torch.int32)
     for some in blocks.split(_AT_ONCE):
         i, j = some[:, :1] * SIDE + here, some[:, 1:] * SIDE + here  # (P, SIDE)
         allowed = mask.allows(i.clamp(max=n - 1)[:, :, None], j.clamp(max=m - 1)[:, None, :], n, m)
         allowed = allowed.reshape(len(some), SIDE, SIDE) & (i < n)[:, :, None] & (j < m)[:, None, :]
-        yield (allowed.unflatten(-1, (SIDE // 32, 32)).long() << power).sum(-1).to(torch.int32)
+        bits = allowed.unflatten(-1, (SIDE // 32, 32)).to(torch.int32) << power
+        yield bits.sum(-1, dtype=torch.int32)
