@@ -17,7 +17,14 @@ from .rule import Rule
 
 __all__ = ["attend"]
 
-_TENSORS = 7  # of the inputs that may have derivatives
+_TENSORS = 7  # of the arguments that may have derivatives
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? factor, Tensor? sink, Tensor? vector, "
+    "Tensor? lo, Tensor? hi, float scale, float softcap, int kind, int offset, int inner, bool observed"
+)
+_COUNT = len(_ARGUMENTS.split(", "))
+_FOUND = "Tensor output, Tensor lse, Tensor entropy, Tensor peak, Tensor spread"
+_COTANGENTS = "Tensor d_output, Tensor? d_lse, Tensor? d_entropy"
 
 
 def _spec(
@@ -37,28 +44,15 @@ def _spec(
     return Spec(rule, Layout(n, m, lo, hi, lead=lead, inner=inner), kind, offset, scale, observed)
 
 
-@torch.library.custom_op("regard::attend", mutates_args=())
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    factor: Tensor | None,
-    sink: Tensor | None,
-    vector: Tensor | None,
-    lo: Tensor | None,
-    hi: Tensor | None,
-    scale: float,
-    softcap: float,
-    kind: int,
-    offset: int,
-    inner: int,
-    observed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _attend(*args: Any) -> tuple[Tensor, ...]:
     """Output, lse, entropy, largest logit and spread: (L, H, N, …)."""
-    x = Inputs(query, key, value, bias, factor, sink, vector)
-    output, lse, entropy, peak, spread = forward(_spec(x, lo, hi, scale, softcap, kind, offset, inner, observed), x)
-    return output, lse, entropy, peak, spread
+    x = Inputs(*args[:_TENSORS])
+    return forward(_spec(x, *args[_TENSORS:]), x)
+
+
+attend = torch.library.custom_op(
+    "regard::attend", _attend, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 @attend.register_fake
@@ -68,38 +62,20 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
     return value.new_empty(*rows, value.shape[3]), stats[0], stats[1], stats[2], stats[3]
 
 
-@torch.library.custom_op("regard::attend_backward", mutates_args=())
-def attend_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    factor: Tensor | None,
-    sink: Tensor | None,
-    vector: Tensor | None,
-    lo: Tensor | None,
-    hi: Tensor | None,
-    scale: float,
-    softcap: float,
-    kind: int,
-    offset: int,
-    inner: int,
-    observed: bool,
-    output: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    peak: Tensor,
-    spread: Tensor,
-    d_output: Tensor,
-    d_lse: Tensor | None,
-    d_entropy: Tensor | None,
-    needs: list[bool],
-) -> list[Tensor]:
-    """The gradients of the first seven inputs, empty where none is needed."""
-    x = Inputs(query, key, value, bias, factor, sink, vector)
-    spec = _spec(x, lo, hi, scale, softcap, kind, offset, inner, observed)
-    grads = backward(spec, x, tuple(needs), (output, lse, entropy, peak, spread), (d_output, d_lse, d_entropy))
-    return [query.new_empty(0) if g is None else g for g in grads]
+def _attend_backward(*args: Any) -> list[Tensor]:
+    """The gradients of the tensors, empty where none is needed."""
+    given, found, cotangents, needs = args[:_COUNT], args[_COUNT : _COUNT + 5], args[_COUNT + 5 : -1], args[-1]
+    x = Inputs(*given[:_TENSORS])
+    grads = backward(_spec(x, *given[_TENSORS:]), x, tuple(needs), found, cotangents)
+    return [x.query.new_empty(0) if g is None else g for g in grads]
+
+
+attend_backward = torch.library.custom_op(
+    "regard::attend_backward",
+    _attend_backward,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, {_FOUND}, {_COTANGENTS}, bool[] needs) -> Tensor[]",
+)
 
 
 @attend_backward.register_fake

@@ -6,7 +6,6 @@ This file turns a problem into the tensors that kernels take, and gives their re
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
@@ -23,8 +22,8 @@ from ..derivatives import applied, watched
 from ..dropout import draw
 from ..finite import without_unseen
 from ..fusion import Attend, Inputs, Spec, forward, work
-from ..kernels.blocks import Layout
-from ..kernels.parts import ALIBI, PLAIN, RELATIVE, TENSOR
+from ..kernels.blocks import Layout, captured
+from ..kernels.parts import ALIBI, INTERPRETED, PLAIN, RELATIVE, TENSOR
 from ..layout import layout, listed, traceable, traced_spans
 from ..masks import Mask
 from ..masks.dense import Dense
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["Fused"]
 
 _INSTALLED = find_spec("triton") is not None
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it once, too
 _WIDEST = 256  # dims that a tile can hold
 _MOST_BITS = 2**32  # bytes that the bits of a mask may take
 _COARSE = 64  # pairs of a cell from which on the map has a kernel
@@ -56,7 +54,7 @@ class Fused(Backend):
         if not _INSTALLED:
             return ["triton is not installed: pip install 'regard[triton]'"]
         reasons = []
-        if not (p.query.is_cuda or (p.query.is_cpu and _INTERPRETED)):
+        if not (p.query.is_cuda or (p.query.is_cpu and INTERPRETED)):
             reasons.append(f"the tensors are on {p.device.type}; it needs a GPU")
         if p.dtype == torch.float64:
             reasons.append("its arithmetic is float32; float64 is asked for")
@@ -138,7 +136,7 @@ def _about_parts(p: Problem) -> list[str]:
         reasons.append(f"it has no kernel for the score {type(p.score).__name__}")
     if isinstance(p.bias, Bias) and not isinstance(p.bias, Alibi | Relative):
         reasons.append(f"it has no kernel for the bias {type(p.bias).__name__}")
-    if p.dropout and p.query.is_cuda and torch.cuda.is_current_stream_capturing():
+    if p.dropout and captured():
         reasons.append("a captured graph would drop the same weights at every replay")
     return reasons
 
@@ -185,7 +183,7 @@ def _terms(p: Problem, seen: Layout | None) -> tuple[Spec, Inputs]:
     """Fold the score, and take the problem apart."""
     seed = draw(p.who) if p.dropout else 0
     query, key, scale, vector = _scored(p)
-    if _INTERPRETED and p.dtype == torch.bfloat16:  # which Triton's interpreter cannot multiply
+    if INTERPRETED and p.dtype == torch.bfloat16:  # which Triton's interpreter cannot multiply
         query, key = query.float(), key.float()
     kind, offset, table = PLAIN, 0, None
     if isinstance(p.bias, Tensor):
@@ -203,7 +201,7 @@ def _terms(p: Problem, seen: Layout | None) -> tuple[Spec, Inputs]:
     factor = scale.float().reshape(-1) if isinstance(scale, Tensor) else None
     sink = None if p.sink is None else p.sink.float()
     # A score that was folded in leaves float32; then the values are multiplied in it too.
-    value = p.value.to(query.dtype) if vector is None or _INTERPRETED else p.value
+    value = p.value.to(query.dtype) if vector is None or INTERPRETED else p.value
     return spec, Inputs(query, key, value, table, factor, sink, vector)
 
 

@@ -50,8 +50,8 @@ def prepare(o, do, g_lse, peak, spread, delta, level, strides, do_item, do_head,
     item = own // heads
     i = block * BM + tl.arange(0, BM)
     wide = i.to(tl.int64)
-    O = load(o + item.to(tl.int64) * strides.o_item + h.to(tl.int64) * strides.o_head, wide * strides.o_row, i, i < n, DV, 1, DVP, True)
-    dO = load(do + item.to(tl.int64) * do_item + h.to(tl.int64) * do_head, wide * do_row, i, i < n, DV, do_dim, DVP, True)
+    O = load(o + item.to(tl.int64) * strides.o_item + h.to(tl.int64) * strides.o_head, wide * strides.o_row, i < n, DV, 1, DVP, True)
+    dO = load(do + item.to(tl.int64) * do_item + h.to(tl.int64) * do_head, wide * do_row, i < n, DV, do_dim, DVP, True)
     d = tl.sum(O.to(tl.float32) * dO.to(tl.float32), 1)  # [BM]
     row = (item.to(tl.int64) * heads + h) * n + i
     if LSE:
@@ -125,7 +125,7 @@ def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, s
     if TMA:
         dO = do.load([item, h, i0, 0]).reshape(BM, DVP)
     else:
-        dO = load(do, wide * do_row, i, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
+        dO = load(do, wide * do_row, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
     Q = dO
     if HIDDEN > 0:
         S = tl.trans(additive(q, k, vector, i, j, n, M, strides.q_row, strides.q_dim, strides.k_row, strides.k_dim, BM, BN, HIDDEN, APPROXIMATE))
@@ -133,7 +133,7 @@ def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, s
         if TMA:
             Q = q.load([item, h, i0, 0]).reshape(BM, DP)
         else:
-            Q = load(q, wide * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
+            Q = load(q, wide * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
         S = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # [BN, BM]
     raw = S
     HIDES: tl.constexpr = MASKED or BIAS != _PLAIN
@@ -198,8 +198,8 @@ def keys(q, k, v, do, dk, dv, peak, spread, delta, g_entropy, mean, strides, do_
         k = k + item.to(tl.int64) * strides.k_item + kv_head.to(tl.int64) * strides.k_head
         v = v + item.to(tl.int64) * strides.v_item + kv_head.to(tl.int64) * strides.v_head
         if HIDDEN == 0:
-            K = load(k, wide * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
-        V = load(v, wide * strides.v_row, j, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
+            K = load(k, wide * strides.k_row, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
+        V = load(v, wide * strides.v_row, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
     dK = tl.zeros([BN, DP], tl.float32)
     dV = tl.zeros([BN, DVP], tl.float32)
     for g in range(groups if GROUPED else 1):
@@ -252,12 +252,12 @@ def keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, j0, lo, hi, 
         if TMA:
             K = k.load([item, kv_head, j0, 0]).reshape(BN, DP)
         else:
-            K = load(k, wide * strides.k_row, j, j < M, D, strides.k_dim, DP, MASKED)  # [BN, DP]
+            K = load(k, wide * strides.k_row, j < M, D, strides.k_dim, DP, MASKED)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # [BM, BN]
     if TMA:
         V = v.load([item, kv_head, j0, 0]).reshape(BN, DVP)
     else:
-        V = load(v, wide * strides.v_row, j, j < M, DV, strides.v_dim, DVP, MASKED)  # [BN, DVP]
+        V = load(v, wide * strides.v_row, j < M, DV, strides.v_dim, DVP, MASKED)  # [BN, DVP]
     raw = S
     HIDES: tl.constexpr = MASKED or BIAS != _PLAIN
     show = j
@@ -318,8 +318,8 @@ def queries(q, k, v, do, dq, dw, peak, spread, delta, g_entropy, mean, strides, 
         v = v + item.to(tl.int64) * strides.v_item + kv_head.to(tl.int64) * strides.v_head
         do = do + item.to(tl.int64) * do_item + h.to(tl.int64) * do_head
         if HIDDEN == 0:
-            Q = load(q, wide * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
-        dO = load(do, wide * do_row, i, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
+            Q = load(q, wide * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
+        dO = load(do, wide * do_row, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
     rows = (item.to(tl.int64) * heads + h) * n
     level, above, d, g, e = row_facts(rows, peak, spread, delta, g_entropy, mean, i, n, ENTROPY, FAST, EXACT)
     at = bias_rows(bias, item, h, i, BIAS)

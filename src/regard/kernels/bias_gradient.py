@@ -54,14 +54,14 @@ def slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, 
     if HIDDEN > 0:
         S = additive(q, k, vector, i, j, n, M, strides.q_row, strides.q_dim, strides.k_row, strides.k_dim, BM, BN, HIDDEN, APPROXIMATE)
     else:
-        Q = load(q, i.to(tl.int64) * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
-        K = load(k, j.to(tl.int64) * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
+        Q = load(q, i.to(tl.int64) * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
+        K = load(k, j.to(tl.int64) * strides.k_row, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
     S, show = logits(S, scale, cap, bias, bias_rows(bias, l, h, i, BIAS), i, j, n, M, CAP, BIAS)
     lo, hi = span_rows(where, l, h, i, n, M, MASK)
     show = show & shown(where, lo, hi, slot, i, j, MASK)
-    V = load(v, j.to(tl.int64) * strides.v_row, j, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
-    dO = load(do + wide * do_item + h.to(tl.int64) * do_head, i.to(tl.int64) * do_row, i, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
+    V = load(v, j.to(tl.int64) * strides.v_row, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
+    dO = load(do + wide * do_item + h.to(tl.int64) * do_head, i.to(tl.int64) * do_row, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
     dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
     keep = show
     if DROP:
@@ -73,14 +73,14 @@ def slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, 
     return dS
 
 
-@triton.jit(do_not_specialize=["n", "M", "turns", "per", "where", "drop", "key_blocks", "heads", "groups", "parts", "items", "shared_items", "shared_heads"])
+@triton.jit(do_not_specialize=["n", "M", "turns", "per", "where", "drop", "key_blocks", "heads", "groups", "parts", "shared_heads"])
 def bias_gradient(q, k, v, do, out, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
-                  drop, vector, n, M, items, heads, groups, parts, key_blocks, shared_items, shared_heads, turns, per,
+                  drop, vector, n, M, heads, groups, parts, key_blocks, shared_heads, turns, per,
                   D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr,
                   MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr, DROP: tl.constexpr,
                   SCALES: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr,
                   MODE: tl.constexpr):
-    """Program (part of the result, item and head of it); `turns` tiles add to it, of `shared_*` items and heads."""
+    """Program (part of the result, item and head of it); `turns` tiles add to it, of all items and heads that share it."""
     part, own = seats(parts)
     blocks = tl.cdiv(M, BLOCK)
     r = tl.arange(0, BLOCK)

@@ -77,7 +77,7 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, drop,
         if TMA:
             K = k.load([item, kv_head, j0, 0]).reshape(BN, DP)
         else:
-            K = load(k, j.to(tl.int64) * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
+            K = load(k, j.to(tl.int64) * strides.k_row, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # [BM, BN]
         show = shown_anywhere(where, item, h, lo, hi, i, j, key_blocks, MASK)
         if not FAST:
@@ -91,7 +91,7 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, drop,
         if TMA:
             V = v.load([item, kv_head, j0, 0]).reshape(BN, DVP)
         else:
-            V = load(v, j.to(tl.int64) * strides.v_row, j, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
+            V = load(v, j.to(tl.int64) * strides.v_row, j < M, DV, strides.v_dim, DVP, True)  # [BN, DVP]
         if MASK != _NONE or BIAS != _PLAIN:  # a key that no row here sees leaves no trace, not even a NaN
             V = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], V, 0.0)
         O = tl.dot(P.to(V.dtype), V, O, input_precision=PRECISION)

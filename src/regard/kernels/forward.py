@@ -75,7 +75,7 @@ def meet(Q, q, k, v, item, h, kv_head, strides, O, m, l, e, i, j0, lo, hi, slot,
         if TMA:
             K = k.load([item, kv_head, j0, 0]).reshape(BN, DP)
         else:
-            K = load(k, j.to(tl.int64) * strides.k_row, j, there, D, strides.k_dim, DP, MASKED)  # [BN, DP]
+            K = load(k, j.to(tl.int64) * strides.k_row, there, D, strides.k_dim, DP, MASKED)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # [BM, BN]
     HIDES: tl.constexpr = MASKED or BIAS != _PLAIN
     show = j
@@ -92,7 +92,7 @@ def meet(Q, q, k, v, item, h, kv_head, strides, O, m, l, e, i, j0, lo, hi, slot,
     if TMA:
         V = v.load([item, kv_head, j0, 0]).reshape(BN, DVP)
     else:
-        V = load(v, j.to(tl.int64) * strides.v_row, j, there, DV, strides.v_dim, DVP, MASKED)  # [BN, DVP]
+        V = load(v, j.to(tl.int64) * strides.v_row, there, DV, strides.v_dim, DVP, MASKED)  # [BN, DVP]
     if HIDES:
         V = visible_keys(V, show, where, item, h, j, M, MASK, BIAS)
     O = tl.dot(P.to(V.dtype), V, O, input_precision=PRECISION)
@@ -149,7 +149,7 @@ def forward(q, k, v, o, lse, peak, spread, entropy, strides, scale, scales, cap,
         k = k + item.to(tl.int64) * strides.k_item + kv_head.to(tl.int64) * strides.k_head
         v = v + item.to(tl.int64) * strides.v_item + kv_head.to(tl.int64) * strides.v_head
         if HIDDEN == 0:
-            Q = load(q, i.to(tl.int64) * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
+            Q = load(q, i.to(tl.int64) * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
 
     at = bias_rows(bias, item, h, i, BIAS)
     lo, hi = span_rows(where, item, h, i, n, M, MASK)

@@ -128,9 +128,9 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
     """The gradient of a bias tensor of `shape` (L|1, H|1, N|1, M|1), of slopes (H,), or of a table (H|1, 2R + 1)."""
     L, H, N = w.rows
     rows, keys = triton.cdiv(N, _BLOCK), triton.cdiv(w.m, _BLOCK)
-    items, heads, per = 1, 1, 1
+    heads, per = 1, 1  # query heads that share a bias, and row blocks that share one place to add to
     if w.kind == RELATIVE:
-        per = max(1, math.ceil(rows * L * H * shape[-1] / 2**24))  # row blocks that share one place to add to
+        per = max(1, math.ceil(rows * L * H * shape[-1] / 2**24))
         mode, grid, turns = bias_kernels.TABLE, (triton.cdiv(rows, per), L * H), per * keys
         out = s.delta.new_zeros(L, H, grid[0], shape[-1])
     elif w.kind == ALIBI or shape[3] == 1:
@@ -140,13 +140,13 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
         mode, grid, turns = bias_kernels.KEYS, (keys, L * H), rows
         out = s.delta.new_empty(L, H, w.m)
     else:
-        items, heads = L // shape[0], H // shape[1]
-        mode, grid, turns = bias_kernels.PAIRS, (rows * keys, shape[0] * shape[1]), items * heads
+        heads = H // shape[1]
+        mode, grid, turns = bias_kernels.PAIRS, (rows * keys, shape[0] * shape[1]), L // shape[0] * heads
         out = s.delta.new_empty(shape)
     bias_kernels.bias_gradient[(grid[0] * grid[1],)](
         w.query, w.key, w.value, s.dO, out, s.peak, s.spread, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales,
-        w.softcap or 0.0, w.bias, w.layout.by_rows(_BLOCK, _BLOCK), w.drop, w.vector, N, w.m, L, H, w.groups, grid[0],
-        triton.cdiv(w.m, 128), items, heads, turns, per, **w.dims, BLOCK=_BLOCK, **w.kinds, EXACT=w.exact, ENTROPY=s.g_entropy is not None,
+        w.softcap or 0.0, w.bias, w.layout.by_rows(_BLOCK, _BLOCK), w.drop, w.vector, N, w.m, H, w.groups, grid[0],
+        triton.cdiv(w.m, 128), heads, turns, per, **w.dims, BLOCK=_BLOCK, **w.kinds, EXACT=w.exact, ENTROPY=s.g_entropy is not None,
         DROP=w.drop.keys is not None, MODE=mode, num_warps=4, num_stages=1,
     )
     if w.kind == RELATIVE:

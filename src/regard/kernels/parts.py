@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ALIBI", "PLAIN", "RELATIVE", "TENSOR", "Added", "Dropped", "Strides"]
+__all__ = ["ALIBI", "INTERPRETED", "PLAIN", "RELATIVE", "TENSOR", "Added", "Dropped", "Strides"]
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels in Python; it reads this once, too
 PLAIN, TENSOR, ALIBI, RELATIVE = 0, 1, 2, 3  # kinds of bias
 
 

@@ -37,7 +37,7 @@ def scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi
     if HIDDEN > 0:
         S = additive(q, k, vector, i, j, n, M, strides.q_row, strides.q_dim, strides.k_row, strides.k_dim, BM, BN, HIDDEN, APPROXIMATE)
     else:
-        K = load(k, j.to(tl.int64) * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
+        K = load(k, j.to(tl.int64) * strides.k_row, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
     if not FAST:
         S, show = logits(S, scale, cap, bias, bias_rows(bias, l, h, i, BIAS), i, j, n, M, CAP, BIAS)
@@ -58,11 +58,11 @@ def weights(S, peak, spread, rows, i, n, unit, FAST: tl.constexpr):
 
 
 @triton.jit
-def queries(q, strides, l, h, i, n, D: tl.constexpr, DP: tl.constexpr, HIDDEN: tl.constexpr):
+def queries(q, strides, i, n, D: tl.constexpr, DP: tl.constexpr, HIDDEN: tl.constexpr):
     """The queries of rows i [BM, DP]; the additive score loads its own."""
     Q = i
     if HIDDEN == 0:
-        Q = load(q, i.to(tl.int64) * strides.q_row, i, i < n, D, strides.q_dim, DP, True)
+        Q = load(q, i.to(tl.int64) * strides.q_row, i < n, D, strides.q_dim, DP, True)
     return Q
 
 
@@ -79,7 +79,7 @@ def turned_weights(K, q, k, peak, spread, rows, strides, scale, unit, cap, bias,
         if TMA:
             Q = q.load([l, h, i0, 0]).reshape(BM, DP)
         else:
-            Q = load(q, i.to(tl.int64) * strides.q_row, i, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
+            Q = load(q, i.to(tl.int64) * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
         S = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # [BN, BM]
     level = level_of(tl.load(peak + rows + i, mask=i < n, other=float("-inf")), FAST)  # [BM]
     above = tl.load(spread + rows + i, mask=i < n, other=0.0) * LOG2E
@@ -114,7 +114,7 @@ def received(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, 
         q += l.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
         k += l.to(tl.int64) * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
         if HIDDEN == 0:
-            K = load(k, j.to(tl.int64) * strides.k_row, j, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
+            K = load(k, j.to(tl.int64) * strides.k_row, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
     if SCALES:
         scale = tl.load(scales + h)
     unit = scale * LOG2E
@@ -147,7 +147,7 @@ def health(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, ve
     if SCALES:
         scale = tl.load(scales + h)
     i = block * BM + tl.arange(0, BM)
-    Q = queries(q, strides, l, h, i, n, D, DP, HIDDEN)
+    Q = queries(q, strides, i, n, D, DP, HIDDEN)
     lo, hi = span_rows(where, l, h, i, n, M, MASK)
     rows = (l.to(tl.int64) * heads + h) * n
     total = tl.zeros([BM], tl.float32)
@@ -200,7 +200,7 @@ def pooled(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, ve
         start = tl.maximum(left, tl.min(tl.where(some, lo, M), 0))
         stop = tl.minimum(right, tl.max(hi, 0))
         if start < stop:
-            Q = queries(q, strides, l, h, i, n, D, DP, HIDDEN)
+            Q = queries(q, strides, i, n, D, DP, HIDDEN)
             for j0 in range(start, stop, BN):
                 j = j0 + tl.arange(0, BN)
                 S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, 0, n, M, D, DP, BM, BN, MASK, BIAS,
@@ -221,7 +221,7 @@ def rank(S, j):
 
 
 @triton.jit
-def insert(best, S, j, slots, KP: tl.constexpr):
+def insert(best, S, j):
     """Let the pairs of a tile compete with the best [BM, KP] so far, the strongest of each row at a time."""
     R = rank(S, j)  # [BM, BN]
     strongest = tl.max(R, 1)  # [BM]
@@ -250,7 +250,7 @@ def strongest(q, k, out, strides, scale, scales, cap, bias, where, vector, n, M,
     if SCALES:
         scale = tl.load(scales + h)
     i = block * BM + tl.arange(0, BM)
-    Q = queries(q, strides, l, h, i, n, D, DP, HIDDEN)
+    Q = queries(q, strides, i, n, D, DP, HIDDEN)
     lo, hi = span_rows(where, l, h, i, n, M, MASK)
     slots = tl.arange(0, KP)
     best = tl.full([BM, KP], -0x8000000000000000, tl.int64)
@@ -261,12 +261,12 @@ def strongest(q, k, out, strides, scale, scales, cap, bias, where, vector, n, M,
         j = b * BN + tl.arange(0, BN)
         S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, 0, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
                    False, HIDDEN, APPROXIMATE, PRECISION, False)
-        best = insert(best, S, j, slots, KP)
+        best = insert(best, S, j)
     for t in range(rest):
         b, slot = partial(where, t, first, full, until, MASK)
         j = b * BN + tl.arange(0, BN)
         S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, slot, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
                    False, HIDDEN, APPROXIMATE, PRECISION, True)
-        best = insert(best, S, j, slots, KP)
+        best = insert(best, S, j)
     at = ((l.to(tl.int64) * heads + h) * n + i)[:, None] * KP + slots[None, :]
     tl.store(out + at, best, mask=(i < n)[:, None])

@@ -23,7 +23,7 @@ def seats(count):
 
 
 @triton.jit
-def load(x, at, rows, there, width: tl.constexpr, stride, PADDED: tl.constexpr, GUARDED: tl.constexpr):
+def load(x, at, there, width: tl.constexpr, stride, PADDED: tl.constexpr, GUARDED: tl.constexpr):
     """Rows `at` [R] (pointers' offsets) of a matrix, [R, PADDED]; zeros where not `there` and beyond `width`."""
     d = tl.arange(0, PADDED).to(tl.int64)
     at = x + at[:, None] + d[None, :] * stride  # [R, PADDED]

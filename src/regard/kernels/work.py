@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .blocks import NONE, Layout, Where
 from .configs import Config, config, hopper, padded
-from .parts import PLAIN, Added, Dropped, Strides
+from .parts import INTERPRETED, PLAIN, Added, Dropped, Strides
 
-__all__ = ["Found", "Slopes", "Work", "interpreting"]
+__all__ = ["Found", "Slopes", "Work"]
 
 
 class Found(NamedTuple):
@@ -106,13 +106,13 @@ class Work:
         """Whether the chip's copy engine can fetch blocks of q, k and v: unit stride, the others multiples of 16 bytes."""
         tensors = (self.query, self.key, self.value)
         return (
-            not interpreting() and self.vector is None and hopper(self.query.device) and all(map(describable, tensors))
+            not INTERPRETED and self.vector is None and hopper(self.query.device) and all(map(describable, tensors))
         )
 
     @cached_property
     def approximate(self) -> bool:
         return (
-            self.value.element_size() == 2 and self.query.is_cuda and torch.version.hip is None and not interpreting()
+            self.value.element_size() == 2 and self.query.is_cuda and torch.version.hip is None and not INTERPRETED
         )
 
     @cached_property
@@ -153,10 +153,3 @@ def describable(x: Tensor) -> bool:
     """Whether a tensor can be described to the copy engine."""
     size = x.element_size()
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s > 0 for s in x.stride()[:3])
-
-
-def interpreting() -> bool:
-    """Whether Triton runs its kernels in Python (TRITON_INTERPRET=1)."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
