@@ -9,6 +9,7 @@ import gc
 import json
 import statistics
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -240,6 +241,12 @@ def report(name: str, question: str, rows: Sequence[Row], note: str = "", bars: 
     draw(_harness.report(f"gpu_{name}", question, rows, note, plot=plot))
 
 
+def _wrapped(label: str) -> str:
+    """A label in short lines: a new one at each comma, and before the width of its bars ends."""
+    lines = [textwrap.wrap(part.replace("/", "/ "), 13) for part in label.split(", ")]
+    return "\n".join(line.replace("/ ", "/") for part in lines for line in part)
+
+
 def draw(written: Path) -> None:
     """Draw the plot that a JSON of results asks for beside it, as SVG."""
     facts = json.loads(written.read_text(encoding="utf-8"))
@@ -264,7 +271,7 @@ def draw(written: Path) -> None:
         axes.bar(
             [x + (at - (len(columns) - 1) / 2) * width for x, _ in there], [y for _, y in there], width, label=column
         )
-    axes.set_xticks(range(len(rows)), [str(row[label]).replace(", ", "\n") for row in rows], fontsize=8)
+    axes.set_xticks(range(len(rows)), [_wrapped(str(row[label])) for row in rows], fontsize=8)
     axes.set_ylabel(plot["unit"])
     if plot["log"]:
         axes.set_yscale("log")
