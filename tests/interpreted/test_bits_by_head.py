@@ -1,4 +1,4 @@
-"""A mask of bits of its own for every item and head, over several blocks of 128: each kernel must find the right ones."""
+"""A mask of bits for every item and head, over several blocks of 128: each kernel must find the right ones."""
 
 from __future__ import annotations
 
