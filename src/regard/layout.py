@@ -57,6 +57,7 @@ def _made(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> Layou
     lo, hi, exact = mask.span(i, n, m)
     if exact and (mask.monotone or bool((_rises(lo) & _rises(hi)).all())):
         return Layout(n, m, *_row_vectors(lo, hi, n), lead=_lead(lo), inner=inner)
+    mask = mask.shared(device)
     return Layout(n, m, words=_words(mask, n, m, device), lead=mask.lead, inner=inner)
 
 

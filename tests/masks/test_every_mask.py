@@ -161,6 +161,13 @@ def test_masks_with_different_values_differ() -> None:
 
 
 @every_mask
+def test_sharing_changes_no_pair(case: Case) -> None:
+    mask, n, m = case
+    fewer = mask.shared(torch.device("cpu"))
+    assert torch.equal(fewer.dense(n, m).expand(*mask.lead, n, m), mask.dense(n, m).expand(*mask.lead, n, m))
+
+
+@every_mask
 def test_restrict_gives_the_mask_of_some_items_and_heads(case: Case) -> None:
     mask, n, m = case
     whole = mask.dense(n, m).expand(*mask.lead, n, m)

@@ -263,3 +263,18 @@ def test_constructors_read_no_values() -> None:
         dense(table),
     ]
     assert all((mask & causal(ints) | window(1, offset=ints)).lead for mask in made)
+
+
+def test_a_predicate_is_shared_among_the_items_and_heads_that_it_does_not_ask_about() -> None:
+    cpu = torch.device("cpu")
+    rules = {
+        (1, 1): lambda b, h, i, j: i > j,
+        (4, 1): lambda b, h, i, j: i > j + b,
+        (1, 3): lambda b, h, i, j: i > j + h,
+        (4, 3): lambda b, h, i, j: i > j + h - b,
+    }
+    for lead, rule in rules.items():
+        assert predicate(rule).bind(4, 3).shared(cpu).lead == lead
+        assert (~predicate(rule) & causal()).bind(4, 3).shared(cpu).lead == lead
+    always = predicate(lambda b, h, i, j: torch.tensor(True))
+    assert always.bind(4, 3).shared(cpu).lead == (1, 1)

@@ -94,6 +94,10 @@ class Mask(ABC):
         """Tell the mask the sizes of the problem; with `headless`, three dimensions mean (batch, n, m)."""
         return self
 
+    def shared(self, device: torch.device) -> Mask:
+        """Give the mask with one item, or one head, where it says the same of all: a function is asked to find out."""
+        return self._with_parts(lambda part: part.shared(device))
+
     def restrict(self, batch: slice, heads: slice) -> Mask:
         """Give the mask of some batch items and heads only."""
         if self.lead == (1, 1):

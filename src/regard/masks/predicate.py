@@ -59,6 +59,14 @@ class Predicate(Mask):
     def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
         return replace(self, batch=range(batch), head=range(heads)) if self.batch is None else self
 
+    def shared(self, device: torch.device) -> Mask:
+        if self.batch is None or self.head is None:
+            return self
+        first = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        batch, head = _positions(self.batch, first).reshape(-1, 1, 1, 1), _positions(self.head, first).reshape(-1, 1, 1)
+        size = (1, 1, 1, 1, *getattr(self.f(batch, head, first, first), "shape", ()))[-4:]  # 1 where f did not look
+        return replace(self, batch=self.batch[: size[0]], head=self.head[: size[1]])
+
     def restrict(self, batch: slice, heads: slice) -> Mask:
         if self.batch is None or self.head is None or self.lead == (1, 1):
             return self
