@@ -50,7 +50,7 @@ def same_bits(a: Tensor, b: Tensor) -> None:
 
 
 def statistics(seen: regard.Observation) -> dict[str, Tensor]:
-    names = ("output", "lse", "entropy", "max_logit", "received", "gradient_health", "visible")
+    names = ("output", "lse", "entropy", "max_logit", "received", "gradient_health", "distance", "visible")
     values, indices = seen.top(3)
     return {name: getattr(seen, name) for name in names} | {"top values": values, "top indices": indices}
 
@@ -221,7 +221,7 @@ def test_changes_behind_the_mask_leave_the_statistics_of_a_row_unchanged(backend
     after = regard.observe(
         query, torch.where(late, -3e3, key), torch.where(late, 1e6, value), mask=mask, backend=backend
     )
-    for name in ("output", "lse", "entropy", "max_logit", "gradient_health", "visible"):
+    for name in ("output", "lse", "entropy", "max_logit", "gradient_health", "distance", "visible"):
         rows = [getattr(seen, name)[:, :, : row + 1] for seen in (before, after)]
         same_bits(*rows)
     same_bits(before.weights(rows=slice(row + 1)), after.weights(rows=slice(row + 1)))

@@ -60,6 +60,9 @@ class Truth:
         self.perplexity = self.entropy.exp()
         self.received = self.P.sum(-2)
         self.gradient_health = (self.P * (1 - self.P)).sum(-1)
+        n, m = self.P.shape[-2:]
+        own = torch.arange(n)[:, None] + m - n
+        self.distance = (self.P * (own - torch.arange(m)).abs()).sum(-1)
 
     def map(self, height: int, width: int) -> Tensor:
         n, m = self.P.shape[-2:]
@@ -122,12 +125,12 @@ def case(name: str, backend: str, dtype: torch.dtype = torch.float32) -> tuple[r
 
 MEMBERS = (
     *("output", "lse", "entropy", "max_logit", "visible", "perplexity", "received", "gradient_health"),
-    *("weights", "scores", "map"),
+    *("distance", "weights", "scores", "map"),
 )
 
 
 def members(seen: regard.Observation, truth: Truth) -> dict[str, tuple[Tensor, Tensor]]:
-    named = {name: (getattr(seen, name), getattr(truth, name)) for name in MEMBERS[:8]}
+    named = {name: (getattr(seen, name), getattr(truth, name)) for name in MEMBERS[:9]}
     rest = {
         "weights": (seen.weights(), truth.P),
         "scores": (seen.scores(), truth.S),
@@ -380,7 +383,7 @@ def test_the_gradient_of_hidden_weights_is_zero_and_never_nan(backend: str) -> N
 def test_the_late_members_that_are_numbers_only_carry_no_graph() -> None:
     query, key, value = (x.requires_grad_() for x in inputs(1, 2))
     seen = regard.observe(query, key, value)
-    for found in (seen.visible, seen.received, seen.gradient_health, seen.map(2, 2), *seen.top(2), seen.max_logit):
+    for found in (seen.visible, seen.received, seen.gradient_health, seen.distance, seen.map(2, 2), *seen.top(2), seen.max_logit):
         assert not found.requires_grad
     for found in (seen.output, seen.lse, seen.entropy, seen.perplexity, seen.weights(), seen.scores()):
         assert found.requires_grad

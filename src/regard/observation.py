@@ -51,6 +51,7 @@ class Observation:
         ):  # their changes cannot be traced: look at copies
             problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _LOOKED_AT})
         self._problem, self._backend, self._found = problem, backend, result
+        self._passed: tuple[Tensor, Tensor] | None = None
         self._versions = [(t, _version(t)) for t in self._read]
 
     def __repr__(self) -> str:
@@ -72,10 +73,15 @@ class Observation:
         """Σ over queries of the weight each key receives, (…, Hq, M)."""
         return self._backend.received(self._passable("received"), self._found)
 
-    @cached_property
+    @property
     def gradient_health(self) -> Tensor:
         """Σ p(1 − p), the trace of the softmax Jacobian: 0 where the softmax is saturated, (…, Hq, N)."""
-        return self._backend.health(self._passable("gradient_health"), self._found)
+        return self._moments("gradient_health")[0]
+
+    @property
+    def distance(self) -> Tensor:
+        """Σ p·|i + M − N − j|: how far from its own place each row looks, the ends aligned, (…, Hq, N)."""
+        return self._moments("distance")[1]
 
     def scores(self, rows: Index = None, cols: Index = None) -> Tensor:
         """The logits that entered the softmax, −inf where hidden: (…, Hq, rows, cols); differentiable."""
@@ -114,6 +120,12 @@ class Observation:
                     f"map: {name} must be a whole number from 1 to {limit}, so that no cell is empty. Got {size!r}."
                 )
         return self._backend.pooled(p, self._found, height, width)
+
+    def _moments(self, member: str) -> tuple[Tensor, Tensor]:
+        """What one pass over the rows tells: gradient_health and distance."""
+        if self._passed is None:
+            self._passed = self._backend.moments(self._passable(member), self._found)
+        return self._passed
 
     @property
     def _read(self) -> list[Tensor]:

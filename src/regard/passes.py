@@ -14,7 +14,7 @@ from .scan import Look, Room, masked_logits, weights
 from .tile import BIAS, ROW, Spots
 from .tiling import Cut, strips
 
-__all__ = ["health", "logits_at", "pooled", "received", "top", "visible"]
+__all__ = ["logits_at", "moments", "pooled", "received", "top", "visible"]
 
 _SPLIT = 32  # keys that compete before the strongest of them compete for the top
 
@@ -36,17 +36,21 @@ def received(p: Problem, found: Result, cut: Cut) -> Tensor:
 
 @torch.no_grad()
 @exactly
-def health(p: Problem, found: Result, cut: Cut) -> Tensor:
-    """Σ p(1 − p) of each row: (…, Hq, N)."""
+def moments(p: Problem, found: Result, cut: Cut) -> tuple[Tensor, Tensor]:
+    """Σ p(1 − p) and Σ p |i + M − N − j| of each row: (…, Hq, N) each."""
     x, look = _looking(p, found)
-    total = torch.zeros_like(look.spread)
+    n, m = x.rule.n, x.rule.m
+    health, distance = torch.zeros_like(look.spread), torch.zeros_like(look.spread)
+    i, j = (torch.arange(size, dtype=health.dtype, device=health.device) for size in (n, m))
     room = Room()
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
             P = weights(x, tile, run, look, room)
-            ROW.part(total, tile).add_(torch.addcmul(P, P, P, value=-1, out=room.like("weights", P)).sum(-1))
-    return p.shaped(total.flatten(1, 2))
+            apart = (i[tile.rows, None] + (m - n) - j[tile.cols]).abs_()  # (r, c)
+            ROW.part(distance, tile).add_(torch.mul(P, apart, out=room.like("apart", P)).sum(-1))
+            ROW.part(health, tile).add_(torch.addcmul(P, P, P, value=-1, out=room.like("weights", P)).sum(-1))
+    return p.shaped(health.flatten(1, 2)), p.shaped(distance.flatten(1, 2))
 
 
 @torch.no_grad()

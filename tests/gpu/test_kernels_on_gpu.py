@@ -216,6 +216,7 @@ def test_passes_in_poisoned_memory_leave_no_trace() -> None:
         for found, expected in (
             (seen.received, true.received),
             (seen.gradient_health, true.gradient_health),
+            (seen.distance, true.distance),
             (seen.map(3, 70), true.map(3, 70)),
             (seen.top(5)[0], true.top(5)[0]),
             (seen.weights(), true.weights()),

@@ -119,6 +119,7 @@ def test_a_row_that_sees_nothing_gives_zeros(sunk: bool, bad: float) -> None:
             "perplexity": 1.0,
             "visible": 0,
             "gradient_health": 0.0,
+            "distance": 0.0,
         }
         for name, expected in empty.items():
             assert (getattr(seen, name)[:, :, :7] == expected).all(), name

@@ -42,6 +42,7 @@ def test_every_pass_agrees(case: Case) -> None:
     assert torch.equal(found.visible, true.visible)
     close(found.received, true.received)
     close(found.gradient_health, true.gradient_health)
+    close(found.distance, true.distance)
     n, m = case.shape.n, case.shape.m
     for height, width in ((2, m // 3), (n, m // 2)):  # coarse, and too fine for a kernel
         close(found.map(height, width), true.map(height, width))

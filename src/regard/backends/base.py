@@ -50,8 +50,8 @@ class Backend(ABC):
     def top(self, p: Problem, found: Result, k: int) -> tuple[Tensor, Tensor]:
         return passes.top(p, found, k, self.cut)
 
-    def health(self, p: Problem, found: Result) -> Tensor:
-        return passes.health(p, found, self.cut)
+    def moments(self, p: Problem, found: Result) -> tuple[Tensor, Tensor]:
+        return passes.moments(p, found, self.cut)
 
     def visible(self, p: Problem) -> Tensor:
         return passes.visible(p, self.cut)

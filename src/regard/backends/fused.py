@@ -94,10 +94,11 @@ class Fused(Backend):
         weights = (logits - peak[..., None] - spread[..., None]).exp().masked_fill(index < 0, 0.0)
         return p.shaped(weights.to(p.dtype)), p.shaped(index)
 
-    def health(self, p: Problem, found: Result) -> Tensor:
-        from ..kernels.launch import health
+    def moments(self, p: Problem, found: Result) -> tuple[Tensor, Tensor]:
+        from ..kernels.launch import moments
 
-        return p.shaped(health(*_looking(p, found)))
+        health, distance = moments(*_looking(p, found))
+        return p.shaped(health), p.shaped(distance)
 
     def visible(self, p: Problem) -> Tensor:
         if p.bias is not None:

@@ -19,7 +19,7 @@ from .forward import forward as forward_kernel
 from .parts import ALIBI, RELATIVE
 from .work import Found, Slopes, Work, describable
 
-__all__ = ["attend", "bias_slopes", "health", "key_slopes", "pooled", "prepare", "query_slopes", "received", "strongest"]
+__all__ = ["attend", "bias_slopes", "key_slopes", "moments", "pooled", "prepare", "query_slopes", "received", "strongest"]
 
 _FEW = 64  # rows that share a key head and fit one tile
 _MANY = 1024  # keys for which splitting them pays
@@ -173,15 +173,15 @@ def received(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
     return out
 
 
-def health(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
-    """Σ p (1 − p) of each row: (L, H, N)."""
+def moments(w: Work, peak: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ p (1 − p) and Σ p |i + M − N − j| of each row: (L, H, N) each."""
     L, H, N = w.rows
     c = w.config("queries")
-    out = torch.empty_like(peak)
-    pass_kernels.health[(triton.cdiv(N, c.BM) * L * H,)](
-        *_looking(w, out, peak, spread), w.where(c), w.vector, N, w.m, H, w.groups, **_sizes(w, c), **w.kinds, FAST=w.fast, **_how(c),
+    health, distance = torch.empty_like(peak), torch.empty_like(peak)
+    pass_kernels.moments[(triton.cdiv(N, c.BM) * L * H,)](
+        w.query, w.key, health, *_looking(w, distance, peak, spread)[2:], w.where(c), w.vector, N, w.m, H, w.groups, **_sizes(w, c), **w.kinds, FAST=w.fast, **_how(c),
     )
-    return out
+    return health, distance
 
 
 def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int) -> Tensor:

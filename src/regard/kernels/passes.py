@@ -133,12 +133,18 @@ def received(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, 
     tl.store(out + (l.to(tl.int64) * heads + h) * M + j, tl.sum(total, 1), mask=j < M)
 
 
+@triton.jit
+def apart(i, j, n, M):
+    """How far the keys j lie from the rows i [BM, BN], the ends of both aligned."""
+    return tl.abs((i + M - n)[:, None] - j[None, :]).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["n", "M", "where", "heads", "groups"])
-def health(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups,
-           D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-           CAP: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
-           PRECISION: tl.constexpr):
-    """Σ p (1 − p) of BM rows: program (block of rows, item and head)."""
+def moments(q, k, health, distance, peak, spread, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups,
+            D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
+            CAP: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
+            PRECISION: tl.constexpr):
+    """Σ p (1 − p) and Σ p |i + M − n − j| of BM rows: program (block of rows, item and head)."""
     block, own = seats(tl.cdiv(n, BM))
     h = own % heads
     l = own // heads
@@ -150,7 +156,8 @@ def health(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, ve
     Q = queries(q, strides, i, n, D, DP, HIDDEN)
     lo, hi = span_rows(where, l, h, i, n, M, MASK)
     rows = (l.to(tl.int64) * heads + h) * n
-    total = tl.zeros([BM], tl.float32)
+    free = tl.zeros([BM], tl.float32)
+    far = tl.zeros([BM], tl.float32)
     first, full, until, rest = met(where, seat(where, l, h, MASK), block, tl.cdiv(M, BN), M // BN, MASK)
     for t in range(full, until):
         b = whole_block(where, t, MASK)
@@ -158,15 +165,18 @@ def health(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, ve
         S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, 0, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
                    FAST, HIDDEN, APPROXIMATE, PRECISION, False)
         P = weights(S, peak, spread, rows, i, n, scale * LOG2E, FAST)
-        total += tl.sum(P - P * P, 1)
+        free += tl.sum(P - P * P, 1)
+        far += tl.sum(P * apart(i, j, n, M), 1)
     for t in range(rest):
         b, slot = partial(where, t, first, full, until, MASK)
         j = b * BN + tl.arange(0, BN)
         S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, slot, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
                    FAST, HIDDEN, APPROXIMATE, PRECISION, True)
         P = weights(S, peak, spread, rows, i, n, scale * LOG2E, FAST)
-        total += tl.sum(P - P * P, 1)
-    tl.store(out + rows + i, total, mask=i < n)
+        free += tl.sum(P - P * P, 1)
+        far += tl.sum(P * apart(i, j, n, M), 1)
+    tl.store(health + rows + i, free, mask=i < n)
+    tl.store(distance + rows + i, far, mask=i < n)
 
 
 @triton.jit(do_not_specialize=["n", "M", "height", "width", "where", "key_blocks", "heads", "groups"])
