@@ -200,9 +200,12 @@ def _full(bits: Tensor, rows: int, keys: int, BM: int, BN: int) -> Tensor:
     j = torch.arange(SIDE, device=bits.device)
     beyond = ((j >= (keys or SIDE)).view(SIDE // 32, 32).long() << torch.arange(32, device=bits.device)).sum(-1)
     beyond_keys = beyond.to(torch.int32)  # (SIDE / 32,) a word with the bits of the keys beyond the last
-    found = []
+    found: list[Tensor] = []
     for with_keys in (0, 1):
         for with_rows in (0, 1):
+            if found and not (with_keys and keys) and not (with_rows and rows):
+                found.append(found[0])  # nothing is beyond
+                continue
             words = bits | beyond_keys if with_keys else bits
             words = torch.where(beyond_rows, -1, words) if with_rows else words
             if BN >= 32:
@@ -223,13 +226,19 @@ def _seen_by_spans(lo: Tensor, hi: Tensor, m: int) -> Tensor:
 
 def _seen_by_bits(words: Words, m: int) -> Tensor:
     """Which of m keys have a bit in some block."""
-    shift = torch.arange(32, device=words.bits.device, dtype=torch.int32)
-    shown = torch.cat([((part[..., None] >> shift) & 1).bool().any(1).flatten(1) for part in words.bits.split(256)])
-    found = [shown[row.clamp(min=0).long()] & (row >= 0)[..., None] for row in words.table.unbind(2)]
-    total = found[0]  # (items, heads, key blocks, SIDE)
-    for more in found[1:]:
-        total = total | more
-    return total.flatten(2)[..., :m]
+    shown = _either(words.bits, 1)  # (slots, SIDE / 32)
+    slots = words.table  # (items, heads, row blocks, key blocks)
+    total = _either(torch.where((slots >= 0)[..., None], shown[slots.clamp(min=0).long()], 0), 2)
+    shift = torch.arange(32, device=shown.device, dtype=torch.int32)
+    return ((total[..., None] >> shift) & 1).bool().flatten(2)[..., :m]
+
+
+def _either(x: Tensor, dim: int) -> Tensor:
+    """The bits that are set somewhere along a dimension, by halves."""
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        x = torch.cat((x.narrow(dim, 0, half) | x.narrow(dim, half, half), x.narrow(dim, 2 * half, size % 2)), dim)
+    return x.squeeze(dim)
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
