@@ -117,9 +117,11 @@ def span_rows(where, l, h, i, n, m, MASK: tl.constexpr):
 def shown(where, lo, hi, slot, i, j, MASK: tl.constexpr):
     """Which pairs the mask shows: bool [BM, BN]."""
     if MASK == _BITS:
-        at = slot.to(tl.int64) * 512 + (i % 128) * 4  # [BM]
-        word = tl.load(where.bits + at[:, None] + ((j % 128) // 32)[None, :])  # [BM, BN]
-        show = ((word >> (j % 32)[None, :]) & 1) != 0
+        at = where.bits + slot.to(tl.int64) * 512 + (i % 128) * 4  # [BM]
+        which = ((j % 128) // 32)[None, :]  # [1, BN]: the word of its row that holds a key's bit
+        low = tl.where(which == 0, tl.load(at)[:, None], tl.load(at + 1)[:, None])
+        high = tl.where(which == 2, tl.load(at + 2)[:, None], tl.load(at + 3)[:, None])
+        show = ((tl.where(which < 2, low, high) >> (j % 32)[None, :]) & 1) != 0  # [BM, BN]
     else:
         show = (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
     return show
