@@ -26,7 +26,8 @@ def main() -> None:
     seen = regard.observe(q, k, v)
 
     def fresh(member: str) -> object:
-        seen.__dict__.pop(member, None)
+        vars(seen).pop(member, None)
+        vars(seen)["_passed"] = None
         return getattr(seen, member)
 
     def observe() -> object:

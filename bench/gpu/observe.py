@@ -86,7 +86,8 @@ def late() -> list[Row]:
     if isinstance(seen, regard.Observation):
 
         def fresh(member: str) -> object:
-            seen.__dict__.pop(member, None)
+            vars(seen).pop(member, None)
+            vars(seen)["_passed"] = None
             return getattr(seen, member)
 
         calls |= {
