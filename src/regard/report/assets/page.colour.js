@@ -1,0 +1,68 @@
+// Colours for numbers: a few stops from dark violet to bright yellow, between which OKLab is walked in a straight line.
+// Lightness rises evenly, so that order shows to every eye and in grey.
+
+const STOPS = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
+
+const toLinear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+const toGamma = (c) => (c <= 0.0031308 ? c * 12.92 : 1.055 * c ** (1 / 2.4) - 0.055);
+
+function oklab(hex) {
+  const [r, g, b] = [1, 3, 5].map((at) => toLinear(parseInt(hex.slice(at, at + 2), 16) / 255));
+  const l = Math.cbrt(0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b);
+  const m = Math.cbrt(0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b);
+  const s = Math.cbrt(0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b);
+  return [
+    0.2104542553 * l + 0.793617785 * m - 0.0040720468 * s,
+    1.9779984951 * l - 2.428592205 * m + 0.4505937099 * s,
+    0.0259040371 * l + 0.7827717662 * m - 0.808675766 * s,
+  ];
+}
+function rgb([L, a, b]) {
+  const l = (L + 0.3963377774 * a + 0.2158037573 * b) ** 3;
+  const m = (L - 0.1055613458 * a - 0.0638541728 * b) ** 3;
+  const s = (L - 0.0894841775 * a - 1.291485548 * b) ** 3;
+  const linear = [
+    4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s,
+    -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
+    -0.0041960863 * l - 0.7034186147 * m + 1.707614701 * s,
+  ];
+  return linear.map((c) => Math.round(255 * Math.min(1, Math.max(0, toGamma(Math.max(0, c))))));
+}
+
+const RAMP = (() => {
+  const stops = STOPS.map(oklab);
+  // Places of the stops by their lightness: equal steps of a number are then equal steps of lightness.
+  const places = stops.map(([L]) => (L - stops[0][0]) / (stops.at(-1)[0] - stops[0][0]));
+  return Array.from({ length: 256 }, (_, i) => {
+    const t = i / 255;
+    const at = Math.min(stops.length - 2, places.findLastIndex((place) => place <= t));
+    const part = (t - places[at]) / (places[at + 1] - places[at]);
+    return rgb(stops[at].map((c, axis) => c + part * (stops[at + 1][axis] - c)));
+  });
+})();
+
+const colour = (t) => RAMP[Math.round(255 * Math.min(1, Math.max(0, t)))];
+const css = (t) => `rgb(${colour(t).join(" ")})`;
+
+function drawRamp(canvas) {
+  const pen = canvas.getContext("2d");
+  const image = pen.createImageData(256, 1);
+  RAMP.forEach((c, i) => image.data.set([...c, 255], 4 * i));
+  pen.putImageData(image, 0, 0);
+}
+
+// A map's cells as an image, one pixel a cell; a cell that holds nothing stays open.
+function painted(layer, head, scale) {
+  const { width, height, cells } = opened(layer);
+  const canvas = make("canvas", { width, height });
+  const pen = canvas.getContext("2d");
+  const image = pen.createImageData(width, height);
+  const steps = look.steps[0];
+  for (let i = 0; i < width * height; i++) {
+    const count = cells[head * width * height + i];
+    const t = scale === "log" ? Math.log(count) / Math.log(steps) : (count / steps) ** 2;
+    if (count > 0) image.data.set([...colour(t), 255], 4 * i);
+  }
+  pen.putImageData(image, 0, 0);
+  return canvas;
+}

@@ -1,0 +1,291 @@
+// The tokens as text: point at one, and those it attends to, or is attended by, are shaded and listed.
+
+const WINDOW = 512; // tokens shown at once
+const LISTED = 16;
+const FIRST = 64; // the token that is chosen before the reader chooses one: with some text before it, and in sight
+let boxes = {}; // by side, queries and keys; one box for both where a text looks at itself
+let active = null; // { place, held }
+
+function windowsOf(spans) {
+  return spans.flatMap(([start, stop]) => {
+    const count = Math.max(1, Math.ceil((stop - start) / WINDOW));
+    const edge = (at) => start + Math.round(((stop - start) * at) / count);
+    return Array.from({ length: count }, (_, at) => [edge(at), edge(at + 1)]);
+  });
+}
+
+function buildTexts() {
+  const layer = here();
+  const same = layer.queries === layer.keys;
+  const known = boxes.queries && boxes.queries.text === layer.queries && boxes.keys.text === layer.keys;
+  if (known) return;
+  const { parts } = look.texts[layer.queries];
+  find("texts").replaceChildren();
+  active = null;
+  boxes = {};
+  if (!parts.length || !layer.k) {
+    find("texts").append(make("p", { class: "hint", text: "The strongest keys of the queries are not in this page." }));
+    return;
+  }
+  boxes.queries = textBox(layer.queries, same ? "Tokens" : "Queries", parts);
+  const runs = look.texts[layer.keys].runs.map(([start, tokens]) => [start, start + tokens.length]);
+  boxes.keys = same ? boxes.queries : textBox(layer.keys, "Keys", runs);
+  for (const box of new Set(Object.values(boxes))) {
+    find("texts").append(box.node);
+    box.turn(0);
+  }
+  const [start, stop] = boxes[state.direction].window();
+  active = { place: Math.min(stop, start + FIRST) - 1, held: true };
+}
+
+function textBox(text, label, spans) {
+  const windows = windowsOf(spans);
+  const { length } = look.texts[text];
+  const list = make("div", { class: "text", role: "listbox", "aria-orientation": "horizontal", "aria-label": label });
+  const box = { text, list, at: 0, tokens: new Map(), window: () => windows[box.at] };
+  const name = ([start, stop]) => `${label} ${asCount(start)}–${asCount(stop - 1)} of ${asCount(length)}`;
+  const pick = make("select", { "aria-label": `Part of the ${label.toLowerCase()}` });
+  windows.forEach((part, at) => pick.append(make("option", { value: at, text: name(part) })));
+  const back = make("button", { class: "quiet", type: "button", text: "‹", "aria-label": "Previous part" });
+  const on = make("button", { class: "quiet", type: "button", text: "›", "aria-label": "Next part" });
+  box.turn = (at) => {
+    box.at = Math.min(windows.length - 1, Math.max(0, at));
+    pick.value = String(box.at);
+    back.disabled = box.at === 0;
+    on.disabled = box.at === windows.length - 1;
+    fill(box);
+  };
+  box.reach = (place) => {
+    const at = windows.findIndex(([start, stop]) => place >= start && place < stop);
+    if (at >= 0 && at !== box.at) box.turn(at);
+    return at >= 0;
+  };
+  const move = (at) => {
+    box.turn(at);
+    if (boxes[state.direction] === box) hold(box.window()[0]); else shade();
+  };
+  pick.addEventListener("change", () => move(Number(pick.value)));
+  back.addEventListener("click", () => move(box.at - 1));
+  on.addEventListener("click", () => move(box.at + 1));
+  const pager = windows.length > 1 ? make("div", { class: "pager" }, back, pick, on) : make("h3", { text: name(windows[0]) });
+  box.node = make("div", {}, pager, list);
+  box.move = move;
+  textEvents(box);
+  return box;
+}
+
+function fill(box) {
+  const [start, stop] = box.window();
+  const text = look.texts[box.text];
+  box.tokens.clear();
+  box.list.scrollTop = 0;
+  box.list.replaceChildren();
+  for (let place = start; place < stop; place++) {
+    const token = tokenAt(text, place);
+    const node = make("span", { class: "token", role: "option", tabindex: "-1", "aria-selected": "false", "data-place": place, "aria-label": `${place} ${legible(token)}` }, ...spelled(token));
+    box.tokens.set(place, node);
+    box.list.append(node);
+    const broken = token !== null && token.endsWith("\n") && !(tokenAt(text, place + 1) ?? "x").startsWith("\n");
+    box.list.append(broken ? make("br") : make("wbr"));
+  }
+}
+
+function textEvents(box) {
+  const placeOf = (event) => {
+    const node = event.target.closest(".token");
+    return node && boxes[state.direction] === box ? Number(node.dataset.place) : null;
+  };
+  let held = null;
+  box.list.addEventListener("pointerover", (event) => {
+    const place = placeOf(event);
+    if (place === null || event.pointerType !== "mouse") return;
+    if (active?.held) held = active.place;
+    active = { place, held: false };
+    shade();
+  });
+  box.list.addEventListener("pointerleave", () => {
+    if (held !== null) active = { place: held, held: true };
+    shade();
+  });
+  box.list.addEventListener("focusin", (event) => {
+    const place = placeOf(event);
+    if (place === null || !event.target.matches(":focus-visible")) return;
+    held = null;
+    active = { place, held: false };
+    shade();
+  });
+  box.list.addEventListener("click", (event) => {
+    const place = placeOf(event);
+    if (place !== null) hold((held = place));
+  });
+  box.list.addEventListener("keydown", (event) => textKey(event, box, placeOf(event)));
+  box.release = () => { held = null; };
+}
+
+function textKey(event, box, place) {
+  if (place === null || event.altKey || event.metaKey || event.ctrlKey) return;
+  const [start, stop] = box.window();
+  const near = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: start, End: stop - 1 }[event.key];
+  const line = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+  const page = { PageUp: -1, PageDown: 1 }[event.key];
+  if (near !== undefined || line) {
+    const to = line ? beyond(box, place, line) : Math.min(stop - 1, Math.max(start, near));
+    box.tokens.get(place).tabIndex = -1;
+    box.tokens.get(to).tabIndex = 0;
+    box.tokens.get(to).focus();
+  } else if (page) {
+    box.move(box.at + page);
+    box.tokens.get(box.window()[0]).focus();
+  } else if (event.key === "Enter" || event.key === " ") {
+    hold(place);
+  } else if (event.key === "Escape" && active?.held) {
+    box.release();
+    active = { place, held: false };
+    shade();
+    event.stopPropagation();
+  } else {
+    return;
+  }
+  event.preventDefault();
+}
+
+// The token in the line above or below that is nearest to the one at `place`.
+function beyond(box, place, line) {
+  const from = box.tokens.get(place);
+  const [start, stop] = box.window();
+  let [best, top] = [place, null];
+  for (let at = place + line; at >= start && at < stop; at += line) {
+    const node = box.tokens.get(at);
+    if (Math.abs(node.offsetTop - from.offsetTop) < 4) continue;
+    if (top !== null && Math.abs(node.offsetTop - top) >= 4) break;
+    top ??= node.offsetTop;
+    const off = (other) => Math.abs(other.offsetLeft - from.offsetLeft);
+    if (best === place || off(node) < off(box.tokens.get(best))) best = at;
+  }
+  return best;
+}
+
+function hold(place) {
+  active = { place, held: true };
+  shade();
+  sight(boxes[state.direction], place);
+}
+// Scrolls the text, and never the page.
+function sight({ list, tokens }, place) {
+  const node = tokens.get(place);
+  if (!node) return;
+  const below = node.offsetTop + node.offsetHeight - list.clientHeight;
+  if (node.offsetTop < list.scrollTop) list.scrollTop = node.offsetTop - 30;
+  else if (below > list.scrollTop) list.scrollTop = below + 30;
+}
+function holdQuery(place) {
+  if (!boxes.queries) return;
+  if (state.direction !== "queries") direct("queries");
+  if (boxes.queries.reach(place)) hold(place);
+}
+
+// The strongest keys of a query: [[place, weight], …], the strongest first.
+function attended(layer, head, query) {
+  const open = opened(layer);
+  let row = 0;
+  for (const [start, stop] of look.texts[layer.queries].parts) {
+    if (query >= start && query < stop) return pairs(open, layer, head, row + query - start);
+    row += stop - start;
+  }
+  return [];
+}
+const rowsOf = (layer) => look.texts[layer.queries].parts.reduce((sum, [start, stop]) => sum + stop - start, 0);
+
+function pairs(open, layer, head, row) {
+  const found = [];
+  const first = (head * rowsOf(layer) + row) * layer.k;
+  for (let at = first; at < first + layer.k; at++) {
+    const weight = ((open.weights[2 * at] + 256 * open.weights[2 * at + 1]) / look.steps[1]) ** 2;
+    if (weight === 0) break;
+    let key = 0;
+    for (let byte = layer.width - 1; byte >= 0; byte--) key = key * 256 + open.keys[at * layer.width + byte];
+    found.push([key, weight]);
+  }
+  return found;
+}
+function attending(layer, head, key) {
+  const open = opened(layer);
+  const found = [];
+  let row = 0;
+  for (const [start, stop] of look.texts[layer.queries].parts) {
+    for (let query = start; query < stop; query++, row++) {
+      const pair = pairs(open, layer, head, row).find(([place]) => place === key);
+      if (pair) found.push([query, pair[1]]);
+    }
+  }
+  return found.sort((one, other) => other[1] - one[1]);
+}
+
+function shade() {
+  if (!boxes.queries) return;
+  const layer = here();
+  const out = state.direction === "queries";
+  const [from, to] = out ? [boxes.queries, boxes.keys] : [boxes.keys, boxes.queries];
+  for (const box of [from, to]) {
+    box.list.classList.toggle("idle", box !== from);
+    for (const node of box.tokens.values()) {
+      node.style.removeProperty("--w");
+      node.classList.remove("origin");
+      node.setAttribute("aria-selected", "false");
+      node.tabIndex = -1;
+    }
+  }
+  const origin = active && from.tokens.get(active.place);
+  (origin ?? from.tokens.values().next().value).tabIndex = 0;
+  if (!active) {
+    find("partners").replaceChildren(make("p", { text: "No token is chosen." }));
+    return;
+  }
+  const found = (out ? attended : attending)(layer, state.head, active.place);
+  for (const [place, weight] of found) to.tokens.get(place)?.style.setProperty("--w", (0.1 + 0.9 * Math.sqrt(weight)).toFixed(3));
+  origin?.classList.add("origin");
+  origin?.setAttribute("aria-selected", String(active.held));
+  listPartners(layer, found, out, from, to);
+}
+
+function listPartners(layer, found, out, from, to) {
+  const name = legible(tokenAt(look.texts[from.text], active.place));
+  const total = found.reduce((sum, [, weight]) => sum + weight, 0);
+  const queries = rowsOf(layer);
+  const summary = out
+    ? found.length ? `attends to; its ${found.length} strongest keys hold ${asWeight(total)} of its weight` : "attends to nothing"
+    : `is among the ${layer.k} strongest keys of ${asCount(found.length)} of ${asCount(queries)} queries`;
+  const first = found.length > LISTED ? `; the first ${LISTED}:` : "";
+  const list = make("ol");
+  const most = found.length ? found[0][1] : 1;
+  for (const [place, weight] of found.slice(0, LISTED)) {
+    const bar = make("span", { class: "amount" });
+    bar.style.width = `${Math.max(2, (100 * weight) / most)}%`;
+    const token = tokenAt(look.texts[to.text], place);
+    const who = make("bdi", { class: "who" }, make("span", { class: "place", text: `${place} ` }), ...spelled(token));
+    const row = make("button", { class: "partner", type: "button" }, bar, make("span", { class: "number", text: asWeight(weight) }), who);
+    row.addEventListener("click", () => {
+      if (to === from && to.reach(place)) hold(place); else if (to.reach(place)) shade();
+      sight(to, place);
+    });
+    list.append(make("li", {}, row));
+  }
+  const title = make("h3", {}, make("bdi", { text: `“${name}”` }), ` ${out ? "query" : "key"} ${asCount(active.place)}`);
+  find("partners").replaceChildren(title, make("p", { text: summary + first }), list);
+}
+
+function direct(direction) {
+  state.direction = direction;
+  document.querySelector(`input[name=direction][value=${direction}]`).checked = true;
+  if (!boxes.queries) return;
+  const box = boxes[direction];
+  box.release();
+  if (!active || !box.tokens.has(active.place)) active = { place: box.window()[1] - 1, held: true };
+  shade();
+}
+
+function tokenEvents() {
+  for (const input of document.querySelectorAll("input[name=direction]")) {
+    input.addEventListener("change", () => direct(input.value));
+  }
+}

@@ -1,0 +1,74 @@
+"""The report: one HTML file that opens from disk, with a model's heads to look at, read and compare."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import os
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from ..errors import ArgumentError
+from .files import write_text
+from .look import Look
+from .page_budget import LIMIT
+from .page_data import embedded, told
+from .terminal import shown
+
+__all__ = ["render", "write"]
+
+_SCRIPTS = ("page.start.js", "page.colour.js", "page.grid.js", "page.map.js", "page.tokens.js", "page.js")
+
+
+def render(look: Look) -> str:
+    """Draw `look` as one page of HTML that needs no network: at most 3 MB, the same bytes for the same look.
+
+    >>> import torch
+    >>> from regard.report.look import HeadLook, LayerLook, Look
+    >>> head = HeadLook(0, {"entropy": 0.0}, torch.eye(2), (torch.ones(2, 1), torch.tensor([[0], [1]])))
+    >>> page = render(Look("Cats", {}, [LayerLook("encoder.0", ["a", "cat"], ["a", "cat"], [head])], []))
+    >>> page.startswith("<!doctype html>"), "<title>Cats</title>" in page
+    (True, True)
+    """
+    if not any(layer.heads for layer in look.layers):
+        raise ArgumentError(
+            "render: the look has no heads to show. Call the model inside `with regard.watch(model) as seen:`, then "
+            "take seen.look()."
+        )
+    blank = _assembled(look.title, "")
+    page = _assembled(look.title, embedded(told(look, LIMIT - len(blank.encode()))))
+    size = len(page.encode())
+    if size > LIMIT:
+        raise ArgumentError(
+            f"render: the page would take {size:,} bytes, more than {LIMIT:,}, even with the coarsest maps. Report "
+            f"fewer layers at a time, or fewer facts."
+        )
+    return page
+
+
+def write(look: Look, path: str | os.PathLike[str]) -> Path:
+    """Write the page of `look` to `path`, whole or not at all."""
+    return write_text(path, render(look), "write")
+
+
+def _assembled(title: str, data: str) -> str:
+    """The page around its data, with a policy under which only our own style and script run."""
+    style = _asset("page.css")
+    script = '(() => {\n"use strict";\n' + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    heading = html.escape(shown(title))
+    pieces = {"title": heading, "policy": html.escape(policy), "style": style, "script": script, "data": data}
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")

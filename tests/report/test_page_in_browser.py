@@ -1,0 +1,402 @@
+"""The report as a reader meets it: opened from disk in a real browser, with mouse, keyboard, phone, light and dark."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regard.report import page
+from regard.report.look import Look
+from report.browser import chrome, complaints, opened, prefer, settle, view
+from report.looks import example, layer, synthetic, words
+
+LEGIBLE = """
+const dot = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
+const pen = dot.getContext("2d", {willReadFrequently: true});
+const rgb = (colours) => {
+  pen.clearRect(0, 0, 1, 1);
+  for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
+  return pen.getImageData(0, 0, 1, 1).data;
+};
+const light = (c) => [0, 1, 2].reduce((sum, i) => {
+  const x = c[i] / 255;
+  return sum + [0.2126, 0.7152, 0.0722][i] * (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+}, 0);
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+const poor = [];
+let count = 0;
+while (walker.nextNode()) {
+  const node = walker.currentNode.parentElement;
+  if (!walker.currentNode.data.trim() || !node.checkVisibility()) continue;
+  if (node.matches("script, option, :disabled, .skip")) continue;
+  const behind = [];
+  for (let at = node; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+  const [back, front] = [light(rgb(behind)), light(rgb([...behind, getComputedStyle(node).color]))];
+  const contrast = (Math.max(back, front) + 0.05) / (Math.min(back, front) + 0.05);
+  count++;
+  if (contrast < 4.5) poor.push(`${walker.currentNode.data.trim()} (${node.className}): ${contrast.toFixed(2)}`);
+}
+return [count, poor];
+"""
+
+
+@pytest.fixture(scope="module")
+def look() -> Look:
+    return example(layers=3, heads=4, tokens=80, k=8)
+
+
+@pytest.fixture(scope="module")
+def path(look: Look, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return page.write(look, tmp_path_factory.mktemp("report") / "a page & more.html")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chrome() as driver:
+        yield driver
+
+
+@pytest.fixture
+def driver(browser: Any, path: Path) -> Iterator[Any]:
+    """The example's page, freshly opened on a desk in the light; the console must have nothing to say."""
+    view(browser, 1280, 900)
+    prefer(browser, dark=False)
+    browser.get("about:blank")
+    opened(browser, path)
+    yield browser
+    browser.execute_script("try { localStorage.clear() } catch { return }")
+    assert complaints(browser) == []
+
+
+def at(driver: Any, selector: str) -> Any:
+    return driver.find_element("css selector", selector)
+
+
+def text(driver: Any, selector: str) -> str:
+    return at(driver, selector).text
+
+
+def each(driver: Any, selector: str, what: str) -> list[str]:
+    """`what` of every element that `selector` finds, in one round."""
+    return driver.execute_script(f"return [...document.querySelectorAll(arguments[0])].map(e => e.{what})", selector)
+
+
+def cell(driver: Any, row: int, head: int) -> Any:
+    return at(driver, f".cellule[data-layer='{row}'][data-head='{head}']")
+
+
+def hover(driver: Any, element: Any, right: int = 0, down: int = 0) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    settle(driver)
+    ActionChains(driver, duration=0).move_to_element_with_offset(element, right, down).perform()
+    settle(driver)
+
+
+def press(driver: Any, *names: str) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    ActionChains(driver, duration=0).send_keys(*(getattr(Keys, name) for name in names)).perform()
+
+
+def choose(driver: Any, selector: str, label: str) -> None:
+    from selenium.webdriver.support.select import Select
+
+    Select(at(driver, selector)).select_by_visible_text(label)
+
+
+def three(value: float) -> str:
+    """A number as the page writes it, to three digits."""
+    return f"{float(f'{value:.3g}'):g}"
+
+
+def focused(driver: Any) -> dict[str, str]:
+    return dict(driver.execute_script("return {...document.activeElement.dataset}"))
+
+
+def partners(driver: Any) -> list[tuple[float, int]]:
+    weights, places = each(driver, ".partner .number", "innerText"), each(driver, ".partner .place", "innerText")
+    return [(float(weight.replace("−", "-")), int(place)) for weight, place in zip(weights, places, strict=True)]
+
+
+def strongest(look: Look, row: int, head: int, query: int) -> list[tuple[float, int]]:
+    weights, keys = look.layers[row].heads[head].strongest
+    return [
+        (weight, key) for weight, key in zip(weights[query].tolist(), keys[query].tolist(), strict=True) if weight > 0
+    ]
+
+
+def same(shown: list[tuple[float, int]], given: list[tuple[float, int]]) -> bool:
+    return [key for _, key in shown] == [key for _, key in given] and all(
+        math.isclose(one, other, abs_tol=6e-4) for (one, _), (other, _) in zip(shown, given, strict=True)
+    )
+
+
+def test_it_opens_from_disk_and_shows_what_it_was_given_as_text(driver: Any, look: Look) -> None:
+    assert driver.current_url.startswith("file:///")
+    assert driver.title == look.title
+    assert text(driver, "h1") == look.title
+    assert "hand-built <i>model</i>" in text(driver, "#facts")
+    assert "saturated <b>in most rows</b>." in text(driver, "#remarks")
+    tokens = each(driver, ".token", "innerText")
+    assert tokens[:2] == words(2)
+    assert tokens[5:11] == ["↵", "∅", "·", "··", "⇥", r"\r↵"]
+    assert tokens[11] == r"\u202edlrow"
+    assert tokens[15:17] == [r"\ud800", r"\u2028"]
+    assert driver.execute_script("return document.querySelectorAll('script').length") == 2
+
+
+def test_a_script_that_is_not_ours_does_not_run(browser: Any, path: Path) -> None:
+    opened(browser, path)
+    script = "const s = document.createElement('script'); s.textContent = 'window.broken = 1'; document.body.append(s);"
+    assert browser.execute_script(f"{script} return window.broken ?? null") is None
+    assert any("Content Security Policy" in said for said in complaints(browser))
+
+
+def test_pointing_at_a_head_shows_its_numbers(driver: Any, look: Look) -> None:
+    hover(driver, cell(driver, 1, 2))
+    shown, given = text(driver, "#tip"), look.layers[1].heads[2].statistics
+    assert "transformer.h.1.attn · head 2" in shown
+    assert f"{three(given['entropy'])} nats" in shown
+    assert f"{three(100 * given['first_share'])} %" in shown
+    assert "Distance\n–" in shown
+    hover(driver, at(driver, "h1"))
+    assert not at(driver, "#tip").is_displayed()
+
+
+def test_a_click_on_a_head_shows_its_map_statistics_and_tokens(driver: Any, look: Look) -> None:
+    before = driver.execute_script("return document.getElementById('map').toDataURL()")
+    cell(driver, 0, 3).click()
+    assert text(driver, "#detail-title") == "transformer.h.0.attn · head 3"
+    assert cell(driver, 0, 3).get_attribute("aria-selected") == "true"
+    assert f"{three(look.layers[0].heads[3].statistics['entropy'])} nats" in text(driver, "#numbers")
+    assert driver.execute_script("return document.getElementById('map').toDataURL()") != before
+    assert driver.current_url.endswith("#head=0.3")
+    assert same(partners(driver), strongest(look, 0, 3, 63))
+    at(driver, "#after").click()
+    assert text(driver, "#detail-title") == "transformer.h.1.attn · head 0"
+
+
+def test_an_address_leads_to_its_head(driver: Any, path: Path) -> None:
+    driver.get("about:blank")
+    driver.get(path.as_uri() + "#head=1.2")
+    assert text(driver, "#detail-title") == "transformer.h.1.attn · head 2"
+    driver.get(path.as_uri() + "#head=9.9")
+    assert text(driver, "#detail-title") == "transformer.h.1.attn · head 2"
+
+
+def test_a_finding_selects_its_heads(driver: Any) -> None:
+    problem, notable = driver.find_elements("css selector", "#remarks a")  # problems first; one names no layer here
+    notable.click()
+    assert text(driver, "#detail-title") == "transformer.h.2.attn · head 1"
+    problem.click()
+    assert text(driver, "#detail-title") == "transformer.h.2.attn · head 0"
+    assert each(driver, ".cellule.named", "dataset.head") == ["0", "2"]
+    assert "saturated" in text(driver, "#said")
+    assert "named without a link" in text(driver, "#remarks")
+
+
+def test_the_keyboard_reaches_everything(driver: Any) -> None:
+    press(driver, "TAB")
+    assert driver.switch_to.active_element.text == "Skip to the heads"
+    press(driver, "ENTER", "TAB", "TAB")
+    assert focused(driver) == {"layer": "2", "head": "0"}
+    press(driver, "ARROW_UP", "ARROW_RIGHT", "ARROW_RIGHT")
+    assert focused(driver) == {"layer": "1", "head": "2"}
+    assert "head 2" in text(driver, "#tip")
+    outline = driver.execute_script("return getComputedStyle(document.activeElement).outlineWidth")
+    assert float(outline.removesuffix("px")) >= 2
+    assert text(driver, "#detail-title") == "transformer.h.2.attn · head 0"
+    press(driver, "ENTER")
+    assert text(driver, "#detail-title") == "transformer.h.1.attn · head 2"
+    press(driver, "HOME", "ARROW_LEFT", "ARROW_UP", "ARROW_UP", "END", "ESCAPE")
+    assert focused(driver) == {"layer": "0", "head": "3"}
+    assert not at(driver, "#tip").is_displayed()
+
+
+def test_escape_leaves_the_tokens_for_the_grid(driver: Any, look: Look) -> None:
+    driver.execute_script("document.querySelector('.token[tabindex=\"0\"]').focus()")
+    press(driver, "ARROW_LEFT", "HOME", "ARROW_RIGHT", "ARROW_DOWN")
+    place = int(focused(driver)["place"])
+    assert place > 6
+    press(driver, "ENTER")
+    assert at(driver, ".token[aria-selected='true']").get_attribute("data-place") == str(place)
+    assert same(partners(driver), strongest(look, 2, 0, place))
+    press(driver, "ESCAPE")
+    assert not driver.find_elements("css selector", ".token[aria-selected='true']")
+    press(driver, "ESCAPE")
+    assert focused(driver) == {"layer": "2", "head": "0"}
+
+
+def test_another_statistic_colours_the_heads_anew(driver: Any, look: Look) -> None:
+    def colours() -> list[str]:
+        return each(driver, ".cellule", "style.backgroundColor")
+
+    entropy = colours()
+    choose(driver, "#statistic", "Largest logit")
+    logits = [one.statistics["max_logit"] for row in look.layers for one in row.heads]
+    assert colours() != entropy
+    assert colours()[logits.index(min(logits))] == "rgb(68, 1, 84)"
+    assert colours()[logits.index(max(logits))] == "rgb(253, 231, 37)"
+    assert text(driver, "#heads-low") == three(min(logits))
+    choose(driver, "#statistic", "On the first key (%)")
+    assert text(driver, "#heads-unit") == "%"
+    choose(driver, "#statistic", "Distance (tokens)")
+    assert each(driver, ".cellule", "innerText") == ["–"] * 12
+    assert not at(driver, "#heads-legend").is_displayed()
+    choose(driver, "#statistic", "Pooled maps")
+    assert len(driver.find_elements("css selector", ".cellule canvas")) == 12
+
+
+def test_heads_that_are_almost_alike_get_almost_one_colour(driver: Any, tmp_path: Path) -> None:
+    look = synthetic(1, 2, 8)
+    look.layers[0].heads[1] = replace(look.layers[0].heads[1], statistics={"entropy": 1.0001})
+    opened(driver, page.write(look, tmp_path / "alike.html"))
+    one, other = (
+        [int(part) for part in re.findall(r"\d+", c)] for c in each(driver, ".cellule", "style.backgroundColor")
+    )
+    assert max(abs(a - b) for a, b in zip(one, other, strict=True)) <= 2
+    assert [text(driver, "#heads-low"), text(driver, "#heads-high")] == ["0.99", "1.01"]
+
+
+def test_pointing_at_the_map_reads_its_cells(driver: Any, look: Look) -> None:
+    cell(driver, 2, 1).click()
+    driver.execute_script("document.getElementById('map').focus()")
+    press(driver, "ARROW_UP", "ARROW_DOWN", "ARROW_DOWN", "ARROW_LEFT", "ARROW_RIGHT")
+    given = float(look.layers[2].heads[1].map[2, 1])
+    shown = text(driver, "#cell").replace("\u2068", "").replace("\u2069", "").replace("−", "-")
+    assert shown.startswith("3 “]]>” → 2 “<!--”: mean weight ")
+    largest = float(look.layers[2].heads[1].map.max())
+    assert math.isclose(float(shown.rpartition(" ")[2]), given, abs_tol=largest / 255 + 6e-3 * given)
+    hover(driver, at(driver, "#map"), 30, 60)
+    assert "mean weight" in text(driver, "#cell")
+    assert "mean weight " + shown.rpartition(" ")[2] not in text(driver, "#cell")
+    assert at(driver, "#cursor").is_displayed()
+    before = driver.execute_script("return document.getElementById('map').toDataURL()")
+    at(driver, "input[name=scale][value=linear] + span").click()
+    assert driver.execute_script("return document.getElementById('map').toDataURL()") != before
+    assert text(driver, "#map-ticks").startswith("0")
+
+
+def test_pointing_at_a_token_shows_whom_it_attends_and_who_attends_it(driver: Any, look: Look) -> None:
+    cell(driver, 1, 0).click()
+    hover(driver, at(driver, ".token[data-place='40']"))
+    given = strongest(look, 1, 0, 40)
+    assert same(partners(driver), given)
+    shades = each(driver, ".token", "style.getPropertyValue('--w')")
+    assert {place for place, shade in enumerate(shades) if shade} == {key for _, key in given}
+    assert math.isclose(float(shades[given[0][1]]), 0.1 + 0.9 * math.sqrt(given[0][0]), abs_tol=2e-3)
+    assert f"hold {sum(weight for weight, _ in given):.3f}" in text(driver, "#partners")
+    hover(driver, at(driver, "h1"))
+    assert "query 63" in text(driver, "#partners")  # what was held comes back
+    at(driver, "input[name=direction][value=keys] + span").click()
+    at(driver, ".token[data-place='20']").click()
+    back = [(w, query) for query in range(80) for w, key in strongest(look, 1, 0, query) if key == 20]
+    back.sort(key=lambda pair: -pair[0])
+    assert len(back) > 1
+    assert f"8 strongest keys of {len(back)} of 80 queries" in text(driver, "#partners")
+    assert same(partners(driver), back[:16])
+
+
+def test_a_theme_is_the_systems_until_it_is_chosen_and_then_remembered(driver: Any, path: Path) -> None:
+    theme = "return document.documentElement.dataset.theme"
+    assert driver.execute_script(theme) == "light"
+    prefer(driver, dark=True)
+    assert driver.execute_script(theme) == "dark"
+    assert driver.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(17, 20, 24)"
+    at(driver, "#theme").click()
+    assert driver.execute_script(theme) == "light"
+    driver.refresh()
+    assert driver.execute_script(theme) == "light"
+    assert text(driver, "#theme") == "Dark"
+
+
+def test_a_page_without_storage_works(driver: Any, path: Path) -> None:
+    broken = "Object.defineProperty(window, 'localStorage', {get() { throw new Error('denied') }})"
+    script = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": broken})
+    try:
+        driver.refresh()
+        at(driver, "#theme").click()
+        assert driver.execute_script("return document.documentElement.dataset.theme") == "dark"
+        assert text(driver, "#detail-title")
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_all_text_is_legible(driver: Any, dark: bool) -> None:
+    prefer(driver, dark=dark)
+    count, poor = driver.execute_script(LEGIBLE)
+    assert count > 150
+    assert poor == []
+
+
+def test_colours_rise_in_lightness_evenly(driver: Any) -> None:
+    pixels = driver.execute_script(
+        "return [...document.getElementById('map-ramp').getContext('2d').getImageData(0, 0, 256, 1).data]"
+    )
+
+    def lightness(rgb: list[int]) -> float:
+        r, g, b = (c / 3294.6 if c <= 10.31 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb)
+        cones = (
+            0.4122 * r + 0.5363 * g + 0.0514 * b,
+            0.2119 * r + 0.6807 * g + 0.1074 * b,
+            0.0883 * r + 0.2817 * g + 0.63 * b,
+        )
+        return sum(weight * cone ** (1 / 3) for weight, cone in zip((0.21045, 0.79362, -0.00407), cones, strict=True))
+
+    values = [lightness(pixels[4 * place : 4 * place + 3]) for place in range(256)]
+    assert values[-1] - values[0] > 0.6
+    even = [values[0] + (values[-1] - values[0]) * place / 255 for place in range(256)]
+    assert max(abs(one - other) for one, other in zip(values, even, strict=True)) < 0.01
+
+
+def test_a_phone_needs_no_sideways_scrolling(browser: Any, path: Path, tmp_path: Path) -> None:
+    cross = Look("title" * 40, {"fact": "x" * 300}, [], [])
+    cross.layers.append(layer("decoder.layers.0.cross_attention.inner", words(30), ["W" * 100, *words(60)], 4))
+    pages = [path, page.write(cross, tmp_path / "cross.html"), page.write(synthetic(3, 40, 30), tmp_path / "wide.html")]
+    view(browser, 375, 812)
+    for one in pages:
+        opened(browser, one)
+        sizes = (
+            "const d = document.documentElement; return [d.scrollWidth, window.innerWidth, document.body.scrollWidth]"
+        )
+        assert browser.execute_script(sizes) == [375, 375, 375]
+        cell(browser, 0, 1).click()
+        assert browser.execute_script(sizes) == [375, 375, 375]
+        assert at(browser, "#map").size["width"] > 250
+        assert complaints(browser) == []
+
+
+def test_queries_and_keys_are_read_side_by_side(driver: Any, tmp_path: Path) -> None:
+    look = Look("cross", {}, [layer("cross", words(30), words(60)[5:], 2, k=4)], [])
+    opened(driver, page.write(look, tmp_path / "cross.html"))
+    queries, keys = driver.find_elements("css selector", "[role=listbox]")
+    assert [queries.get_attribute("aria-label"), keys.get_attribute("aria-label")] == ["Queries", "Keys"]
+    queries.find_element("css selector", "[data-place='12']").click()
+    assert same(partners(driver), strongest(look, 0, 0, 12))
+    first = strongest(look, 0, 0, 12)[0][1]
+    assert keys.find_element("css selector", f"[data-place='{first}']").get_attribute("style")
+    assert not queries.find_element("css selector", f"[data-place='{first}']").get_attribute("style")
+
+
+def test_a_long_text_is_read_part_by_part(driver: Any, tmp_path: Path) -> None:
+    look = synthetic(1, 1, 1300, k=4)
+    opened(driver, page.write(look, tmp_path / "long.html"))
+    assert len(driver.find_elements("css selector", ".token")) < 520
+    assert text(driver, ".pager select").startswith("Tokens 0–432 of 1,300")
+    at(driver, "[aria-label='Next part']").click()
+    assert at(driver, ".token").get_attribute("data-place") == "433"
+    choose(driver, ".pager select", "Tokens 867–1,299 of 1,300")
+    at(driver, ".token[data-place='1000']").click()
+    assert same(partners(driver), strongest(look, 0, 0, 1000))
+    at(driver, ".partner").click()  # to a key in another part
+    assert f"query {strongest(look, 0, 0, 1000)[0][1]:,}" in text(driver, "#partners")
