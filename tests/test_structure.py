@@ -42,6 +42,7 @@ LAYERS = (
         "backends",
         "plan",
         "observation",
+        "witness",
         "steps",
         "functional",
         "warmup",

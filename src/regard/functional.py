@@ -11,16 +11,18 @@ from .biases import Bias
 from .errors import ArgumentError, DtypeError, ShapeError
 from .masks import Mask, causal
 from .masks.index import joint
-from .observation import Observation
+from .observation import Observation, observed
 from .plan import Plan, choose, plan, run
 from .problem import Problem, pose
 from .scores import Score
 from .steps import Steps, walk
+from .witness import WITNESSES
 
 __all__ = [
     "attention",
     "attention_with_weights",
     "observe",
+    "posed_as_torch",
     "scaled_dot_product_attention",
     "steps",
     "why",
@@ -59,14 +61,14 @@ def attention(
             [20.]])
     """
     plain = bias is None and score is None and scale is None and softcap is None and sink is None
-    if plain and type(dropout) is float and not dropout and backend == "auto":
+    if plain and type(dropout) is float and not dropout and backend == "auto" and not WITNESSES:
         answer = at_once(query, key, value, mask)
         if answer is not None:
             return answer
     problem = pose(
         query, key, value, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout
     )
-    return run(problem, choose(problem, backend)).output
+    return _answer(problem, backend)
 
 
 def observe(
@@ -186,6 +188,23 @@ def scaled_dot_product_attention(
     >>> torch.allclose(regard.scaled_dot_product_attention(q, q, q, is_causal=True), same, atol=1e-6)
     True
     """
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if enable_gqa and isinstance(query, Tensor) and query.dim() == 3:  # torch reads (heads, length, dim) here
+        return scaled_dot_product_attention(query[None], key[None], value[None], *arguments[3:])[0]
+    return _answer(posed_as_torch(*arguments), "auto")
+
+
+def posed_as_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Problem:
+    """The problem that torch's arguments mean."""
     who = "scaled_dot_product_attention"
     if is_causal and attn_mask is not None:
         raise ArgumentError(
@@ -197,13 +216,9 @@ def scaled_dot_product_attention(
             f"a mask of regard goes to regard.attention(mask=...)."
         )
     if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
-        if enable_gqa and query.dim() == 3:  # torch reads (heads, length, dim) here
-            query, key, value = query[None], key[None], value[None]
-            again = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            return again[0]
         query, key, value = _as_torch_broadcasts(query, key, value, enable_gqa, who)
     selects = attn_mask is not None and attn_mask.dtype == torch.bool
-    problem = pose(
+    return pose(
         query,
         key,
         value,
@@ -214,7 +229,6 @@ def scaled_dot_product_attention(
         who=who,
         names=("attn_mask", "attn_mask"),
     )
-    return run(problem, choose(problem)).output
 
 
 def _as_torch_broadcasts(
@@ -258,6 +272,14 @@ def attention_with_weights(
     return seen.output, seen.weights()
 
 
+def _answer(problem: Problem, backend: str | Backend) -> Tensor:
+    if WITNESSES:
+        return WITNESSES[-1].answer(problem, backend)
+    return run(problem, choose(problem, backend)).output
+
+
 def _seen(problem: Problem, backend: str | Backend) -> Observation:
-    chosen = choose(problem, backend)
-    return Observation(problem, chosen, run(problem, chosen))
+    seen = observed(problem, backend)
+    if WITNESSES:
+        WITNESSES[-1].show(seen)
+    return seen

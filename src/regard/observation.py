@@ -14,9 +14,10 @@ from .backends import Backend
 from .canonical import Result
 from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
 from .passes import logits_at
+from .plan import choose, run
 from .problem import Problem
 
-__all__ = ["Observation"]
+__all__ = ["Observation", "observed"]
 
 Index = slice | range | Tensor | list[int] | None
 _LOOKED_AT = ("query", "key", "mask", "bias", "score", "scale", "sink")  # what late passes read
@@ -57,6 +58,11 @@ class Observation:
     def __repr__(self) -> str:
         p = self._problem
         return f"Observation(heads {tuple(p.lead)}, {p.rows} queries, {p.keys} keys, by {self._backend.name})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weights, (…, Hq, N, M)."""
+        return (*self.lse.shape, self._problem.keys)
 
     @property
     def perplexity(self) -> Tensor:
@@ -114,12 +120,32 @@ class Observation:
     def map(self, height: int, width: int) -> Tensor:
         """The mean weight in each cell of a grid over N × M; row i is in cell ⌊i·height/N⌋: (…, Hq, height, width)."""
         p = self._passable("map")
-        for name, size, limit in (("height", height, p.rows), ("width", width, p.keys)):
+        self._check_grid("map", height, width)
+        return self._backend.pooled(p, self._found, height, width)
+
+    def _check_grid(self, member: str, height: int, width: int) -> None:
+        for name, size, limit in (("height", height, self._problem.rows), ("width", width, self._problem.keys)):
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= limit:
                 raise ArgumentError(
-                    f"map: {name} must be a whole number from 1 to {limit}, so that no cell is empty. Got {size!r}."
+                    f"{member}: {name} must be a whole number from 1 to {limit}, so that no cell is empty. "
+                    f"Got {size!r}."
                 )
-        return self._backend.pooled(p, self._found, height, width)
+
+    def survey(self, height: int, width: int) -> Tensor:
+        """Give `map(height, width)`, and find `received`, `gradient_health` and `distance` in the same pass."""
+        p = self._passable("survey")
+        self._check_grid("survey", height, width)
+        found = self._backend.survey(p, self._found, height, width)
+        self.__dict__["received"], self._passed = found.received, (found.health, found.distance)
+        return found.map
+
+    def detached(self) -> Observation:
+        """The same without its graph: what was observed stays to be looked at, and holds no derivative alive."""
+        p = self._problem
+        looked: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
+        found = [x if x is None else x.detach() for x in self._found[1:]]
+        result = Result(self.output.detach(), *found)
+        return Observation(p._replace(**looked), self._backend, result)
 
     def _moments(self, member: str) -> tuple[Tensor, Tensor]:
         """What one pass over the rows tells: gradient_health and distance."""
@@ -160,6 +186,13 @@ class Observation:
         return self._problem
 
 
+def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
+    """Run a problem, and look."""
+    problem = problem if problem.observed else problem._replace(observed=True, notes={})
+    chosen = choose(problem, backend)
+    return Observation(problem, chosen, run(problem, chosen))
+
+
 def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x)
 
@@ -170,8 +203,10 @@ def _version(x: Tensor) -> int:
 
 def _picked(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:
     """Rows or keys as a 1-D index."""
-    if index is None or isinstance(index, slice):
-        chosen = range(length)[index or slice(None)]
+    if index is None:
+        return torch.arange(length, device=device)
+    if isinstance(index, slice):
+        chosen = range(length)[index]
         return torch.arange(len(chosen), device=device) * chosen.step + chosen.start
     if isinstance(index, range):
         index = list(index)

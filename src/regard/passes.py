@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -11,12 +15,35 @@ from .canonical import Canonical, Result, canonical
 from .formula import bias_tile, hidden, logits
 from .problem import Problem
 from .scan import Look, Room, masked_logits, weights
-from .tile import BIAS, ROW, Spots
+from .tile import BIAS, ROW, Spots, Tile
 from .tiling import Cut, strips
 
-__all__ = ["logits_at", "moments", "pooled", "received", "top", "visible"]
+__all__ = ["Survey", "logits_at", "moments", "pooled", "received", "survey", "top", "visible"]
 
+_TALL = 8  # rows of a cell for which sums are cheaper than a product
 _SPLIT = 32  # keys that compete before the strongest of them compete for the top
+
+
+class Survey(NamedTuple):
+    """What one pass over all weights tells."""
+
+    map: Tensor  # (…, Hq, height, width)
+    received: Tensor  # (…, Hq, M)
+    health: Tensor  # (…, Hq, N)
+    distance: Tensor  # (…, Hq, N)
+
+
+@torch.no_grad()
+@exactly
+def survey(p: Problem, found: Result, height: int, width: int, cut: Cut) -> Survey:
+    """The passes `pooled`, `received` and `moments` in one, for what looks at all of them."""
+    x, look = _looking(p, found)
+    parts = _Grid(x, height, width), _Received(x), _Moments(x)
+    for tile, P, room in _weights(x, look, cut):
+        for part in parts:
+            part.add(tile, P, room)
+    grid, received, moments = parts
+    return Survey(*(p.shaped(found.flatten(1, 2)) for found in (grid.mean(), received.total, *moments.totals)))
 
 
 @torch.no_grad()
@@ -24,14 +51,10 @@ _SPLIT = 32  # keys that compete before the strongest of them compete for the to
 def received(p: Problem, found: Result, cut: Cut) -> Tensor:
     """Σ over queries of the weight each key receives: (…, Hq, M)."""
     x, look = _looking(p, found)
-    total = x.query.new_zeros(*x.query.shape[:3], x.rule.m)
-    room = Room()
-    for strip in strips(x.rule, x.query.shape, cut):
-        for run in strip.runs:
-            tile = strip.tile(run)
-            P = weights(x, tile, run, look, room)  # (l, k, g, r, c)
-            total[tile.batch, tile.heads, :, tile.cols] += P.sum(-2)
-    return p.shaped(total.flatten(1, 2))
+    sums = _Received(x)
+    for tile, P, room in _weights(x, look, cut):
+        sums.add(tile, P, room)
+    return p.shaped(sums.total.flatten(1, 2))
 
 
 @torch.no_grad()
@@ -39,18 +62,11 @@ def received(p: Problem, found: Result, cut: Cut) -> Tensor:
 def moments(p: Problem, found: Result, cut: Cut) -> tuple[Tensor, Tensor]:
     """Σ p(1 − p) and Σ p |i + M − N − j| of each row: (…, Hq, N) each."""
     x, look = _looking(p, found)
-    n, m = x.rule.n, x.rule.m
-    health, distance = torch.zeros_like(look.spread), torch.zeros_like(look.spread)
-    i, j = (torch.arange(size, dtype=health.dtype, device=health.device) for size in (n, m))
-    room = Room()
-    for strip in strips(x.rule, x.query.shape, cut):
-        for run in strip.runs:
-            tile = strip.tile(run)
-            P = weights(x, tile, run, look, room)
-            apart = (i[tile.rows, None] + (m - n) - j[tile.cols]).abs_()  # (r, c)
-            ROW.part(distance, tile).add_(torch.mul(P, apart, out=room.like("apart", P)).sum(-1))
-            ROW.part(health, tile).add_(torch.addcmul(P, P, P, value=-1, out=room.like("weights", P)).sum(-1))
-    return p.shaped(health.flatten(1, 2)), p.shaped(distance.flatten(1, 2))
+    sums = _Moments(x)
+    for tile, P, room in _weights(x, look, cut):
+        sums.add(tile, P, room)
+    health, distance = (p.shaped(total.flatten(1, 2)) for total in sums.totals)
+    return health, distance
 
 
 @torch.no_grad()
@@ -58,23 +74,81 @@ def moments(p: Problem, found: Result, cut: Cut) -> tuple[Tensor, Tensor]:
 def pooled(p: Problem, found: Result, height: int, width: int, cut: Cut) -> Tensor:
     """The mean weight in each cell of a grid over N × M: (…, Hq, height, width)."""
     x, look = _looking(p, found)
-    n, m = x.rule.n, x.rule.m
-    down = torch.arange(n, device=look.peak.device) * height // max(n, 1)  # the cell of each row
-    across = torch.arange(m, device=look.peak.device) * width // max(m, 1)
-    total = x.query.new_zeros(*x.query.shape[:3], height, width)
+    grid = _Grid(x, height, width)
+    for tile, P, room in _weights(x, look, cut):
+        grid.add(tile, P, room)
+    return p.shaped(grid.mean().flatten(1, 2))
+
+
+def _weights(x: Canonical, look: Look, cut: Cut) -> Iterator[tuple[Tile, Tensor, Room]]:
+    """The weights (l, k, g, r, c) tile by tile, in buffers that are used again."""
     room = Room()
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
-            P = weights(x, tile, run, look, room)  # (l, k, g, r, c)
-            top, bottom = (i * height // n for i in (tile.rows.start, tile.rows.stop - 1))
-            left, right = (j * width // m for j in (tile.cols.start, tile.cols.stop - 1))
-            rows = one_hot(down[tile.rows] - top, bottom + 1 - top).to(P.dtype)  # (r, cells): a product, not a scatter,
-            cols = one_hot(across[tile.cols] - left, right + 1 - left).to(P.dtype)  # has the same bits every time
-            cells = total[tile.batch, tile.heads, :, top : bottom + 1, left : right + 1]
-            cells += (rows.mT @ P) @ cols
-    area = torch.bincount(down, minlength=height)[:, None] * torch.bincount(across, minlength=width)
-    return p.shaped((total / area).flatten(1, 2))
+            yield tile, weights(x, tile, run, look, room), room
+
+
+class _Received:
+    """Σ over queries of the weights of each key."""
+
+    def __init__(self, x: Canonical) -> None:
+        self.total = x.query.new_zeros(*x.query.shape[:3], x.rule.m)
+
+    def add(self, tile: Tile, P: Tensor, room: Room) -> None:
+        self.total[tile.batch, tile.heads, :, tile.cols] += P.sum(-2)
+
+
+class _Moments:
+    """Σ p(1 − p) and Σ p |i + M − N − j| of each row."""
+
+    def __init__(self, x: Canonical) -> None:
+        n, m = x.rule.n, x.rule.m
+        self._ahead = m - n
+        self.totals = x.query.new_zeros(x.query.shape[:-1]), x.query.new_zeros(x.query.shape[:-1])
+        self._own = torch.arange(m - n, m, dtype=x.query.dtype, device=x.query.device)  # the place of each row
+        self._keys = torch.arange(m, dtype=x.query.dtype, device=x.query.device)
+
+    def add(self, tile: Tile, P: Tensor, room: Room) -> None:
+        health, distance = (ROW.part(total, tile) for total in self.totals)
+        own, keys = self._own[tile.rows, None], self._keys[tile.cols]
+        behind = tile.cols.stop - 1 <= self._ahead + tile.rows.start  # every key lies at or before its row's own place
+        if behind:
+            steps = torch.stack((torch.ones_like(keys), keys - keys[0]), -1)  # (c, 2)
+            total, reach = (P @ steps).unbind(-1)  # (l, k, g, r)
+            distance += (own[:, 0] - keys[0]) * total - reach
+        else:
+            distance += torch.mul(P, (own - keys).abs_(), out=room.like("seen", P)).sum(-1)
+        health += torch.addcmul(P, P, P, value=-1, out=room.like("seen", P)).sum(-1)
+
+
+class _Grid:
+    """The sums in the cells of a grid over N × M: by sums and products, not by a scatter, whose bits differ."""
+
+    def __init__(self, x: Canonical, height: int, width: int) -> None:
+        self._sizes = x.rule.n, x.rule.m, height, width
+        device = x.query.device
+        self._down = torch.arange(x.rule.n, device=device) * height // max(x.rule.n, 1)  # the cell of each row
+        self._across = torch.arange(x.rule.m, device=device) * width // max(x.rule.m, 1)
+        self._total = x.query.new_zeros(*x.query.shape[:3], height, width)
+
+    def add(self, tile: Tile, P: Tensor, room: Room) -> None:
+        n, m, height, width = self._sizes
+        top, bottom = (i * height // n for i in (tile.rows.start, tile.rows.stop - 1))
+        left, right = (j * width // m for j in (tile.cols.start, tile.cols.stop - 1))
+        cells = range(top, bottom + 1)
+        if len(cells) * _TALL <= P.shape[-2]:
+            edges = [max(-(-y * n // height) - tile.rows.start, 0) for y in (*cells, bottom + 1)]
+            pooled = torch.stack([P[..., a:b, :].sum(-2) for a, b in pairwise(edges)], -2)  # (l, k, g, cells, c)
+        else:
+            pooled = one_hot(self._down[tile.rows] - top, len(cells)).to(P.dtype).mT @ P
+        cols = one_hot(self._across[tile.cols] - left, right + 1 - left).to(P.dtype)
+        self._total[tile.batch, tile.heads, :, top : bottom + 1, left : right + 1] += pooled @ cols
+
+    def mean(self) -> Tensor:
+        _, _, height, width = self._sizes
+        rows, cols = torch.bincount(self._down, minlength=height), torch.bincount(self._across, minlength=width)
+        return self._total / (rows[:, None] * cols)
 
 
 @torch.no_grad()

@@ -53,6 +53,9 @@ class Backend(ABC):
     def moments(self, p: Problem, found: Result) -> tuple[Tensor, Tensor]:
         return passes.moments(p, found, self.cut)
 
+    def survey(self, p: Problem, found: Result, height: int, width: int) -> passes.Survey:
+        return passes.survey(p, found, height, width, self.cut)
+
     def visible(self, p: Problem) -> Tensor:
         return passes.visible(p, self.cut)
 

@@ -100,6 +100,9 @@ class Fused(Backend):
         health, distance = moments(*_looking(p, found))
         return p.shaped(health), p.shaped(distance)
 
+    def survey(self, p: Problem, found: Result, height: int, width: int) -> passes.Survey:
+        return passes.Survey(self.pooled(p, found, height, width), self.received(p, found), *self.moments(p, found))
+
     def visible(self, p: Problem) -> Tensor:
         if p.bias is not None:
             return super().visible(p)
