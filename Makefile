@@ -21,8 +21,8 @@ USABLE = $(shell $(PY) -c '$(FIND)' 2>/dev/null)
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## show an attention pattern in the terminal
-	@$(PY) -m regard show
+demo: $(STAMP) ## look at the built-in model: its heads, what is notable, and a report in report.html
+	@$(PY) -m regard inspect --html report.html
 
 test: $(STAMP) ## run the tests and the doctests, and our kernels by Triton's interpreter
 	$(PY) -m pytest -n $(WORKERS) tests --doctest-modules src/regard --ignore=src/regard/kernels

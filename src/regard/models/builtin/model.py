@@ -1,0 +1,129 @@
+"""The built-in model: a small causal transformer that one can read in one sitting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import ArgumentError, DtypeError, ShapeError
+from ...masks import causal
+from ...nn import KVCache, MultiheadAttention
+
+__all__ = ["Block", "Model"]
+
+
+class Block(nn.Module):
+    """Attend, then think: each reads the normed stream and adds to it."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = MultiheadAttention(dim, heads, bias=False, batch_first=True, rotary=True)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Give the stream (B, N, dim) with what the block adds."""
+        seen = self.attention_norm(x)
+        mask = causal() if cache is None else None  # a cache brings its own
+        x = x + self.attention(seen, seen, seen, need_weights=False, mask=mask, cache=cache)[0]
+        added: Tensor = self.mlp(self.mlp_norm(x))
+        return x + added
+
+    def weights(self, x: Tensor) -> Tensor:
+        """Give the attention weights over the stream x, (B, heads, N, N)."""
+        seen = self.attention_norm(x)
+        found: Tensor = self.attention(seen, seen, seen, mask=causal(), average_attn_weights=False)[1]
+        return found
+
+
+class Model(nn.Module):
+    """Predict the next token: a pre-norm transformer with rotary positions and tied embeddings, for any length.
+
+    >>> model = Model(vocabulary=50, dim=32, layers=2, heads=4)
+    >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
+    >>> model(ids).shape, model.weights(ids).shape
+    (torch.Size([1, 5, 50]), torch.Size([2, 1, 4, 5, 5]))
+    """
+
+    def __init__(self, vocabulary: int = 1024, dim: int = 128, layers: int = 4, heads: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self._reset_parameters(dim, layers)
+
+    def _reset_parameters(self, dim: int, layers: int) -> None:
+        """Draw weights with which every sum has a variance near 1, shared among all that adds to the stream."""
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                added = name.endswith(("out_proj.weight", "mlp.2.weight"))
+                nn.init.normal_(weight, std=(2 * layers * dim if added else dim) ** -0.5)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, ids: Tensor, caches: Sequence[KVCache] | None = None) -> Tensor:
+        """Give the logits (B, N, vocabulary) of the token after each of `ids` (B, N).
+
+        With `caches`, one a layer, `ids` go on from what these hold.
+        """
+        x = self._embedded(ids)
+        for at, block in enumerate(self.blocks):
+            x = block(x, None if caches is None else caches[at])
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    @torch.no_grad()
+    def weights(self, ids: Tensor) -> Tensor:
+        """Give the attention weights of every layer, (layers, B, heads, N, N)."""
+        x = self._embedded(ids)
+        found = []
+        for block in self.blocks:
+            found.append(block.weights(x))  # type: ignore[operator]
+            x = block(x)
+        return torch.stack(found)
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, count: int, *, temperature: float = 0.0) -> Tensor:
+        """Go on from `ids` (B, N) by `count` tokens: (B, N + count).
+
+        Temperature 0 takes the likeliest token; above it tokens are drawn by torch's generator.
+
+        >>> model = Model(vocabulary=50, dim=32, layers=2, heads=4)
+        >>> model.generate(torch.tensor([[3, 1, 4]]), 5).shape
+        torch.Size([1, 8])
+        """
+        if not count >= 0 or not temperature >= 0:
+            raise ArgumentError(
+                f"generate: count and temperature must not be negative. Got count={count}, temperature={temperature}."
+            )
+        self._check(ids)
+        if not ids.shape[1]:
+            raise ShapeError("generate: there must be a token to go on from. Got none; begin with a line break.")
+        caches = [KVCache() for _ in self.blocks]
+        new = ids
+        for _ in range(count):
+            logits = self(new, caches)[:, -1]
+            if temperature:
+                new = torch.multinomial((logits / temperature).softmax(-1), 1)
+            else:
+                new = logits.argmax(-1, keepdim=True)
+            ids = torch.cat([ids, new], 1)
+        return ids
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        self._check(ids)
+        embedded: Tensor = self.embedding(ids) * self.embedding.embedding_dim**0.5
+        return embedded
+
+    def _check(self, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise DtypeError(f"Model: ids must be a tensor of whole numbers. Got {kind}; use torch.tensor([tokens]).")
+        if ids.dim() != 2:
+            raise ShapeError(f"Model: ids must be (batch, length). Got {tuple(ids.shape)}.")
+        if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():
+            least, most, size = int(ids.min()), int(ids.max()), self.embedding.num_embeddings
+            if least < 0 or most >= size:
+                raise ArgumentError(f"Model: ids must be from 0 to {size - 1}. Got {least} to {most}.")

@@ -1,0 +1,253 @@
+"""The built-in model: its tokenizer loses nothing, its file is small and harmless, its heads do what they should."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from regard.errors import ArgumentError, DtypeError, FileError, ShapeError
+from regard.models import builtin
+from regard.models.builtin import Model, Tokenizer
+from regard.models.builtin.tokenizer import words
+
+PACKAGE = Path(builtin.__file__).parent
+# From "Alice's Adventures in Wonderland", which is in the public domain and not in the text of the training.
+ALICE = (
+    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
+    "twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, “and "
+    "what is the use of a book,” thought Alice “without pictures or conversations?” So she was considering in her own "
+    "mind (as well as she could, for the hot day made her feel very sleepy and stupid), whether the pleasure of making "
+    "a daisy-chain would be worth the trouble of getting up and picking the daisies."
+)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Model:
+    return builtin.load()
+
+
+@pytest.fixture(scope="module")
+def untrained() -> Model:
+    return builtin.load(trained=False)
+
+
+def tokens(text: str) -> Tensor:
+    return torch.tensor([builtin.tokenizer().encode(text)])
+
+
+def loss(model: Model, ids: Tensor) -> float:
+    with torch.no_grad():
+        return F.cross_entropy(model(ids)[0, :-1], ids[0, 1:]).item()
+
+
+def previous(model: Model) -> float:
+    """The largest mean weight that a head gives the token before."""
+    return model.weights(tokens(ALICE)).diagonal(-1, -2, -1).mean((1, -1)).max().item()
+
+
+def induction(model: Model, period: int) -> float:
+    """The largest mean weight that a head gives the token after the last occurrence of the same one."""
+    segment = torch.randint(1024, (4, period), generator=torch.Generator().manual_seed(1))
+    behind = model.weights(segment.repeat(1, 2)).diagonal(1 - period, -2, -1)[..., 1:]
+    return behind.mean((1, -1)).max().item()
+
+
+@given(st.text())
+def test_decoding_gives_back_any_text(text: str) -> None:
+    tokenizer = builtin.tokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer.pieces(ids)) == len(ids)
+    assert b"".join(words(text)) == text.encode()
+
+
+@given(st.text(st.characters(max_codepoint=127)))
+def test_the_pieces_of_plain_text_join_to_it(text: str) -> None:
+    tokenizer = builtin.tokenizer()
+    assert "".join(tokenizer.pieces(tokenizer.encode(text))) == text
+
+
+@given(st.lists(st.integers(0, 1023)))
+def test_any_tokens_are_text(ids: list[int]) -> None:
+    tokenizer = builtin.tokenizer()
+    assert tokenizer.decode(ids).encode()[:0] == b""
+    assert all(piece.encode() for piece in tokenizer.pieces(ids))
+
+
+@pytest.mark.parametrize(("text", "valid"), [("a\ud800b", "a\ufffdb"), ("\udc00", "\ufffd"), ("\ud83d\ude00", "😀")])
+def test_half_a_surrogate_pair_is_replaced_and_a_whole_one_is_its_character(text: str, valid: str) -> None:
+    tokenizer = builtin.tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == valid
+
+
+@pytest.mark.parametrize("char", ["a", " ", "\n", "-", "7", "é", "界"])
+def test_a_long_run_of_one_character_is_encoded_in_time_linear_in_it(char: str) -> None:
+    tokenizer = builtin.tokenizer()
+    assert tokenizer.decode(tokenizer.encode(char * 100_000)) == char * 100_000
+
+
+def test_the_same_text_has_the_same_tokens_in_a_tokenizer_read_anew() -> None:
+    again = Tokenizer.from_file(PACKAGE / "vocabulary.json")
+    assert again.encode(ALICE) == builtin.tokenizer().encode(ALICE) == again.encode(ALICE)
+
+
+def test_words_of_english_take_few_tokens(trained: Model) -> None:
+    assert len(builtin.tokenizer()) == trained.embedding.num_embeddings == 1024
+    assert len(builtin.tokenizer().encode(ALICE)) < len(ALICE) / 2
+    assert builtin.tokenizer().pieces(builtin.tokenizer().encode(" of the people")) == [" of", " the", " people"]
+
+
+def test_the_tokenizer_refuses_what_is_no_text_and_no_token(tmp_path: Path) -> None:
+    with pytest.raises(DtypeError, match=r"encode: text must be a string\. Got bytes"):
+        builtin.tokenizer().encode(b"bytes")  # type: ignore[arg-type]
+    for member in (builtin.tokenizer().decode, builtin.tokenizer().pieces):
+        with pytest.raises(ArgumentError, match=r"from 0 to 1023\. Got -1"):
+            member([5, -1])
+    with pytest.raises(ArgumentError, match="below 256"):
+        Tokenizer([(256, 0)])
+    with pytest.raises(FileError, match="cannot be read"):
+        Tokenizer.from_file(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(FileError, match="no vocabulary"):
+        Tokenizer.from_file(tmp_path / "other.json")
+
+
+def test_the_weights_take_at_most_4_megabytes_and_name_the_licence_of_their_text() -> None:
+    file = PACKAGE / "weights.safetensors"
+    assert file.stat().st_size <= 4_000_000
+    with safe_open(file, "pt") as stored:
+        assert "public-domain text" in stored.metadata()["licence"]
+        assert "CC0-1.0" in stored.metadata()["licence"]
+    assert "CC0-1.0" in (PACKAGE / "README.md").read_text(encoding="utf-8")
+
+
+def test_loading_unpickles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something was unpickled")
+
+    for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(module, name, refused)
+    builtin.load()
+    kinds = {file.suffix for file in PACKAGE.iterdir() if file.is_file()}
+    assert kinds == {".py", ".json", ".md", ".safetensors"}
+
+
+def test_weights_that_are_gone_or_broken_are_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "weights.safetensors"
+    monkeypatch.setattr(builtin, "_WEIGHTS", broken)
+    with pytest.raises(FileError, match=r"^load: the weights .* not whole; install regard anew"):
+        builtin.load()
+    broken.write_bytes((PACKAGE / "weights.safetensors").read_bytes()[:-1000])
+    with pytest.raises(FileError, match=r"^load: "):
+        builtin.load()
+
+
+def test_the_untrained_model_is_the_same_each_time_and_leaves_the_generator_alone() -> None:
+    first = builtin.load(trained=False)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    second = builtin.load(trained=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_the_loaded_model_is_in_float32_and_ready_to_use(trained: Model) -> None:
+    assert {weight.dtype for weight in trained.parameters()} == {torch.float32}
+    assert not trained.training
+
+
+def test_training_lowers_the_loss_on_a_text_that_was_not_trained_on(trained: Model, untrained: Model) -> None:
+    ids = tokens(ALICE)
+    assert loss(trained, ids) < loss(untrained, ids) - 1.5
+
+
+def test_training_makes_a_head_that_looks_at_the_previous_token(trained: Model, untrained: Model) -> None:
+    assert previous(trained) > 0.4
+    assert previous(untrained) < 0.1
+
+
+@pytest.mark.parametrize("period", [20, 50, 100])
+def test_training_makes_a_head_that_looks_behind_the_last_occurrence(
+    trained: Model, untrained: Model, period: int
+) -> None:
+    assert induction(trained, period) > 0.3
+    assert induction(untrained, period) < 0.1
+
+
+def test_what_repeats_is_foretold(trained: Model, untrained: Model) -> None:
+    segment = torch.randint(1024, (1, 40), generator=torch.Generator().manual_seed(2))
+    foretold = [(model(segment.repeat(1, 2))[0, 40:-1].argmax(-1) == segment[0, 1:]) for model in (trained, untrained)]
+    assert foretold[0].float().mean() > 0.5
+    assert foretold[1].float().mean() < 0.1
+
+
+def test_a_later_token_changes_no_bit_of_earlier_logits(trained: Model) -> None:
+    ids = tokens(ALICE)[:, :96]
+    changed = ids.clone()
+    changed[0, 64:] = torch.arange(32)
+    with torch.no_grad():
+        before, after = trained(ids), trained(changed)
+    assert torch.equal(before[:, :64], after[:, :64])
+    assert not torch.equal(before[:, 64:], after[:, 64:])
+
+
+def test_two_thousand_tokens_run(trained: Model) -> None:
+    ids = torch.arange(2000)[None] % 1024
+    with torch.no_grad():
+        logits = trained(ids)
+    assert logits.shape == (1, 2000, 1024)
+    assert bool(logits.isfinite().all())
+
+
+def test_the_weights_of_every_layer_are_causal_and_sum_to_1(trained: Model) -> None:
+    weights = trained.weights(tokens(ALICE)[:, :50].expand(2, -1))
+    assert weights.shape == (4, 2, 8, 50, 50)
+    assert torch.allclose(weights.sum(-1), torch.ones(4, 2, 8, 50), atol=1e-5)
+    assert not weights.triu(1).any()
+
+
+def test_generating_with_a_cache_gives_what_the_whole_sequence_gives(trained: Model) -> None:
+    ids = tokens("The whale was white. The wh")
+    found = trained.generate(ids, 12)
+    whole = ids
+    for _ in range(12):
+        whole = torch.cat([whole, trained(whole)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, whole)
+    assert torch.equal(trained.generate(ids, 0), ids)
+
+
+def test_drawn_tokens_follow_the_seed(trained: Model) -> None:
+    ids = tokens("The").expand(2, -1)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(trained.generate(ids, 20, temperature=1.0))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0][0], drawn[0][1])
+
+
+def test_the_model_refuses_what_are_no_tokens(untrained: Model) -> None:
+    with pytest.raises(DtypeError, match=r"whole numbers\. Got torch\.float32"):
+        untrained(torch.zeros(1, 4))
+    with pytest.raises(DtypeError, match="Got list"):
+        untrained([[1, 2]])
+    with pytest.raises(DtypeError, match="Got list"):
+        untrained.generate([[1, 2]], 3)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"ids must be \(batch, length\). Got \(4,\)"):
+        untrained(torch.arange(4))
+    for wrong in (1024, -1):
+        with pytest.raises(ArgumentError, match="from 0 to 1023"):
+            untrained(torch.tensor([[3, wrong]]))
+    with pytest.raises(ArgumentError, match="count"):
+        untrained.generate(torch.tensor([[3]]), -1)
+    with pytest.raises(ShapeError, match="a token to go on from"):
+        untrained.generate(torch.empty(1, 0, dtype=torch.int64), 3)
