@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 from . import backends, biases, errors, masks, positions, scores, softmax
 from .functional import (
@@ -36,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Mask",
+    "Monitor",
     "Observation",
     "Plan",
     "attention",
@@ -50,6 +51,7 @@ __all__ = [
     "everything",
     "global_tokens",
     "masks",
+    "models",
     "nn",
     "observe",
     "packed",
@@ -62,16 +64,20 @@ __all__ = [
     "softmax",
     "steps",
     "strided",
+    "watch",
     "why",
     "window",
 ]
 
-_LAZY = {"nn"}
+_LAZY = {"models", "nn"}
+_OF_MODELS = {"Monitor", "watch"}
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _OF_MODELS:
+        return getattr(importlib.import_module(f"{__name__}.models"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -5,27 +5,38 @@ from __future__ import annotations
 import json
 import math
 import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from regard.errors import RegardError
+from regard.errors import FileError, RegardError
 from regard.functional import observe, why
 from regard.masks import causal as causal_mask
+from regard.models.inspection import inspect as look_at
+from regard.models.inspection import mapped
+from regard.models.loading import BUILTIN, Loaded, Reading, load
+from regard.models.seen import Seen
+from regard.report.atlas import serve
 from regard.report.example import SOURCE, TARGET, hashed, known
-from regard.report.terminal import Alignment, facts
+from regard.report.page import write
+from regard.report.tables import HeadTable, findings
+from regard.report.terminal import Alignment, facts, shown
 from regard.warmup import DIMS, DTYPES, USUAL, VARIANTS, plan, warm
 
 __all__ = ["app", "main"]
 
+_MANY_HEADS = 64
 _PACKAGES = ("regard", "torch", "triton", "numpy")
 
 app = typer.Typer(
@@ -121,17 +132,150 @@ def warmup(
     backward: Annotated[bool, typer.Option(help="Compile the backward pass too.")] = True,
 ) -> None:
     """Compile the GPU kernels ahead, so that no first call waits; no mask and no length needs one of its own."""
-    try:
+    with _told():
         wanted = plan(dtype, dim, VARIANTS if everything else variant)
         with Progress(console=Console(stderr=True)) as bar:
             warmed = list(bar.track(warm(wanted, backward), total=len(wanted), description="compiling"))
-    except RegardError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
     table = Table("variant", "dtype", "dim", "seconds")
     for one in warmed:
         table.add_row(one.variant, one.dtype, str(one.dim), f"{one.seconds:.1f}")
     Console().print(table)
+
+
+TEXT = """The first citizen spoke of corn, and the second citizen spoke of kings. When the first citizen spoke again of
+corn, the second citizen spoke again of kings: for what the first citizen said, the second citizen said again."""
+
+Text_ = Annotated[str | None, typer.Option("--text", help="What the model reads.", show_default="a sentence of ours")]
+File_ = Annotated[Path | None, typer.Option("--file", help="A file with what the model reads.", dir_okay=False)]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model: only if you know whose it is.")
+]
+
+
+@app.command()
+def inspect(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]", help="A folder or a name of the hub.", show_default="the built-in model"),
+    ] = None,
+    text: Text_ = None,
+    file: File_ = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report, one HTML file, here.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show the difference of two: models, or files with texts.")
+    ] = False,
+    trust: Trust = False,
+) -> None:
+    """Look at the attention of a whole model while it reads: each head in numbers, and what is wrong or notable.
+
+    Models are `builtin`, `builtin-untrained`, folders, or names of the hub. With `--compare A B`, A and B are two
+    models that read the same text, or two files that one model reads (`inspect MODEL --compare A B`).
+    """
+    console, names = Console(highlight=False), list(names or [])
+    with _told():
+        if compare:
+            first, second = _two_looks(names, text, file, trust)
+            console.print(first.diff(second).table())
+            return
+        if len(names) > 1:
+            raise typer.BadParameter("it takes one model; --compare takes two", param_hint="MODEL")
+        loaded, reading, seen = _looked(names[0] if names else None, _read(text, file), trust)
+        console.print(_heads(seen))
+        console.print(findings(seen.findings()))
+        if as_json:
+            seen.to_json(as_json)
+            console.print(Text(f"wrote {shown(str(as_json))}"))
+        if html:
+            write(seen.look(reading.pieces, loaded.name), html)
+            console.print(Text(f"wrote {shown(str(html))}; open it in a browser"))
+        if not html and not as_json:
+            console.print(Text("--html report.html writes a report to look at; regard atlas, maps to zoom into."))
+
+
+@app.command()
+def atlas(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A folder or a name of the hub.", show_default="the built-in model"),
+    ] = None,
+    text: Text_ = None,
+    file: File_ = None,
+    port: Annotated[int, typer.Option(help="Where to serve, on this machine alone; 0 takes a free port.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open it in a browser.")] = True,
+    trust: Trust = False,
+) -> None:
+    """Pan and zoom over attention maps of any length in a browser, down to single weights; Ctrl-C ends it."""
+    with _told():
+        with _steps() as bar:
+            loaded, reading, tell = _ready(bar, name, _read(text, file), trust)
+            maps = mapped(loaded, reading, tell)
+        serving = serve(maps, port, open_browser=browser)
+    typer.echo(f"{serving.url} shows {len(reading.pieces):,} tokens; Ctrl-C ends it")
+    serving.wait()
+
+
+def _looked(name: str | None, text: str, trust: bool) -> tuple[Loaded, Reading, Seen]:
+    with _steps() as bar:
+        loaded, reading, tell = _ready(bar, name, text, trust)
+        return loaded, reading, look_at(loaded, reading, tell)
+
+
+def _ready(bar: Progress, name: str | None, text: str, trust: bool) -> tuple[Loaded, Reading, Callable[[str], None]]:
+    task = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
+    loaded = load(name, remote_code=trust)
+    reading = loaded.read(text)
+    if reading.cut:
+        bar.console.print(Text(f"the last {reading.cut:,} tokens are left out: the model has no positions for them"))
+    bar.update(task, description=f"reading {len(reading.pieces):,} tokens", total=loaded.layers or None)
+    return loaded, reading, lambda layer: bar.advance(task)
+
+
+def _two_looks(names: list[str], text: str | None, file: Path | None, trust: bool) -> tuple[Seen, Seen]:
+    if len(names) not in (2, 3):
+        raise typer.BadParameter("it compares two: models, or files with texts", param_hint="--compare")
+    *model, a, b = names
+    if Path(a).is_file() and Path(b).is_file():
+        if text is not None or file is not None:
+            raise typer.BadParameter("two files are two texts; --text and --file go with two models")
+        first, second = (_looked(model[0] if model else None, _read(None, Path(x)), trust)[2] for x in (a, b))
+        return first, second
+    if model:
+        raise typer.BadParameter("one model compares two files that are there", param_hint="--compare")
+    first, second = (_looked(x, _read(text, file), trust)[2] for x in (a, b))
+    return first, second
+
+
+def _heads(seen: Seen) -> HeadTable:
+    """Every head, or means over the layers where these would fill more than a screen or two."""
+    return seen.table() if len(seen.heads) <= _MANY_HEADS else seen.table(by_layer=True)
+
+
+def _read(text: str | None, file: Path | None) -> str:
+    if text is not None and file is not None:
+        raise typer.BadParameter("--text and --file exclude each other")
+    if file is None:
+        return " ".join(TEXT.split()) if text is None else text
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"--file: {str(file)!r} cannot be read as UTF-8 text: {error}.") from error
+
+
+def _steps() -> Progress:
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Tell an error of ours in one sentence, without a trace."""
+    try:
+        yield
+    except RegardError as error:
+        typer.echo(shown(str(error)), err=True)
+        raise typer.Exit(1) from None
 
 
 def _embedded(query: str | None, key: str | None) -> tuple[list[str], list[str], Tensor, Tensor]:

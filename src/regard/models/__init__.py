@@ -1,0 +1,27 @@
+"""Seeing whole models: watch them, diagnose them, monitor their training, and give them our attention."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .clip import qk_clip_
+from .heads import Head
+from .monitor import Monitor
+from .seen import Difference, Seen
+from .watch import watch
+
+__all__ = ["Difference", "Head", "Monitor", "Seen", "builtin", "findings", "qk_clip_", "register", "watch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("builtin", "findings"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register() -> None:
+    """Make `attn_implementation="regard"` known to Hugging Face transformers."""
+    from .huggingface import register as known
+
+    known()

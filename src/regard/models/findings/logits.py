@@ -1,0 +1,61 @@
+"""Logits that have grown beyond what training and number formats bear."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import Finding, Rule, by_layer, span
+from .sampling import by_item
+
+if TYPE_CHECKING:
+    from ..seen import Seen
+
+__all__ = ["LargeLogits"]
+
+
+@dataclass(frozen=True)
+class LargeLogits(Rule):
+    """Logits beyond a threshold: they grow before a training diverges.
+
+    Dehghani et al. 2023 ("Scaling Vision Transformers to 22 Billion Parameters") saw training diverge as logits grew
+    and normalised queries and keys against it; Wortsman et al. 2023 ("Small-scale proxies for large-scale Transformer
+    training instabilities") reproduce it in small models at high learning rates; Kimi K2 (2025) scales the weights of
+    a head down wherever its largest logit passes 100 (`regard.models.qk_clip_`).
+
+    `notable` and `problem` are in units of scaled logits, as they enter the softmax. Logits that are not finite are a
+    problem always.
+
+    >>> LargeLogits(notable=50.0)
+    LargeLogits(notable=50.0, problem=1000.0)
+    """
+
+    name: ClassVar[str] = "logits"
+
+    notable: float = 100.0
+    problem: float = 1000.0
+
+    def judge(self, seen: Seen) -> Iterator[Finding]:
+        """Give at most three findings a layer: heads without finite logits, beyond `problem`, and beyond `notable`."""
+        for layer, heads in by_layer(seen).items():
+            broken = by_item(seen[layer].max_logit, 1).isnan().any(-1).any(0).tolist()
+            groups: dict[str, dict[int, float]] = {}
+            for head in heads:
+                largest = math.inf if broken[head.head] else head.max_logit
+                if largest > min(self.notable, self.problem):
+                    groups.setdefault(self._kind(largest), {})[head.head] = largest
+            for kind, cases in groups.items():
+                says = "the logits are not finite" if kind == "infinite" else _sizes(cases.values())
+                yield self.found(layer, cases, len(heads), says, "notable" if kind == "notable" else "problem")
+
+    def _kind(self, largest: float) -> str:
+        if largest == math.inf:
+            return "infinite"
+        return "problem" if largest > self.problem else "notable"
+
+
+def _sizes(largest: Iterable[float]) -> str:
+    apart = 2.0 ** (math.floor(math.log2(max(largest))) - 7)
+    return f"the largest logit is {span(largest, '.0f')} (in bfloat16, numbers of that size are {apart:g} apart)"

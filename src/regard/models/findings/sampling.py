@@ -1,0 +1,40 @@
+"""Exact weights of a few rows, spread over the sequence: enough to compare heads by, in memory linear in its length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["by_item", "evenly", "portions"]
+
+_AT_ONCE = 1 << 22  # weights held at a time
+
+
+def by_item(x: Tensor, after: int) -> Tensor:
+    """View a member of an Observation as (items, heads, …), where `after` dimensions follow those of the heads.
+
+    >>> [tuple(by_item(torch.zeros(shape), 1).shape) for shape in ((2, 3, 8, 16), (5, 16), (16,))]
+    [(6, 8, 16), (5, 1, 16), (1, 1, 16)]
+    """
+    lead, rest = x.shape[: x.dim() - after], x.shape[x.dim() - after :]
+    items, heads = (math.prod(lead[:-1]), lead[-1]) if len(lead) >= 2 else (math.prod(lead), 1)
+    return x.reshape(items, heads, *rest)
+
+
+def evenly(places: Tensor, most: int) -> Tensor:
+    """Take at most `most` of the places, evenly spread and always the same.
+
+    >>> evenly(torch.arange(10), 4).tolist()
+    [0, 3, 6, 9]
+    """
+    if len(places) <= most:
+        return places
+    return places[(torch.arange(most, device=places.device) * (len(places) - 1)) // max(1, most - 1)]
+
+
+def portions(rows: Tensor, each: int) -> Iterator[Tensor]:
+    """Split rows so that a portion, of `each` numbers a row, fits in memory."""
+    yield from rows.split(max(1, _AT_ONCE // max(1, each)))

@@ -1,0 +1,42 @@
+"""A softmax so sharp that it passes no gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import StatisticRule, span
+
+if TYPE_CHECKING:
+    from ..heads import Head
+
+__all__ = ["Saturated"]
+
+
+@dataclass(frozen=True)
+class Saturated(StatisticRule):
+    """Heads in many of whose rows one key has all the weight, so that queries and keys get almost no gradient.
+
+    The Jacobian of the softmax is p_i(δ_ij − p_j), and its trace Σ p(1 − p) is 0 for a row on one key: Vaswani et al.
+    2017 ("Attention Is All You Need") scale by 1/√d_k for that reason.
+
+    `share` is a share of the rows, of which there must be `rows`; `entropy`, in nats, is the mean at or below which a
+    head is left to the rule "collapsed", which says more.
+
+    >>> Saturated(share=0.8)
+    Saturated(rows=8, share=0.8, entropy=0.1)
+    """
+
+    name: ClassVar[str] = "saturated"
+    shares: ClassVar[frozenset[str]] = frozenset({"share"})
+
+    share: float = 0.5
+    entropy: float = 0.1
+
+    def measure(self, head: Head) -> float | None:
+        """Give the share of saturated rows."""
+        return head.saturated_share if head.saturated_share >= self.share and head.entropy > self.entropy else None
+
+    def says(self, heads: list[Head], values: list[float]) -> str:
+        """Say how many rows are saturated."""
+        return f"{span(values)} of the rows are saturated: one key has all the weight, and hardly any gradient passes"

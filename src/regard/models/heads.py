@@ -1,0 +1,116 @@
+"""What is told of each head: numbers from an observation, means over the batch and the rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from regard.observation import Observation
+
+__all__ = ["STATISTICS", "Head", "Portrait", "portrait"]
+
+SATURATED = 0.99  # a row whose largest weight is above this passes hardly any gradient
+_STEP = 256  # rows whose weights near the diagonal are looked at together
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head: means over the batch and the rows that see something, averaged over repeated calls.
+
+    Entropies are in nats, logits scaled as they enter the softmax, shares between 0 and 1, distances in tokens; nan
+    where a number has no meaning, as the relative entropy of rows that see one key.
+    """
+
+    layer: str
+    head: int
+    entropy: float  # of the weights of a row
+    relative_entropy: float  # by the log of the keys that the row may see: 1 is uniform
+    effective_keys: float  # exp(entropy)
+    max_logit: float  # the largest of all rows and calls
+    first_share: float  # the weight on the first key that any row may see
+    self_share: float  # on the row's own place, the ends of queries and keys aligned; of rows that have one
+    previous_share: float  # on the place before; of rows that have one
+    saturated_share: float  # rows that put more than 0.99 on one key, of those that see several
+    distance: float  # mean distance from the row's own place to what it attends
+    concentration: float  # Σ p²: 1 where one key takes all, one over the visible keys where all are alike
+
+
+STATISTICS = tuple(field.name for field in fields(Head) if field.name not in ("layer", "head"))
+
+
+@dataclass(frozen=True)
+class Portrait:
+    """The numbers of all heads of one call, and the pooled map."""
+
+    numbers: dict[str, Tensor]  # each (heads,), float64
+    map: Tensor  # (heads, height, width)
+
+
+@torch.no_grad()
+def portrait(seen: Observation, side: int) -> Portrait:
+    """Look at a call once, in linear memory: every statistic of every head, and a map of at most side × side cells."""
+    rows, keys = seen.shape[-2:]
+    grid = seen.survey(min(side, rows), min(side, keys))
+    visible = seen.visible
+    some, several = visible > 0, visible > 1
+    first, own, previous = _shares(seen, keys)
+    place = torch.arange(keys - rows, keys, device=visible.device)  # of each row among the keys
+    largest = (seen.max_logit - seen.lse).exp()
+    total = seen.received.sum(-1, keepdim=True) / some.sum(-1, keepdim=True)  # 1, or less with a sink
+    numbers = {
+        "entropy": _mean(seen.entropy, some),
+        "relative_entropy": _mean(seen.entropy / visible.log(), several),
+        "effective_keys": _mean(seen.perplexity, some),
+        "max_logit": _by_head(seen.max_logit).amax((0, 2)).double(),
+        "first_share": _mean(first, some),
+        "self_share": _mean(own, some & (place >= 0)),
+        "previous_share": _mean(previous, some & (place >= 1)),
+        "saturated_share": _mean((largest > SATURATED).double(), several),
+        "distance": _mean(seen.distance, some),
+        "concentration": _mean(total - seen.gradient_health, some),
+    }
+    return Portrait({name: x.cpu() for name, x in numbers.items()}, _by_head(grid, 2).mean(0).float().cpu())
+
+
+def _by_head(x: Tensor, inner: int = 1) -> Tensor:
+    """(…, H, inner dimensions) as (items, H, inner dimensions)."""
+    return x.reshape(-1, *x.shape[-inner - 1 :])
+
+
+def _mean(x: Tensor, chosen: Tensor) -> Tensor:
+    """The mean over the chosen rows of each head; nan where none is."""
+    x, chosen = _by_head(x), _by_head(chosen)
+    total = torch.where(chosen, x.double(), 0.0).sum((0, 2))
+    return total / chosen.sum((0, 2))
+
+
+def _shares(seen: Observation, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of each row on the first key, on its own place, and on the one before: (…, H, N) each."""
+    rows = seen.shape[-2]
+    first = _first(seen)
+    own, previous = torch.zeros_like(first), torch.zeros_like(first)
+    ahead = keys - rows
+    for top in range(max(0, -ahead), rows, _STEP):
+        bottom = min(top + _STEP, rows)
+        left = max(top + ahead - 1, 0)
+        W = seen.weights(slice(top, bottom), slice(left, bottom + ahead)).to(first.dtype)  # (…, H, r, c)
+        shift = top + ahead - left
+        own[..., top:bottom] = W.diagonal(shift, -2, -1)
+        before = W.diagonal(shift - 1, -2, -1)
+        previous[..., bottom - before.shape[-1] : bottom] = before
+    return first, own, previous
+
+
+def _first(seen: Observation) -> Tensor:
+    """The weight on the first key that some row of the batch item may see: with padding in front it is not key 0."""
+    first = seen.weights(cols=slice(0, 1))[..., 0].to(seen.entropy.dtype)
+    if math.prod(first.shape) and not bool((seen.received[..., 0] > 0).all()):
+        starts = _by_head(seen.received > 0).any(1).int().argmax(-1)  # (items,)
+        for start in starts.unique().tolist():
+            here = seen.weights(cols=slice(start, start + 1))[..., 0].to(first.dtype)
+            chosen = (starts == start).view(*first.shape[:-2], 1, 1)
+            first = torch.where(chosen, here, first)
+    return first
