@@ -1,4 +1,4 @@
-"""What stands between a tensor and its numbers: autocast, which must not touch ours, and torch.func's wrappers."""
+"""What stands between a tensor and its numbers: autocast, which must not touch ours, torch.func's wrappers, export."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-__all__ = ["batched", "exact", "exactly", "inside"]
+__all__ = ["batched", "exact", "exactly", "exported", "inside"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +33,11 @@ def exactly(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return wrapped
+
+
+def exported() -> bool:
+    """Whether torch.export is at work: no value can be read, and every operator must be a plain one."""
+    return torch.compiler._is_exporting_flag  # what is_exporting() says, which torch.compile up to 2.12 takes for True
 
 
 def inside(x: Tensor) -> Tensor:

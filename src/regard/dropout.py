@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arithmetic import batched
+from .arithmetic import batched, exported
 from .errors import ArgumentError
 
 __all__ = ["bound", "draw", "keep", "row_keys"]
@@ -57,6 +57,11 @@ def bound(probability: float) -> int:
 
 def draw(who: str) -> int:
     """Draw a seed from torch's generator."""
+    if exported():
+        raise ArgumentError(
+            f"{who}: dropout draws a seed at each call, which no exported program can. Export the module in evaluation "
+            f"mode, model.eval(), or with dropout=0.0."
+        )
     seed = torch.randint(2**62, (), dtype=torch.int64)
     if batched(seed):
         raise ArgumentError(f"{who}: dropout under vmap drops alike for every sample; use vmap(…, randomness='same').")

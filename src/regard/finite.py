@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from .arithmetic import inside
+from .arithmetic import exported, inside
 from .formula import bias_tile, hidden
 from .rule import Rule
 from .softmax import arithmetic_dtype
-from .tile import BIAS, ROW
+from .tile import BIAS, ROW, Tile
 from .tiling import Cut, strips
 
 __all__ = ["all_finite", "seen", "without_unseen"]
@@ -32,7 +33,9 @@ def without_unseen(
     rule: Rule, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Zero what takes no part, if a NaN or inf in it could reach something: (L, H, N, D), (L, K, M, …)."""
-    if (rule.mask is None and bias is None and rule.bias is None) or all_finite(query, key, value):
+    if rule.mask is None and bias is None and rule.bias is None:
+        return query, key, value
+    if not exported() and all_finite(query, key, value):
         return query, key, value
     rows, keys = seen(rule, query, key, bias)
     keys = keys[..., None]
@@ -49,21 +52,28 @@ def seen(rule: Rule, query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[T
     keys = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
         bias = _widest(bias)
-    for strip in strips(rule, rows.shape, Cut()):
-        for run in strip.runs:
-            tile = strip.tile(run)
-            row, col = ROW.part(rows, tile), keys[strip.batch, strip.heads, run.start : run.stop]
-            shown = torch.ones((), dtype=torch.bool, device=key.device)
-            if not run.full and (hide := hidden(rule, tile, groups, key.device)) is not None:
-                shown = ~hide
-            if bias is not None:
-                shown = shown & (BIAS.part(bias, tile) != -torch.inf)
-            elif rule.bias is not None and (added := bias_tile(rule, tile, groups, None, tables)) is not None:
-                shown = shown & (added != -torch.inf)
-            shown = shown.expand(*row.shape, col.shape[-1])  # (l, k, g, r, c)
-            row |= shown.any(-1)
-            col |= shown.flatten(2, 3).any(2)
+    for tile, full in _tiles(rule, rows.shape):
+        row, col = ROW.part(rows, tile), keys[tile.batch, tile.heads, tile.cols]
+        shown = torch.ones((), dtype=torch.bool, device=key.device)
+        if not full and (hide := hidden(rule, tile, groups, key.device)) is not None:
+            shown = ~hide
+        if bias is not None:
+            shown = shown & (BIAS.part(bias, tile) != -torch.inf)
+        elif rule.bias is not None and (added := bias_tile(rule, tile, groups, None, tables)) is not None:
+            shown = shown & (added != -torch.inf)
+        shown = shown.expand(*row.shape, col.shape[-1])  # (l, k, g, r, c)
+        row |= shown.any(-1)
+        col |= shown.flatten(2, 3).any(2)
     return rows.flatten(1, 2), keys
+
+
+def _tiles(rule: Rule, shape: tuple[int, ...]) -> Iterator[tuple[Tile, bool]]:
+    """What may be seen, tile by tile, and whether all of it is; in one piece for torch.export, which reads no value."""
+    if exported():
+        yield Tile(slice(0, shape[0]), slice(0, shape[1]), slice(0, rule.n), slice(0, rule.m)), False
+        return
+    for strip in strips(rule, shape, Cut()):
+        yield from ((strip.tile(run), run.full) for run in strip.runs)
 
 
 def _widest(bias: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .arithmetic import exact
+from .arithmetic import exact, exported
 from .backends import KNOWN, Backend
 from .canonical import Result
 from .errors import BackendError
@@ -37,6 +37,8 @@ LONG_PLAIN = Order(
     ("flash4", *PLAIN.names),
     {**PLAIN.because, "flash4": "first for plain calls of 4,096 rows and more"},
 )
+EXPORTED = Order(("sdpa", "reference"), {})  # plain operators of torch, which read no value and know every mask
+EXPORTED_MASKS = Order(("reference",), {})  # a kernel elsewhere may give NaN for a row that sees nothing
 OTHERS = Order(
     ("triton", "sdpa", "chunked"),
     {"triton": "for masks and statistics torch's kernels refuse or are slower: on an H200, bench/results/gpu_masks.md"},
@@ -44,11 +46,13 @@ OTHERS = Order(
 
 
 def order(p: Problem) -> Order:
-    """Who is asked first: a table from measurements."""
-    if not p.query.is_cuda:
-        return ON_CPU
+    """Who is asked first: a table from measurements; and for torch.export, what any other program can run."""
     causal = isinstance(p.mask, Causal) and p.mask.offset is None and p.rows == p.keys
     unmasked = p.mask is None or isinstance(p.mask, Everything)
+    if exported():
+        return EXPORTED if unmasked or isinstance(p.mask, Causal) else EXPORTED_MASKS
+    if not p.query.is_cuda:
+        return ON_CPU
     if not (unmasked or causal) or p.observed or (p.bias is not None and _captured()):
         return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
     return LONG_PLAIN if p.rows >= LONG else PLAIN

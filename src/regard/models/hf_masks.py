@@ -122,11 +122,13 @@ class MaskMaker:
 
     def make_in_a_graph(self, **given: Any) -> Handed | Tensor | None:
         """Make it under torch.compile, which cannot read what a function was made with: causal, or a tensor."""
+        if isinstance(made := given.get("attention_mask"), Handed):
+            return made
         given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         if _attends_alone(given.get("config")):
             added: Tensor = self.source.eager_mask(**given)
             return added
-        plain = given.get("mask_function") is self.source.causal_mask_function and given.get("attention_mask") is None
+        plain = given.get("mask_function") is self.source.causal_mask_function and made is None
         if plain and "q_length" in given:
             frame = Frame(given["q_length"], given["kv_length"], given["q_offset"], given["kv_offset"])
             return Handed(causal(frame.offset), given["batch_size"], frame.rows, frame.keys, given["device"])

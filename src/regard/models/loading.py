@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ def _from_transformers(name: str, remote_code: bool, device: str) -> Loaded:
             f"load: {name!r} needs the package transformers: pip install 'regard[hf]'. Without a model, "
             f"the built-in one is looked at."
         ) from missing
+    from safetensors import SafetensorError
+
     from .huggingface import register
 
     register()
@@ -99,7 +102,7 @@ def _from_transformers(name: str, remote_code: bool, device: str) -> Loaded:
             model = _made(transformers, config).from_pretrained(
                 name, config=config, attn_implementation="regard", weights_only=True, **shared
             )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FileError(
             f"load: {name!r} could not be loaded: {first} Give a folder with config.json, a tokenizer and safetensors, "

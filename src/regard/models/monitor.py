@@ -202,7 +202,7 @@ class Monitor:
         warnings.warn(
             f"Monitor: in step {self._number} it did not see {'all attention' if tallies else 'any attention'}. "
             + (
-                reasons or "Models that write out softmax(QKᵀ) themselves show no call; let them call torch's function."
+                reasons or "A model that writes out softmax(QKᵀ) itself shows no call; attn_implementation='sdpa' does."
             ),
             stacklevel=3,
         )

