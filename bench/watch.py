@@ -80,9 +80,9 @@ def main() -> None:
             }
         )
     note = (
-        f"A causal model of {LAYERS} layers with {HEADS} heads of 64, float32, each run in a process of its own. `plain` "
-        f"is the model with our attention, `watch` sees every statistic, map and finding, `eager` returns the weights with "
-        f"`output_attentions=True` and computes nothing from them."
+        f"A causal model of {LAYERS} layers with {HEADS} heads of 64, float32, each run in a process of its own. "
+        f"`plain` is the model with our attention, `watch` sees every statistic, map and finding, `eager` returns the "
+        f"weights with `output_attentions=True` and computes nothing from them."
     )
     report("watch", "Seeing a whole model", rows, note)
 

@@ -1,0 +1,59 @@
+"""The laboratory: why each piece of the formula is there, as experiments that run and check themselves."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Any
+
+from ..errors import ArgumentError
+from .base import Experiment, Row, Study, Tell
+
+__all__ = ["Experiment", "Row", "Study", "names", "run", "studies"]
+
+_ORDER = (
+    *("variance", "saturation", "gradient-cascade", "temperature", "kernel", "parity", "scores", "positions"),
+    *("causality", "online", "geometry", "memory", "masks", "alignment", "precision"),
+)
+
+
+@cache
+def studies() -> dict[str, type[Study]]:
+    """Every study by its name, in the order in which they tell their story.
+
+    >>> list(studies())[:2]
+    ['variance', 'saturation']
+    """
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        for thing in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
+            if isinstance(thing, type) and issubclass(thing, Study) and "name" in vars(thing):
+                found[thing.name] = thing
+    return dict(sorted(found.items(), key=lambda one: (one[0] not in _ORDER, _place(one[0]), one[0])))
+
+
+def names() -> list[str]:
+    """The names of all experiments."""
+    return list(studies())
+
+
+def run(name: str, tell: Tell = lambda share: None, **choices: Any) -> Experiment:
+    """Run an experiment by its name; `choices` are fields of its study, such as sizes.
+
+    >>> run("variance", dims=(16, 64), draws=20_000, scaling="d").verdict
+    False
+    """
+    known = studies()
+    if name not in known:
+        raise ArgumentError(f"lab: there is no experiment {name!r}. There are {', '.join(known)}.")
+    try:
+        study = known[name](**choices)
+    except TypeError as error:
+        fields = ", ".join(known[name].__dataclass_fields__) or "none"
+        raise ArgumentError(f"lab: {name} takes the choices {fields}. Got {', '.join(choices)}.") from error
+    return study.run(tell)
+
+
+def _place(name: str) -> int:
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)

@@ -1,0 +1,116 @@
+"""What an experiment is: a claim, a measurement, a stated test of the one by the other, and a picture."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Experiment", "Row", "Study", "Tell", "canvas"]
+
+Row = dict[str, Any]
+Tell = Callable[[float], None]
+"""Is told how much of the work is done, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Study(ABC):
+    """A claim about attention and how to try it; the fields are sizes and choices, so that a wrong one can fail.
+
+    `measure` gives rows of plain numbers and texts, `holds` says whether they support the claim, by the test that
+    `test` puts in words, and `draw` shows them.
+    """
+
+    name: ClassVar[str]
+    claim: ClassVar[str]
+    test: ClassVar[str]
+    caption: ClassVar[str]
+    """What to see in the picture."""
+
+    @abstractmethod
+    def measure(self, tell: Tell) -> list[Row]:
+        """Run it; `tell` drives a progress bar."""
+
+    @abstractmethod
+    def holds(self, rows: list[Row]) -> bool:
+        """Say whether the measurement supports the claim."""
+
+    @abstractmethod
+    def draw(self, rows: list[Row]) -> Figure:
+        """Show the measurement."""
+
+    def run(self, tell: Tell = lambda share: None) -> Experiment:
+        """Measure with a seed of its own, leaving torch's generator as it was, and judge."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            rows = self.measure(tell)
+        tell(1.0)
+        return Experiment(self, rows, bool(self.holds(rows)))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A study that was run.
+
+    >>> import regard
+    >>> found = regard.lab.run("variance", dims=(16, 64), draws=20_000)
+    >>> found.verdict, found.rows[0]["d"]
+    (True, 16)
+    """
+
+    study: Study
+    rows: list[Row]
+    verdict: bool
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.study.name
+
+    @property
+    def claim(self) -> str:
+        """What textbooks say."""
+        return self.study.claim
+
+    @property
+    def test(self) -> str:
+        """The test by which the verdict was reached."""
+        return self.study.test
+
+    def figure(self) -> Figure:
+        """Draw it with matplotlib."""
+        return self.study.draw(self.rows)
+
+    def to_object(self) -> dict[str, Any]:
+        """Give name, claim, rows and verdict as JSON can hold them: a number that is not finite is None."""
+        rows = [{key: _plain(value) for key, value in row.items()} for row in self.rows]
+        return {"name": self.name, "claim": self.claim, "rows": rows, "verdict": self.verdict}
+
+
+def canvas(width: float = 7.0, height: float = 4.0, columns: int = 1) -> tuple[Figure, Any]:
+    """A figure and its axes (one, or an array of several side by side), free of any window."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise MissingPackageError(
+            "lab: pictures need the package matplotlib: pip install 'regard[viz]'. Rows and verdict need none."
+        ) from missing
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, columns)
+    for one in [axes] if columns == 1 else axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(alpha=0.25)
+    return figure, axes
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
