@@ -144,8 +144,15 @@ class Observation:
         p = self._problem
         looked: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
         found = [x if x is None else x.detach() for x in self._found[1:]]
-        result = Result(self.output.detach(), *found)
-        return Observation(p._replace(**looked), self._backend, result)
+        return Observation(p._replace(**looked), self._backend, Result(self.output.detach(), *found))
+
+    def by_head(self) -> Observation:
+        """The same with one dimension for the batch and one for the heads, whatever dimensions the inputs had."""
+        p = self._problem
+        lead = tuple(p.query.shape[:2])
+        shaped = [x if x is None else x.reshape(lead + x.shape[len(p.lead) :]) for x in self._found[1:]]
+        output = self.output.reshape(lead + self.output.shape[len(p.lead) :])
+        return Observation(p._replace(lead=lead), self._backend, Result(output, *shaped))
 
     def _moments(self, member: str) -> tuple[Tensor, Tensor]:
         """What one pass over the rows tells: gradient_health and distance."""

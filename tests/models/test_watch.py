@@ -225,6 +225,7 @@ def test_calls_of_regard_are_seen_with_everything_they_ask_for() -> None:
         regard.observe(x, x, x)
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
     assert seen.layers == ["attn", "", "#"]  # the last call was made outside of every module, with one head
+    assert seen["#"].shape == (2, 1, 12, 12)
     assert seen[""].visible.amax() == 4
     assert seen[""].weights().sum(-1).max() < 1  # the sink took its share
     concentration = seen[""].weights().double().square().sum(-1).mean((0, 2))
@@ -354,6 +355,34 @@ def test_padding_in_front_moves_the_first_key() -> None:
     for head in seen.heads:
         expected = (P[0, head.head, 3:, 3].sum() + P[1, head.head, :, 0].sum()) / 13
         assert head.first_share == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 2, 3)], ids=str)
+def test_calls_of_regard_in_any_dimensions_have_a_batch_and_heads(lead: tuple[int, ...]) -> None:
+    class Ours(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return regard.attention(x, x, x, mask=regard.causal())
+
+    model, x = Ours(), torch.randn(*lead, 7, 4)
+    with regard.watch(model) as seen:
+        assert model(x).shape == x.shape
+    heads = lead[-1] if len(lead) > 1 else 1
+    assert seen[""].shape == (math.prod(lead) // heads, heads, 7, 7)
+    assert len(seen.heads) == heads
+    torch.testing.assert_close(seen[""].received.sum(-1), torch.full(seen[""].shape[:2], 7.0))
+    assert seen[""].top(2)[1].shape == (*seen[""].shape[:3], 2)
+
+
+def test_a_nan_among_the_logits_is_told_and_empty_ids_are_no_trouble() -> None:
+    model = Gpt()
+    with regard.watch(model) as seen:
+        model(torch.zeros(1, 0, dtype=torch.int64))
+        model(torch.zeros(1, 4, dtype=torch.int64))
+        with torch.no_grad():
+            model.embed.weight[0] = torch.nan
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    assert all(math.isnan(head.max_logit) for head in seen.heads)
+    assert all(math.isfinite(head.first_share) for head in seen.heads)
 
 
 def hooks(model: nn.Module) -> list[int]:

@@ -55,9 +55,15 @@ class Chunked(Backend):
     def refuses(self, p: Problem) -> list[str]:
         return []
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable imports the compiler
-    @exactly
     def run(self, p: Problem) -> Result:
+        return self._untraced(p) if torch.compiler.is_compiling() else self._run(p)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # it imports the compiler, so only what is compiled asks it
+    def _untraced(self, p: Problem) -> Result:
+        return self._run(p)
+
+    @exactly
+    def _run(self, p: Problem) -> Result:
         x = canonical(p, seed=draw(p.who) if p.dropout else 0)
         tensors = (x.query, x.key, x.value, x.bias, *x.shared)
         if not watched(*tensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FunctionType, TracebackType
@@ -44,10 +45,12 @@ class Calls(Witness):
     def __enter__(self) -> Calls:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
-                self._follow(stack, name, module)
+                if name:  # what no part of the model does is its own
+                    self._follow(stack, name, module)
             WITNESSES.append(self)
             stack.callback(WITNESSES.remove, self)
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code would pass us by
+            if "torch._dynamo" in sys.modules:  # compiled code would pass us by; without the compiler there is none
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_Torch(self))
             self._leave = stack.pop_all()
         return self
@@ -98,7 +101,7 @@ class Calls(Witness):
 
     def show(self, seen: Observation) -> None:
         with torch.no_grad():
-            self._on_call(self.name, seen.detached())
+            self._on_call(self.name, seen.detached().by_head())
 
     def torchs(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
         """A call of torch's function: the observed output takes its place, but for dropout, which torch draws."""

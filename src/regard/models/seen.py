@@ -94,7 +94,8 @@ class Seen:
             name += "#"
         now = portrait(seen, _SIDE)
         known = {key: x.isnan().logical_not() for key, x in now.numbers.items()}
-        fresh = {key: torch.where(known[key], x, 0.0) for key, x in now.numbers.items()}
+        fresh = {key: torch.where(known[key], x, 0.0) for key, x in now.numbers.items() if key != "max_logit"}
+        fresh["max_logit"] = now.numbers["max_logit"]  # a NaN must be seen
         kept = self._kept.get(name)
         if kept is None:
             self._kept[name] = _Layer(seen, now.map, fresh, {key: x.long() for key, x in known.items()})

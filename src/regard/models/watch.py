@@ -58,5 +58,5 @@ def _ids(args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
     others = (x for name, x in named.items() if not any(word in name for word in ("mask", "position", "type")))
     for x in (named.get("input_ids"), *args, *others):
         if isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32) and x.dim() in (1, 2):
-            return x.detach().reshape(-1, x.shape[-1])
+            return x.detach()[None] if x.dim() == 1 else x.detach()
     return None
