@@ -14,6 +14,7 @@ __all__ = ["STATISTICS", "Head", "Portrait", "portrait"]
 
 SATURATED = 0.99  # a row whose largest weight is above this passes hardly any gradient
 _STEP = 256  # rows whose weights near the diagonal are looked at together
+_STEP_OF_A_GPU = 512  # where starting costs more than work
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ def _shares(seen: Observation, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     first = _first(seen)
     own, previous = torch.zeros_like(first), torch.zeros_like(first)
     ahead = keys - rows
-    for top in range(max(0, -ahead), rows, _STEP):
-        bottom = min(top + _STEP, rows)
+    step = _STEP if first.is_cpu else _STEP_OF_A_GPU
+    for top in range(max(0, -ahead), rows, step):
+        bottom = min(top + step, rows)
         left = max(top + ahead - 1, 0)
         W = seen.weights(slice(top, bottom), slice(left, bottom + ahead)).to(first.dtype)  # (…, H, r, c)
         shift = top + ahead - left
