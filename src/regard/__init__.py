@@ -50,6 +50,7 @@ __all__ = [
     "errors",
     "everything",
     "global_tokens",
+    "lab",
     "masks",
     "models",
     "nn",
@@ -69,7 +70,7 @@ __all__ = [
     "window",
 ]
 
-_LAZY = {"models", "nn"}
+_LAZY = {"lab", "models", "nn"}
 _OF_MODELS = {"Monitor", "watch"}
 
 

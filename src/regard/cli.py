@@ -215,6 +215,46 @@ def atlas(
     serving.wait()
 
 
+@app.command()
+def lab(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Which experiment.", show_default="list them")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Run every experiment.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write an illustrated page into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Try what textbooks say of attention: experiments that run, draw and check themselves."""
+    from regard.lab import run, studies
+    from regard.lab.page import write as write_page
+    from regard.lab.terminal import account, listing
+
+    console = Console(highlight=False)
+    if name is None and not everything:
+        if save or as_json:
+            raise typer.BadParameter("name an experiment, or give --all", param_hint="NAME")
+        console.print(listing(studies()))
+        return
+    if everything and (name is not None or as_json):
+        raise typer.BadParameter("--all runs every experiment; a name and --json go with one", param_hint="--all")
+    with _told():
+        found = []
+        with _steps() as bar:
+            for one in studies() if name is None else [name]:
+                task = bar.add_task(one, total=1.0)
+                found.append(run(one, lambda share, task=task: bar.update(task, completed=share)))
+                bar.remove_task(task)
+        if as_json:
+            typer.echo(json.dumps(found[0].to_object(), ensure_ascii=False))
+        else:
+            for experiment in found:
+                console.print(Rule(experiment.name, align="left"))
+                console.print(account(experiment))
+        if save is not None:
+            page = write_page(found, save)
+            typer.echo(f"wrote {shown(str(page))}; open it in a browser", err=as_json)
+
+
 def _looked(name: str | None, text: str, trust: bool) -> tuple[Loaded, Reading, Seen]:
     with _steps() as bar:
         loaded, reading, tell = _ready(bar, name, text, trust)

@@ -1,0 +1,109 @@
+"""Words, weights, bars: an alignment of two sentences that comes out of attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ..errors import ArgumentError
+from ..functional import observe
+from ..report.example import SOURCE, TARGET, known
+from .base import Row, Study, Tell, canvas
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Alignment"]
+
+_TRANSLATES = dict(
+    zip(
+        ("le", "chat", "noir", "veut", "souvent", "lait", "froid"),
+        ("the", "cat", "black", "wants", "often", "milk", "cold"),
+        strict=True,
+    )
+)  # "du" has no word of its own
+_RULES = ("meaning", "place")
+
+
+@dataclass(frozen=True)
+class Alignment(Study):
+    """A French sentence attends the English one that it translates; no word was told which is its own."""
+
+    name: ClassVar[str] = "alignment"
+    claim: ClassVar[str] = (
+        "Attention aligns two sentences by what their words mean, not by where they stand: each French word gives most "
+        "of its weight to the English word it translates, and a word without a counterpart spreads its weight."
+    )
+    test: ClassVar[str] = (
+        "Every French word that has a translation gives it more than half of its weight, every row of weights sums "
+        "to 1, and “du”, the one word without a translation, has the largest entropy."
+    )
+    caption: ClassVar[str] = (
+        "Each bar is the share of a French word's attention that an English word receives; filled dark where it is the "
+        "largest of its row. Three pairs stand in the other order (chat noir, veut souvent, lait froid). Right: "
+        "exp(entropy), the number of words effectively attended: “du” has no word of its own and looks around."
+    )
+
+    temperature: float = 1.0
+    rule: str = "meaning"  # what decides whom a word attends, by the claim: its meaning, or its place in the sentence
+
+    def measure(self, tell: Tell) -> list[Row]:
+        """Attend, and note the weights and what each row says."""
+        q, k = known(TARGET), known(SOURCE)
+        seen = observe(q, k, k, scale=1.0 / (self.temperature * math.sqrt(q.shape[-1])))
+        strongest = seen.top(1)[1][:, 0].tolist()
+        return [
+            {
+                "query": word,
+                **dict(zip(SOURCE, weights, strict=True)),
+                "strongest": SOURCE[best],
+                "entropy, nats": entropy,
+            }
+            for word, weights, best, entropy in zip(
+                TARGET, seen.weights().tolist(), strongest, seen.entropy.tolist(), strict=True
+            )
+        ]
+
+    def holds(self, rows: list[Row]) -> bool:
+        """More than half of the weight where the rule says, and the rest as `test` says."""
+        whole = all(math.isclose(sum(row[key] for key in SOURCE), 1.0, abs_tol=1e-5) for row in rows)
+        found = all(row[key] > 0.5 for row, key in zip(rows, self._expected(), strict=True) if key is not None)
+        spread = max(rows, key=lambda row: row["entropy, nats"])["query"]
+        return whole and found and spread == "du"
+
+    def _expected(self) -> list[str | None]:
+        if self.rule not in _RULES:
+            raise ArgumentError(f"lab: alignment's rule is one of {', '.join(_RULES)}. Got {self.rule!r}.")
+        if self.rule == "meaning":
+            return [_TRANSLATES.get(word) for word in TARGET]
+        return [SOURCE[place] if place < len(SOURCE) else None for place in range(len(TARGET))]
+
+    def draw(self, rows: list[Row]) -> Figure:
+        """A matrix of bars, and how many words each row effectively attends."""
+        figure, (matrix, effective) = canvas(9.0, 3.9, columns=2)
+        matrix.get_gridspec().set_width_ratios([4, 1])
+        places = range(len(rows))
+        for column, key in enumerate(SOURCE):
+            shares = [row[key] for row in rows]
+            colours = ["C0" if row["strongest"] == key else "#a9c9e3" for row in rows]
+            matrix.barh(places, [1.0] * len(rows), left=[1.15 * column] * len(rows), height=0.7, color="#f1f1f1")
+            matrix.barh(places, shares, left=[1.15 * column] * len(rows), height=0.7, color=colours)
+            for place, share in zip(places, shares, strict=True):
+                if share > 0.1:
+                    inside = share > 0.4
+                    left = 1.15 * column + (0.04 if inside else share + 0.04)
+                    colour = "white" if inside else "#333333"
+                    matrix.text(left, place, f"{share:.0%}", va="center", fontsize=7.5, color=colour)
+        matrix.set_xticks([1.15 * column + 0.5 for column in range(len(SOURCE))], SOURCE)
+        matrix.set_yticks(places, [row["query"] for row in rows])
+        matrix.set(xlabel="is attended", ylabel="attends")
+        effective.barh(places, [math.exp(row["entropy, nats"]) for row in rows], height=0.7, color="C1")
+        effective.set_yticks([])
+        effective.set(xlabel="effective words", xlim=(0, len(SOURCE)))
+        for axes in (matrix, effective):
+            axes.invert_yaxis()
+            axes.grid(visible=False, axis="y" if axes is effective else "both")
+        matrix.spines[["left", "bottom"]].set_visible(False)
+        matrix.tick_params(length=0)
+        return figure

@@ -1,0 +1,198 @@
+"""Every mask drawn, how much it leaves visible, and the time that it saves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..backends import Chunked
+from ..functional import attention
+from ..masks import (
+    Mask,
+    blocks,
+    causal,
+    dense,
+    documents,
+    everything,
+    global_tokens,
+    packed,
+    padding,
+    predicate,
+    prefix,
+    strided,
+    window,
+)
+from ..masks.base import HIDDEN
+from .base import Row, Study, Tell, canvas
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["MaskSavings", "gallery"]
+
+_BLOCK = 128  # keys that `chunked` decides on together
+_FEW = 1 / 4  # the share of tiles up to which the time is held against the bound
+_DRAWN = 32  # tokens in a picture
+
+
+@dataclass(frozen=True)
+class MaskSavings(Study):
+    """A gallery of masks over `length` tokens, each timed beside the pass without one."""
+
+    name: ClassVar[str] = "masks"
+    claim: ClassVar[str] = (
+        "A mask saves the time of what it hides, where the hidden pairs fill whole tiles of the matrix: these are "
+        "never computed. Scattered pairs are computed with their tile and save none, and a pass that writes −inf "
+        "into the whole matrix saves nothing at all."
+    )
+    test: ClassVar[str] = (
+        "The density that each mask states is the share of pairs counted one by one; and each mask that leaves at most "
+        "a quarter of the tiles takes at most two thirds of the time of the full pass. Time is a processor's own "
+        "on one thread, the shorter of two runs in turn, so that what else the machine does counts for neither side."
+    )
+    caption: ClassVar[str] = (
+        "Each square is a mask over 32 tokens, rows attending columns, filled where a pair is visible; below its name "
+        "the share of pairs. Right: time against that share; on the line, what is hidden costs nothing, and what lies "
+        "far above it hides pairs one by one."
+    )
+
+    length: int = 3072
+    dim: int = 64
+    chunk: int = 256  # rows that `chunked` decides on together
+    rounds: int = 2
+    backend: str = "chunked"  # what the claim is tried with; "reference" computes the whole matrix
+
+    def measure(self, tell: Tell) -> list[Row]:
+        """Count the pairs and tiles of each mask, then time it and the full pass in turn."""
+        n = self.length
+        q, k, v = torch.randn(3, 1, 1, n, self.dim).unbind()
+        backend = Chunked(self.chunk) if self.backend == "chunked" else self.backend
+        rows: list[Row] = []
+        masks = gallery(n)
+        for step, (name, mask) in enumerate(masks.items()):
+            with _one_thread():
+                masked, full = _shortest(
+                    partial(attention, q, k, v, mask=mask, backend=backend),
+                    partial(attention, q, k, v, backend=backend),
+                    self.rounds,
+                )
+            rows.append(
+                {
+                    "mask": name,
+                    "density": mask.density(n, n),
+                    "counted": mask.dense(n, n).sum().item() / n**2,
+                    "tiles left": self._tiles_left(mask),
+                    "time / full": masked / full,
+                }
+            )
+            tell((step + 1) / len(masks))
+        return rows
+
+    def _tiles_left(self, mask: Mask) -> float:
+        """The share of tiles in which some pair may be seen."""
+        n = self.length
+        return mask.cover(_edges(n, self.chunk), _edges(n, _BLOCK), n, n).ne(HIDDEN).double().mean().item()
+
+    def holds(self, rows: list[Row]) -> bool:
+        """The counts agree, and few tiles take little time."""
+        counted = all(math.isclose(row["density"], row["counted"], rel_tol=1e-9) for row in rows)
+        sparse = [row for row in rows if row["tiles left"] <= _FEW]
+        return counted and bool(sparse) and all(row["time / full"] <= 2 / 3 for row in sparse)
+
+    def draw(self, rows: list[Row]) -> Figure:
+        """The gallery beside the times."""
+        figure, axis = canvas(11.5, 5.2)
+        axis.remove()
+        halves: Any = figure.subfigures(1, 2, width_ratios=[3, 2])
+        left, right = halves
+        squares = left.subplots(3, 5).flatten()
+        pictures = gallery(_DRAWN)
+        for square, row in zip(squares, rows, strict=True):
+            seen = pictures[row["mask"]].dense(_DRAWN, _DRAWN).reshape(_DRAWN, _DRAWN)
+            square.imshow(seen.numpy(), cmap="Blues", vmin=-0.25, vmax=1.35, interpolation="nearest")
+            square.set(xticks=[], yticks=[])
+            square.set_title(row["mask"], fontsize=8.5)
+            square.set_xlabel(f"{row['density']:.1%}", fontsize=8.5)
+        plot = right.subplots()
+        plot.spines[["top", "right"]].set_visible(False)
+        plot.grid(alpha=0.25)
+        plot.plot([0, 1], [0, 1], "--", color="0.5", label="time = share of pairs")
+        few = [row for row in rows if row["tiles left"] <= _FEW]
+        many = [row for row in rows if row["tiles left"] > _FEW]
+        for some, marker, label in ((few, "o", "at most a quarter of the tiles left"), (many, "s", "more")):
+            plot.plot([row["density"] for row in some], [row["time / full"] for row in some], marker, label=label)
+        for row in rows:
+            if row["time / full"] > row["density"] + 0.8:
+                at = (row["density"], row["time / full"])
+                plot.annotate(row["mask"], at, xytext=(6, 4), textcoords="offset points", fontsize=8)
+        plot.set(xlabel="share of pairs that are visible", ylabel="time / time of the full pass", ylim=(0, None))
+        plot.legend(frameon=False, fontsize="small", loc="lower right")
+        return figure
+
+
+def gallery(n: int) -> dict[str, Mask]:
+    """Every mask of `regard.masks`, and three of their compositions, over n tokens (a multiple of 16).
+
+    >>> print(gallery(16)["window, both sides"].picture(4, 4))
+    ██··
+    ███·
+    ·███
+    ··██
+    """
+    near, ids = max(1, n // 32), torch.arange(n) * 8 // n
+    lengths = [n // 2, n // 4, n // 8, n // 8]
+    scattered = torch.rand(n, n, generator=torch.Generator().manual_seed(0)) < 0.3
+    return {
+        "everything": everything(),
+        "causal": causal(),
+        "padding": padding([n * 5 // 8]),
+        "prefix": prefix(n // 4),
+        "causal | prefix": causal() | prefix(n // 4),
+        "window": window(2 * near),
+        "window, both sides": window(near, right=near),
+        "window | global": window(near, right=near) | global_tokens([0]),
+        "blocks": blocks(n // 8),
+        "documents": documents(ids.roll(n // 16)),
+        "packed": packed(lengths),
+        "packed & causal": packed(lengths) & causal(),
+        "strided": strided(4),
+        "predicate": predicate(_checkered),
+        "dense, at random": dense(scattered),
+    }
+
+
+def _checkered(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i // 2 + j // 2 + 0 * (batch + head)) % 2 == 0
+
+
+def _edges(n: int, step: int) -> Tensor:
+    return torch.tensor([*range(0, n, step), n])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _shortest(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """The shortest processor time of each of two, which take turns."""
+    best = [math.inf, math.inf]
+    for _ in range(rounds):
+        for place, work in enumerate((first, second)):
+            start = time.thread_time()
+            work()
+            best[place] = min(best[place], time.thread_time() - start)
+    return best[0], best[1]

@@ -1,0 +1,59 @@
+"""KernelClassifier: attention over the training points as a classifier of scikit-learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .estimator import KernelEstimator, validate_data
+from .leave_one_out import class_loss
+
+from sklearn.base import ClassifierMixin  # isort: skip  # estimator says what is missing if this is
+
+__all__ = ["KernelClassifier"]
+
+Array = NDArray[Any]
+
+
+class KernelClassifier(ClassifierMixin, KernelEstimator):  # type: ignore[misc]
+    """Predict the share of each class among the training points, weighted by likeness.
+
+    The parameters are those of `KernelRegressor`; a search for the bandwidth minimises the leave-one-out log-loss,
+    which is `loo_loss_` after `fit`; `classes_` are the classes in order.
+
+    >>> x = np.array([[0.0], [1.0], [4.0], [5.0]])
+    >>> model = KernelClassifier(bandwidth=1.0).fit(x, ["low", "low", "high", "high"])
+    >>> model.predict([[2.0], [3.0]])
+    array(['low', 'high'], dtype='<U4')
+    >>> model.predict_proba([[2.5]])
+    array([[0.5, 0.5]])
+    """
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelClassifier:
+        """Remember the points and choose the bandwidth; whole weights mean so many copies of a point."""
+        from sklearn.utils.multiclass import check_classification_targets
+        from sklearn.utils.validation import column_or_1d
+
+        X, y = validate_data(self, X, y, dtype=(np.float64, np.float32))
+        check_classification_targets(y)
+        y = column_or_1d(y, warn=True)
+        self.classes_, self._codes = np.unique(y, return_inverse=True)
+        self._remember(X, y, self._codes, sample_weight, class_loss)
+        return self
+
+    def predict_proba(self, X: Any) -> Array:
+        """Give the share of each class, (n, classes), in the order of `classes_`."""
+        from sklearn.utils.validation import check_is_fitted
+
+        check_is_fitted(self)
+        member = self._codes[self._place][:, None] == np.arange(len(self.classes_))
+        shares: Array = self._attend(X, member.astype(np.float64))
+        return (shares / shares.sum(1, keepdims=True)).astype(self._x.dtype)
+
+    def predict(self, X: Any) -> Array:
+        """Give the class with the largest share."""
+        shares = self.predict_proba(X)
+        chosen: Array = self.classes_[shares.argmax(1)]
+        return chosen

@@ -1,0 +1,94 @@
+"""How like two points are: the kernels of regression, posed as attention between scaled points."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ..scores import Score
+from ..scores.base import Prepared
+
+__all__ = ["KERNELS", "Likeness", "Tempered", "likeness"]
+
+KERNELS = ("gaussian", "dot")
+
+
+class Likeness(NamedTuple):
+    """Queries and keys whose attention is the kernel's, and what else the call takes."""
+
+    query: Tensor
+    key: Tensor
+    options: dict[str, Any]
+
+
+class Tempered(Score):
+    """The logits of another score over h²: what a bandwidth h does to the Gaussian exponent, done to any score.
+
+    >>> import torch, regard
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> Tempered(regard.scores.Cosine(), torch.tensor(0.5))(x, x)
+    tensor([[4., 0.],
+            [0., 4.]])
+    """
+
+    def __init__(self, score: Score, bandwidth: Tensor) -> None:
+        super().__init__()
+        self.score = score
+        self.bandwidth = bandwidth
+        self.pairwise = score.pairwise  # type: ignore[misc]
+        self.same_dims = score.same_dims  # type: ignore[misc]
+
+    def prepare(self, query: Tensor, key: Tensor) -> Prepared:
+        precision = self.bandwidth.to(query.dtype) ** -2
+        query, key, shared = self.score.prepare(query, key)
+        return Prepared(query, key, (*shared, precision)) if self.pairwise else Prepared(query * precision, key, shared)
+
+    def pair(self, query: Tensor, key: Tensor, *shared: Tensor) -> Tensor:  # type: ignore[override]
+        if not self.pairwise:
+            return query @ key.mT
+        *inner, precision = shared
+        return self.score.pair(query, key, *inner) * precision
+
+    def width(self, query_dim: int, key_dim: int) -> int:
+        return self.score.width(query_dim, key_dim)
+
+    @property
+    def cost(self) -> int:
+        return self.score.cost
+
+    def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
+        return self.score.misfit(query_dim, key_dim, heads)
+
+
+def likeness(
+    kernel: str | Score, query: Tensor, key: Tensor, bandwidth: Tensor, log_weight: Tensor | None = None
+) -> Likeness:
+    """Pose queries (n, d) and keys (m, d) so that their attention has the kernel's weights.
+
+    The bandwidth has one value or one a feature, and may have a gradient; each key's weight is multiplied by
+    exp(log_weight). A Gaussian is the product of points that are one number longer: −‖q − k‖²/2 = q·k − ‖k‖²/2, but
+    for a constant of the row that the softmax takes out.
+
+    >>> x = torch.tensor([[0.0], [2.0]])
+    >>> found = likeness("gaussian", x, x, torch.tensor(2.0))
+    >>> torch.softmax(found.query @ found.key.mT, -1)
+    tensor([[0.6225, 0.3775],
+            [0.3775, 0.6225]])
+    """
+    if isinstance(kernel, Score):
+        if bandwidth.numel() != 1:
+            raise ArgumentError(
+                f"likeness: a score has one bandwidth, which divides its logits by h². Got {bandwidth.numel()}; "
+                f"one a feature goes with kernel='gaussian' or 'dot'."
+            )
+        options = {"score": Tempered(kernel, bandwidth.reshape(())), "bias": log_weight}
+        return Likeness(query, key, options)
+    query, key = query / bandwidth, key / bandwidth
+    term = torch.zeros_like(key[:, :1]) if kernel == "dot" else key.square().sum(-1, keepdim=True) * -0.5
+    if log_weight is not None:
+        term = term + log_weight[:, None]
+    query = torch.cat((query, torch.ones_like(query[:, :1])), -1)
+    return Likeness(query, torch.cat((key, term), -1), {"scale": 1.0})

@@ -1,0 +1,131 @@
+"""Shards: safetensors files of rows, written once, and mapped a few rows at a time."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..errors import FileError
+from .durable import put
+from .index import DTYPES, Index, Shard
+
+__all__ = ["File", "write"]
+
+_LONGEST = 1 << 20  # bytes of a header of ours, far above what one takes
+_SIZES = {"I64": 8, "F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def write(place: Path, keys: Tensor, values: Tensor, ids: Tensor | None, dtype: str) -> None:
+    """Write rows as one safetensors file that lasts."""
+    parts: dict[str, tuple[str, Tensor]] = {} if ids is None else {"ids": ("I64", ids)}  # the widest first: aligned
+    parts |= {"keys": (dtype, keys), "values": (dtype, values)}
+    header: dict[str, Any] = {"__metadata__": {"format": "regard.Memory"}}
+    end = 0
+    for name, (kind, x) in parts.items():
+        start, end = end, end + x.numel() * x.element_size()
+        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def fill(file: BinaryIO) -> None:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, x in parts.values():
+            file.write(memoryview(x.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+
+    put(place, fill)
+
+
+@dataclass(frozen=True)
+class File:
+    """A shard on disk: what it holds, and where."""
+
+    path: Path
+    shard: Shard
+    offsets: dict[str, int]
+    dtype: torch.dtype
+    dims: dict[str, int]
+
+    @classmethod
+    def open(cls, folder: Path, shard: Shard, index: Index, who: str) -> File:
+        """Check that a shard is there, whole, and what the index says."""
+        path = folder / shard.name
+        wanted: dict[str, tuple[str, list[int]]] = {
+            "keys": (index.dtype, [shard.rows, index.key_dim]),
+            "values": (index.dtype, [shard.rows, index.value_dim]),
+        }
+        if shard.listed:
+            wanted["ids"] = ("I64", [shard.rows])
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length)) if length <= _LONGEST else None
+            offsets = _offsets(header, wanted, 8 + length, size)
+        except FileNotFoundError:
+            raise FileError(f"{who}: {path} is missing. Restore the folder from a copy.") from None
+        except OSError as error:
+            raise FileError(f"{who}: {path} cannot be read: {error.strerror or error}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FileError(
+                f"{who}: {path} is cut off, or not the shard that the index names: {error}. "
+                f"Restore the folder from a copy."
+            ) from None
+        return cls(path, shard, offsets, DTYPES[index.dtype], {"keys": index.key_dim, "values": index.value_dim})
+
+    def map(self, name: str, start: int, stop: int) -> Tensor:
+        """Give rows of `name` as they lie on disk: read when touched, given back when the tensor goes."""
+        if name == "ids" and not self.shard.listed:
+            return torch.arange(self.shard.lowest + start, self.shard.lowest + stop)
+        dtype, dims = (torch.int64, ()) if name == "ids" else (self.dtype, (self.dims[name],))
+        width = dtype.itemsize * (dims[0] if dims else 1)
+        first = self.offsets[name] + start * width
+        page = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            with self.path.open("rb") as file:
+                length = first - page + (stop - start) * width
+                view = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
+        except (OSError, ValueError) as error:
+            raise FileError(
+                f"Memory: {self.path} can no longer be mapped: {error}. If a writer has compacted the memory "
+                f"meanwhile, read again; else restore the folder from a copy."
+            ) from error
+        count = (stop - start) * (dims[0] if dims else 1)
+        return torch.frombuffer(view, dtype=dtype, count=count, offset=first - page).view(stop - start, *dims)
+
+    def keep(self, start: int, stop: int) -> Tensor | None:
+        """Say which rows from start to stop are not deleted, by their distance from start; None if all are there."""
+        inside = [(max(a, start), min(b, stop)) for a, b in self.shard.deleted if a < stop and b > start]
+        if not inside:
+            return None
+        kept = torch.ones(stop - start, dtype=torch.bool)
+        for a, b in inside:
+            kept[a - start : b - start] = False
+        return kept.nonzero().squeeze(-1)
+
+
+def _offsets(header: Any, wanted: dict[str, tuple[str, list[int]]], base: int, size: int) -> dict[str, int]:
+    """Where each tensor begins, or a ValueError that says what is wrong."""
+    if not isinstance(header, dict):
+        raise ValueError("it has no header")
+    if set(header) - {"__metadata__"} != set(wanted):
+        raise ValueError(f"it holds {sorted(set(header) - {'__metadata__'})}")
+    offsets, last = {}, 0
+    for name, (kind, shape) in wanted.items():
+        entry = header[name]
+        start, end = entry["data_offsets"]
+        count = _SIZES[kind]
+        for dim in shape:
+            count *= dim
+        if (entry["dtype"], entry["shape"]) != (kind, shape) or end - start != count or start < 0:
+            raise ValueError(f"its {name} are {entry['dtype']} {entry['shape']}, not {kind} {shape}")
+        offsets[name], last = base + start, max(last, base + end)
+    if size != last:
+        raise ValueError(f"it has {size} bytes of {last}")
+    return offsets

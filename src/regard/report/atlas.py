@@ -1,0 +1,75 @@
+"""The atlas: attention maps of any length in a browser, to pan and zoom over as over a map of the earth."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import threading
+import webbrowser
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from regard.errors import ArgumentError, DtypeError
+from regard.report.atlas_http import HOST, Server
+from regard.report.atlas_maps import Atlas, AtlasLayer
+
+__all__ = ["Atlas", "AtlasLayer", "Serving", "serve"]
+
+
+class Serving:
+    """An atlas that is being served; `close()` ends it, and so does the end of a `with`."""
+
+    def __init__(self, atlas: Atlas, server: Server) -> None:
+        self.atlas, self._server = atlas, server
+        self.url = f"http://{HOST}:{server.server_port}/"
+        self._thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def __repr__(self) -> str:
+        return f"Serving({self.atlas.title!r} at {self.url})"
+
+    def wait(self) -> None:
+        """Serve until Ctrl-C, or until another thread closes it."""
+        with suppress(KeyboardInterrupt):
+            self._thread.join()
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving and computing."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self.atlas.close()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def serve(atlas: Atlas, port: int = 0, open_browser: bool = False) -> Serving:
+    """Show an atlas at a local address, which only this machine can reach; port 0 takes a free one.
+
+    >>> import torch, regard
+    >>> x = torch.zeros(1, 3, 8)
+    >>> words = ["a", "small", "map"]
+    >>> with serve(Atlas("an example", [AtlasLayer("layer 0", regard.observe(x, x, x), words, words)])) as serving:
+    ...     serving.url.startswith("http://127.0.0.1:")
+    True
+    """
+    if not isinstance(atlas, Atlas):
+        raise DtypeError(f"serve: it needs an Atlas. Got {type(atlas).__name__}; make one with Atlas(title, layers).")
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16:
+        raise ArgumentError(f"serve: port must be a whole number from 0 to 65535, 0 for a free one. Got {port!r}.")
+    try:
+        serving = Serving(atlas, Server(atlas, port))
+    except OSError as error:
+        why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+        raise ArgumentError(f"serve: port {port} of {HOST} {why}. Choose another, or port=0 for a free one.") from None
+    if open_browser:
+        webbrowser.open(serving.url)
+    return serving

@@ -1,0 +1,115 @@
+"""One head of an observation, taken out of the problem: what others cost is not paid, and nothing of it is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from regard.arithmetic import exactly
+from regard.biases import Alibi, Bias, Relative
+from regard.canonical import Canonical, canonical
+from regard.errors import ArgumentError
+from regard.masks import Mask
+from regard.observation import Observation
+from regard.problem import Problem
+from regard.scan import Look
+
+__all__ = ["one_head", "size_of"]
+
+
+def size_of(seen: Observation) -> tuple[int, int, int, int]:
+    """How many batch items, query heads, queries and keys an observation has."""
+    p = seen._problem
+    return p.query.shape[0], p.query.shape[1], p.rows, p.keys
+
+
+@torch.no_grad()
+@exactly
+def one_head(seen: Observation, item: int, head: int) -> tuple[Canonical, Look]:
+    """The problem of one batch item and one head, folded, and what the forward pass found of its rows."""
+    p, found = seen._passable("Pyramid"), seen._found
+    batch, heads, rows, keys = size_of(seen)
+    for name, at, size in (("item", item, batch), ("head", head, heads)):
+        if not isinstance(at, int) or isinstance(at, bool) or not 0 <= at < size:
+            raise ArgumentError(f"Pyramid: {name} must be a whole number from 0 to {size - 1}. Got {at!r}.")
+    if 0 in (rows, keys):
+        raise ArgumentError(f"Pyramid: a map needs at least one query and one key. Got {rows} queries, {keys} keys.")
+    if found.max_logit is None or found.spread is None:
+        raise RuntimeError("a map needs what the forward pass found")
+    peak, spread = (
+        t.reshape(batch, heads, rows)[item, head].view(1, 1, 1, -1) for t in (found.max_logit, found.spread)
+    )
+    return _folded(p, item, head), Look.at(peak.detach(), spread.detach())
+
+
+def _folded(p: Problem, item: int, head: int) -> Canonical:
+    query, key = p.query[item : item + 1], p.key[item : item + 1]
+    scale, shared = p.scale, tuple[Tensor, ...]()
+    if p.score is not None:  # its parameters may tell heads apart: all of them are folded, and one is kept
+        query, key, shared = p.score.prepare(query.to(p.exact_dtype), key.to(p.exact_dtype))
+        scale = 1.0
+    elif isinstance(scale, Tensor) and scale.numel() > 1:
+        scale = scale[head]
+    along = head // (p.query.shape[1] // p.key.shape[1])
+    key = key[:, along : along + 1]
+    x = canonical(
+        p._replace(
+            query=query[:, head : head + 1],
+            key=key,
+            value=key[..., :0],
+            mask=None if p.mask is None else _mask(p.mask, p.query.shape[0], item, head),
+            bias=_bias(p.bias, item, head),
+            score=None,
+            scale=scale,
+            sink=None,  # it is in what the forward pass found
+            dropout=0.0,
+            lead=(1, 1),
+        )
+    )
+    if p.score is not None:
+        pair = p.score.pair if p.score.pairwise else None
+        rule = replace(x.rule, pair=pair, cost=p.score.cost, paired=len(shared))
+        x = x._replace(shared=(*shared, *x.shared), rule=rule)
+    return x._replace(key=x.key.mT.contiguous().mT)  # as passes read it, so that none of them turns it again
+
+
+def _mask(mask: Mask, batch: int, item: int, head: int) -> Mask:
+    items = mask.lead[0]
+    at = item * items // batch  # several flattened items may share one of the mask's
+    return mask.restrict(slice(at, at + 1), slice(head, head + 1))
+
+
+def _bias(bias: Tensor | Bias | None, item: int, head: int) -> Tensor | Bias | None:
+    if isinstance(bias, Tensor):
+        bias = bias if bias.shape[0] == 1 else bias[item : item + 1]
+        return bias if bias.shape[1] == 1 else bias[:, head : head + 1]
+    if bias is None or bias.heads == 1:
+        return bias
+    if isinstance(bias, Alibi):
+        return replace(bias, slopes=bias.slopes[head : head + 1])
+    if isinstance(bias, Relative):
+        return replace(bias, table=bias.table[head : head + 1])
+    return _Of(bias, head)
+
+
+class _Of(Bias):
+    """One head of a bias that somebody else wrote."""
+
+    def __init__(self, every: Bias, head: int) -> None:
+        self.every, self.head = every, head
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.every.tensors
+
+    @property
+    def heads(self) -> int:
+        return 1
+
+    def tile(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
+        return self.every.tile(tensors, i, j, n, m)[self.head : self.head + 1]
+
+    def to(self, device: torch.device | str) -> _Of:
+        return _Of(self.every.to(device), self.head)

@@ -1,0 +1,177 @@
+"""The atlas over HTTP, to this machine alone: a page, its numbers, and one clear line for every other request."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from socketserver import TCPServer
+from typing import Any, ClassVar
+
+from regard.errors import ArgumentError, RegardError
+from regard.report.atlas_maps import Atlas
+
+__all__ = ["HOST", "Server"]
+
+HOST = "127.0.0.1"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_SCRIPTS = ("atlas.js", "atlas.colour.js", "atlas.draw.js", "atlas.text.js", "atlas.tiles.js", "atlas.view.js")
+_ASSETS = {"/": "atlas.html", **{f"/{name}": name for name in ("atlas.css", *_SCRIPTS)}}
+_NUMBER = "([0-9]{1,9})"
+
+
+class Server(ThreadingHTTPServer):
+    """Answers for one atlas."""
+
+    daemon_threads = True
+    allow_reuse_address = os.name == "posix"  # elsewhere two servers could then share a port
+    request_queue_size = 64
+
+    def __init__(self, atlas: Atlas, port: int) -> None:
+        self.atlas = atlas
+        self._open: set[socket.socket] = set()
+        super().__init__((HOST, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind without asking the network for this machine's name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, int(self.server_address[1])
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Remember who is connected: a browser keeps its connections."""
+        connection, address = super().get_request()
+        self._open.add(connection)
+        return connection, address
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget who has gone."""
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Hang up on everybody."""
+        super().server_close()
+        for connection in list(self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 120
+    server: Server
+
+    def do_GET(self) -> None:
+        """Answer, if the request is for this page and comes under its name."""
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # nobody reads the body
+        names = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
+        if self.headers.get("Host", "") not in names:
+            self._line(403, f"this atlas answers to {' and '.join(sorted(names))} only")
+            return
+        if self.path in _ASSETS:
+            name = _ASSETS[self.path]
+            kind = f"{_KINDS[name.rpartition('.')[2]]}; charset=utf-8"
+            self._send(200, kind, (files("regard.report") / "assets" / name).read_bytes())
+            return
+        for pattern, answer in self.routes.items():
+            if (found := re.fullmatch(pattern, self.path)) is not None:
+                self._try(answer, found.groups())
+                return
+        self._line(404, "there is nothing here; the map is at /")
+
+    def _try(self, answer: Callable[[_Handler, tuple[str, ...]], None], parts: tuple[str, ...]) -> None:
+        try:
+            answer(self, parts)
+        except ArgumentError as error:
+            self._line(404, str(error))
+        except RegardError as error:
+            self._line(409, str(error))
+
+    def _meta(self, parts: tuple[str, ...]) -> None:
+        self._json(self.server.atlas.meta())
+
+    def _tokens(self, parts: tuple[str, ...]) -> None:
+        layer, side, block = parts
+        self._json(self.server.atlas.tokens(int(layer), side, int(block)))
+
+    def _progress(self, parts: tuple[str, ...]) -> None:
+        self._json(asdict(self.server.atlas.state(*map(int, parts))))
+
+    def _tile(self, parts: tuple[str, ...]) -> None:
+        layer, head, level, row, col = map(int, parts)
+        found = self.server.atlas.tile(layer, head, level, row, col, wanted=self._awaited)
+        if found:
+            self._send(200, "application/octet-stream", found)
+        else:
+            self.close_connection = True
+
+    routes: ClassVar[dict[str, Callable[[_Handler, tuple[str, ...]], None]]] = {
+        "/meta.json": _meta,
+        f"/tokens/{_NUMBER}/(queries|keys)/{_NUMBER}": _tokens,
+        f"/progress/{_NUMBER}/{_NUMBER}": _progress,
+        "/tile" + f"/{_NUMBER}" * 5: _tile,
+    }
+
+    def _awaited(self) -> bool:
+        """Whether the browser still waits: it hangs up on what it no longer wants."""
+        with suppress(OSError, ValueError):
+            ready, _, _ = select.select([self.connection], [], [], 0)
+            return not ready or self.connection.recv(1, socket.MSG_PEEK) != b""
+        return False
+
+    def _json(self, thing: Any) -> None:
+        self._send(200, "application/json", json.dumps(thing).encode())
+
+    def _line(self, status: int, text: str) -> None:
+        self._send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": _POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-store",
+        }
+        if status == 405:
+            headers["Allow"] = "GET"
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Say what http.server has to complain about in one line of plain text, and hang up."""
+        self.close_connection = True
+        if code == 501:  # a method that has no function here
+            self._line(405, "this atlas is there to be read: GET only")
+        else:
+            self._line(code, "this request cannot be read")
+
+    def handle(self) -> None:
+        """Answer until the browser hangs up, which it may do at any time."""
+        with suppress(ConnectionError, TimeoutError):
+            super().handle()
+
+    def version_string(self) -> str:
+        """Say who answers, and no more."""
+        return "regard"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Write nothing."""

@@ -1,0 +1,59 @@
+"""Nothing from the future, and what −1e9 is not."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+import regard.lab
+
+
+@cache
+def found() -> regard.lab.Experiment:
+    return regard.lab.run("causality")
+
+
+def by_case(check: str) -> dict[str, Any]:
+    return {row["case"]: row["found"] for row in found().rows if row["check"] == check}
+
+
+def test_nothing_comes_from_the_future() -> None:
+    assert found().verdict
+    gradients = by_case("gradient")
+    assert all((size == 0.0) == (int(place) > 0) for place, size in gradients.items())
+    assert by_case("rows whose bits the future changes") == {"sdpa": 0, "chunked": 0, "reference": 0}
+
+
+@pytest.mark.parametrize("offset", [1, -1])
+def test_a_mask_that_is_off_by_one_makes_it_fail(offset: int) -> None:
+    assert not regard.lab.run("causality", offset=offset).verdict
+
+
+@pytest.mark.parametrize("constant", [-10.0, -1e4])
+def test_a_smaller_constant_makes_it_fail(constant: float) -> None:
+    assert not regard.lab.run("causality", constant=constant).verdict
+
+
+def test_the_constant_gives_the_same_bits_on_longer_sequences() -> None:
+    assert regard.lab.run("causality", length=40).verdict
+
+
+def test_float16_has_no_such_constant_and_bfloat16_has() -> None:
+    stored = by_case("-1e+09 stored as")
+    assert stored["float16"] == "−inf"
+    assert float(stored["bfloat16"]) == pytest.approx(-1e9, rel=2**-8)
+
+
+def test_a_row_that_sees_none_gives_all_its_weight_to_hidden_keys_unless_the_constant_is_infinite() -> None:
+    blind = by_case("hidden weight, row that sees none")
+    assert blind.pop("−inf") == 0.0
+    assert list(blind.values()) == pytest.approx([1.0] * 6)
+
+
+def test_the_picture_marks_what_is_exactly_zero() -> None:
+    left, right = found().figure().axes
+    zeros = next(line for line in left.lines if line.get_label() == "exactly 0")
+    assert list(zeros.get_xdata()) == list(range(1, 8))
+    assert len(right.lines) == 2

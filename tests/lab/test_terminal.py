@@ -1,0 +1,62 @@
+"""The laboratory in a terminal: every column within the width, and the verdict in words."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+
+from regard import lab
+from regard.lab.cells import cell
+from regard.lab.terminal import RowTable, account, listing
+
+
+def drawn(thing: RenderableType, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, legacy_windows=False).print(thing)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def found() -> lab.Experiment:
+    return lab.run("variance", dims=(16, 64), draws=20_000)
+
+
+def test_an_account_tells_claim_numbers_test_and_verdict(found: lab.Experiment) -> None:
+    text = drawn(account(found), 400)
+    assert found.claim in text
+    assert found.test in text
+    assert f"{found.rows[0]['variance, none']:.2f}" in text
+    assert "verdict  the measurement supports the claim" in text
+    assert "does not support" in drawn(account(replace(found, verdict=False)), 400)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_number_is_lost_in_a_narrow_terminal(found: lab.Experiment, width: int) -> None:
+    text = drawn(RowTable(found.rows), width)
+    assert all(cell_len(line) <= width for line in text.splitlines())
+    for row in found.rows:
+        for value in row.values():
+            assert cell(value) in text
+    assert "…" not in text
+
+
+def test_texts_stand_left_and_numbers_right() -> None:
+    text = drawn(RowTable([{"mask": "causal", "density": 0.5}, {"mask": "all", "density": 0.0625}]), 80)
+    assert [line.rstrip() for line in text.splitlines()] == ["mask    density", "causal      0.5", "all      0.0625"]
+
+
+def test_what_would_move_a_cursor_is_escaped() -> None:
+    text = drawn(RowTable([{"a\x1b[2J": "b\x1b[2J"}]), 80)
+    assert "\x1b" not in text
+    assert "b\\x1b[2J" in text
+
+
+def test_the_list_names_every_experiment_with_its_claim() -> None:
+    text = drawn(listing(lab.studies()), 1000)
+    for name, study in lab.studies().items():
+        assert name in text
+        assert study.claim in text

@@ -1,0 +1,138 @@
+"""The README, the pages and the examples: their code runs, their links lead somewhere, and what they name is there."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import unicodedata
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+GUIDE = sorted(DOCS.glob("guide/*.md"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+every_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+
+FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1$", re.M | re.S)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def blocks(page: Path, language: str = "python") -> list[tuple[str, str]]:
+    """The header and the text of every block of code in a language."""
+    return [(head, text) for _, head, text in FENCE.findall(page.read_text("utf-8")) if head.split(" ")[0] == language]
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text("utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids of a page's headings, as mkdocs makes them, and those that are written out."""
+    text = FENCE.sub("", page.read_text("utf-8"))
+    found = set(re.findall(r"\{ ?#([\w-]+) ?\}", text))
+    for title in re.findall(r"^#+ +(.*)$", text, re.M):
+        plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode()
+        found.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower()))
+    return found
+
+
+def stands_alone(text: str) -> bool:
+    """Whether a block imports what it uses: the others show a line of somebody's program."""
+    tree = ast.parse(text)
+    return any(isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body) and "..." not in text
+
+
+def readme() -> list[str]:
+    return [text for _, text in blocks(ROOT / "README.md") if not text.startswith(">>>") and stands_alone(text)]
+
+
+def test_the_readme_begins_with_code_that_stands_alone() -> None:
+    assert readme()
+
+
+@pytest.mark.parametrize("text", readme(), ids=lambda text: text.splitlines()[0])
+def test_code_of_the_readme_runs_and_prints_what_stands_under_it(text: str) -> None:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(compile(text, "README.md", "exec"), {"__name__": "readme"})
+    under = (ROOT / "README.md").read_text("utf-8").split(text + "```\n", 1)[1].lstrip("\n")
+    if under.startswith("```\n"):
+        assert out.getvalue().strip() == FENCE.match(under)[3].strip()  # type: ignore[index]
+
+
+def test_sessions_of_the_readme_show_what_python_answers() -> None:
+    import doctest
+
+    import regard
+
+    sessions = [text for _, text in blocks(ROOT / "README.md") if text.startswith(">>>")]
+    assert sessions
+    for text in sessions:
+        test = doctest.DocTestParser().get_doctest(text, {"regard": regard}, "README.md", "README.md", 0)
+        assert not doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test).failed
+
+
+@every_page
+def test_every_block_of_python_can_be_parsed(page: Path) -> None:
+    for _, text in blocks(page):
+        if not text.startswith(">>>"):
+            ast.parse(text)
+
+
+@every_page
+def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{link}: no heading is called so; there are {sorted(anchors(target))}"
+
+
+@every_page
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    named = set(re.findall(r"`((?:examples|scripts|src|tests|bench)/[\w./-]+\.\w+)`", page.read_text("utf-8")))
+    worked = {"src/regard/masks/parity.py"}  # made in the worked example
+    missing = sorted(name for name in named - worked if not (ROOT / name).exists())
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [*GUIDE, DOCS / "start.md", DOCS / "lab.md"], ids=lambda page: page.stem)
+def test_code_of_the_guide_runs_when_the_docs_are_built(page: Path) -> None:
+    run = [head for head, _ in blocks(page) if 'exec="1"' in head]
+    assert run
+    sessions = {re.search(r'session="(\w+)"', head)[1] for head in run}  # type: ignore[index]
+    assert sessions == {page.stem}, "a page has a session of its own"
+    assert all('source="above"' in head for head in run), "code that runs is shown"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    config = (ROOT / "mkdocs.yml").read_text("utf-8")
+    named = set(re.findall(r": ([\w/]+\.md)$", config, re.M))
+    assert named == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def test_every_example_is_listed_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    missing = [file.name for file in EXAMPLES if f"examples/{file.name}" not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_says_what_it_shows_and_whether_it_did(file: Path) -> None:
+    tree = ast.parse(file.read_text("utf-8"))
+    said = ast.get_docstring(tree)
+    assert said
+    assert len(said.splitlines()) > 2
+    main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    assert isinstance(main.returns, ast.Name)
+    assert main.returns.id == "int"
