@@ -37,6 +37,12 @@ def test_a_temperature_that_spreads_the_weights_makes_it_fail() -> None:
     assert max(row[key] for row in spread.rows for key in SOURCE) < 0.3
 
 
+def test_the_word_without_a_translation_must_spread_the_most() -> None:
+    found = regard.lab.run("alignment")
+    certain = [{**row, "entropy, nats": 0.0} if row["query"] == "du" else row for row in found.rows]
+    assert not found.study.holds(certain)
+
+
 def test_an_unknown_rule_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"meaning, place\. Got 'luck'"):
         regard.lab.run("alignment", rule="luck")

@@ -26,14 +26,33 @@ def test_nothing_comes_from_the_future() -> None:
     assert by_case("rows whose bits the future changes") == {"sdpa": 0, "chunked": 0, "reference": 0}
 
 
-@pytest.mark.parametrize("offset", [1, -1])
-def test_a_mask_that_is_off_by_one_makes_it_fail(offset: int) -> None:
-    assert not regard.lab.run("causality", offset=offset).verdict
+def refuted(**choice: Any) -> set[tuple[str, str]]:
+    """What does not agree with a wrong choice."""
+    tried = regard.lab.run("causality", **choice)
+    wrong = {(row["check"], row["case"]) for row in tried.rows if not row["agrees"]}
+    assert tried.verdict == (not wrong)
+    return wrong
 
 
-@pytest.mark.parametrize("constant", [-10.0, -1e4])
-def test_a_smaller_constant_makes_it_fail(constant: float) -> None:
-    assert not regard.lab.run("causality", constant=constant).verdict
+def test_a_mask_that_shows_one_later_key_makes_it_fail() -> None:
+    wrong = refuted(offset=1)
+    assert {("gradient", "+1"), ("rows whose bits the future changes", "reference")} <= wrong
+    assert ("gradient", "+2") not in wrong
+
+
+def test_a_mask_that_hides_the_present_makes_it_fail() -> None:
+    assert ("gradient", "0") in refuted(offset=-1)
+
+
+def test_a_small_constant_leaks() -> None:
+    wrong = refuted(constant=-10.0)
+    assert {("rows that see keys and differ, -10", "chunked"), ("-10 stored as", "float16")} <= wrong
+
+
+def test_a_middling_constant_leaves_blind_rows_their_softmax() -> None:
+    wrong = refuted(constant=-1e4)
+    assert ("the same with -10000: |output − mean of v|", "reference") in wrong
+    assert ("rows that see keys and differ, -10000", "reference") not in wrong
 
 
 def test_the_constant_gives_the_same_bits_on_longer_sequences() -> None:

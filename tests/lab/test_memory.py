@@ -10,7 +10,7 @@ import torch
 from regard import lab
 from regard.lab.memory import _share_above
 
-SMALL = {"dims": (16, 24, 32, 40), "most": 2048, "questions": 512, "shown": (16, 256)}
+SMALL = {"dims": (16, 24, 32, 40), "most": 2048, "questions": 256, "shown": (16, 256)}
 
 
 @pytest.fixture(scope="module")

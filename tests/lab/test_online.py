@@ -16,7 +16,7 @@ import regard
 from regard import lab
 from regard.lab.online import MACHINES, Online, _tiled, _Traffic, _whole, peak_bytes
 
-SMALL = {"lengths": (512, 1024, 2048), "rows": (1, 64, 512), "keys": 4096, "dim": 32}
+SMALL = {"lengths": (512, 1024, 2048), "rows": (1, 512), "keys": 2048, "dim": 32}
 
 
 @pytest.fixture(scope="module")

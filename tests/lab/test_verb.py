@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from regard import lab
 from regard.cli import app
+from regard.errors import ArgumentError
 
 
 def run(*arguments: str, fails: bool = False) -> str:
@@ -45,3 +47,11 @@ def test_bad_arguments_get_one_sentence() -> None:
     assert "There are variance" in " ".join(run("nothing", fails=True).split())
     assert "--all" in run("--json", fails=True)
     assert "one" in run("--all", "--json", fails=True)
+
+
+@pytest.mark.parametrize("name", ["variance", "gradient-cascade"])
+def test_a_choice_that_there_is_not_is_named(name: str) -> None:
+    with pytest.raises(ArgumentError, match=r"scaling .*'√d'"):
+        lab.run(name, scaling="x")
+    with pytest.raises(ArgumentError, match="takes the choices"):
+        lab.run(name, size=3)

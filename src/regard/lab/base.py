@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..errors import MissingPackageError
+from ..errors import ArgumentError, MissingPackageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Experiment", "Row", "Study", "Tell", "canvas"]
+__all__ = ["Experiment", "Row", "Study", "Tell", "canvas", "one_of"]
 
 Row = dict[str, Any]
 Tell = Callable[[float], None]
@@ -110,6 +110,13 @@ def canvas(width: float = 7.0, height: float = 4.0, columns: int = 1) -> tuple[F
         one.spines[["top", "right"]].set_visible(False)
         one.grid(alpha=0.25)
     return figure, axes
+
+
+def one_of(study: str, field: str, value: object, known: Iterable[str]) -> None:
+    """Refuse a choice that there is not."""
+    names = list(known)
+    if value not in names:
+        raise ArgumentError(f"lab: {field} of {study} must be one of {', '.join(map(repr, names))}. Got {value!r}.")
 
 
 def _plain(value: Any) -> Any:

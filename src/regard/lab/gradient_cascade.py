@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..functional import attention
-from .base import Row, Study, Tell, canvas
+from .base import Row, Study, Tell, canvas, one_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,6 +56,9 @@ class GradientCascade(Study):
     chains: int = 64
     stacks: int = 6
     scaling: str = "√d"  # what the claim is tried with
+
+    def __post_init__(self) -> None:
+        one_of("gradient-cascade", "scaling", self.scaling, _POWERS)
 
     def measure(self, tell: Tell) -> list[Row]:
         """Build each stack once and send a gradient of norm 1 down from each depth."""

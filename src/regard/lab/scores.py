@@ -93,7 +93,7 @@ class Scores(Study):
             model.attend(q, k, v).sum().backward()
             return time.perf_counter() - begin
 
-        best = [min(each) for each in zip(*([seconds(model) for model in models] for _ in range(5)), strict=True)]
+        best = [min(each) for each in zip(*([seconds(model) for model in models] for _ in range(20)), strict=True)]
         return [
             {
                 "time / dot": spent / best[0],
