@@ -38,9 +38,10 @@ class Scores(Study):
     name: ClassVar[str] = "scores"
     claim: ClassVar[str] = (
         "Dot product, cosine and Gaussian compare vectors that share a space: they cannot learn to align two languages "
-        "unless projections are learned before them. Bilinear and additive scores bring matrices of their own and can. "
-        "A bilinear score learns the map itself and finds words it never saw; the additive one, trained alike, learns "
-        "the words it saw, and costs the most time and memory."
+        "whose vectors are turned against each other unless projections are learned before them. Bilinear and additive "
+        "scores bring matrices of their own and can. Where such a rotation links the languages, a bilinear score "
+        "learns it and finds words it never saw; the additive one, trained alike, learns the words it saw, and costs "
+        "the most time and memory."
     )
     test: ClassVar[str] = (
         "Without projections the scores that are said to learn reach 95 % on new sentences, the others stay under 40 % "
