@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import torch
 from matplotlib.figure import Figure
 
 INK = "#0f1e2d"  # becomes the colour of the page's text, light or dark
@@ -34,7 +35,8 @@ matplotlib.rcParams.update(
 
 
 def on_startup(**_: object) -> None:
-    """Let the pages import this file, and let --strict count the warnings that --quiet would keep from it."""
+    """Let the pages import this file, and --strict count the warnings that --quiet would keep from it."""
+    torch.set_num_threads(1)  # sums in one order, and so the same digits, on every machine
     sys.path.insert(0, str(Path(__file__).parent))
     logging.getLogger("mkdocs").setLevel(logging.WARNING if "--quiet" in sys.argv or "-q" in sys.argv else logging.INFO)
 
@@ -45,6 +47,7 @@ def svg(figure: Figure, caption: str) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     drawn = buffer.getvalue()
     drawn = drawn[drawn.index("<svg") :].replace(INK, "currentColor")
+    drawn = re.sub(r"#([0-7][0-9a-f])\1\1\b", "currentColor", drawn)  # dark greys would vanish on a dark page
     place = f"figure{next(_count)}-"  # ids must be unique on a page that has several figures
     drawn = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{place}", drawn)
     words = html.escape(caption)

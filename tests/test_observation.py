@@ -383,7 +383,15 @@ def test_the_gradient_of_hidden_weights_is_zero_and_never_nan(backend: str) -> N
 def test_the_late_members_that_are_numbers_only_carry_no_graph() -> None:
     query, key, value = (x.requires_grad_() for x in inputs(1, 2))
     seen = regard.observe(query, key, value)
-    for found in (seen.visible, seen.received, seen.gradient_health, seen.distance, seen.map(2, 2), *seen.top(2), seen.max_logit):
+    for found in (
+        seen.visible,
+        seen.received,
+        seen.gradient_health,
+        seen.distance,
+        seen.map(2, 2),
+        *seen.top(2),
+        seen.max_logit,
+    ):
         assert not found.requires_grad
     for found in (seen.output, seen.lse, seen.entropy, seen.perplexity, seen.weights(), seen.scores()):
         assert found.requires_grad

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .estimator import KernelEstimator, validate_data
+from .estimator import KernelEstimator
+from .learn import ClassifierMixin, check_classification_targets, check_is_fitted, column_or_1d, validate_data
 from .leave_one_out import class_loss
-
-from sklearn.base import ClassifierMixin  # isort: skip  # estimator says what is missing if this is
 
 __all__ = ["KernelClassifier"]
 
@@ -33,9 +32,6 @@ class KernelClassifier(ClassifierMixin, KernelEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelClassifier:
         """Remember the points and choose the bandwidth; whole weights mean so many copies of a point."""
-        from sklearn.utils.multiclass import check_classification_targets
-        from sklearn.utils.validation import column_or_1d
-
         X, y = validate_data(self, X, y, dtype=(np.float64, np.float32))
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
@@ -45,12 +41,12 @@ class KernelClassifier(ClassifierMixin, KernelEstimator):  # type: ignore[misc]
 
     def predict_proba(self, X: Any) -> Array:
         """Give the share of each class, (n, classes), in the order of `classes_`."""
-        from sklearn.utils.validation import check_is_fitted
-
         check_is_fitted(self)
         member = self._codes[self._place][:, None] == np.arange(len(self.classes_))
-        shares: Array = self._attend(X, member.astype(np.float64))
-        return (shares / shares.sum(1, keepdims=True)).astype(self._x.dtype)
+        shares = self._attend(X, member.astype(np.float64))
+        shares /= shares.sum(1, keepdims=True)
+        told: Array = shares.astype(self._x.dtype, copy=False)
+        return told
 
     def predict(self, X: Any) -> Array:
         """Give the class with the largest share."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 __all__ = ["put", "settle"]
 
 
-def put(place: Path, fill: Callable[[BinaryIO], None]) -> None:
+def put(place: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a file beside `place`, wait until the disk has it, rename it, and wait for the folder to know."""
     part = place.with_name(f".{place.name}.part")
     try:
         with part.open("wb") as file:
-            fill(file)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, place)

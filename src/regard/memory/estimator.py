@@ -12,20 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import ArgumentError, DtypeError, MissingPackageError
+from ..errors import ArgumentError, DtypeError
 from ..functional import attention, observe
 from ..scores import Score
 from .bandwidth import choose_bandwidth, sample
+from .learn import BaseEstimator, check_is_fitted, checked_sample_weight, validate_data
 from .leave_one_out import gathered
 from .likeness import KERNELS, Likeness, likeness
-
-try:
-    from sklearn.base import BaseEstimator
-    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
-except ImportError as missing:
-    raise MissingPackageError(
-        "memory: KernelRegressor and KernelClassifier need scikit-learn 1.6 or newer: pip install 'regard[learn]'."
-    ) from missing
 
 __all__ = ["Explanation", "KernelEstimator"]
 
@@ -72,7 +65,7 @@ class KernelEstimator(BaseEstimator):  # type: ignore[misc]
     def _remember(self, X: Array, known: Array, target: Array, sample_weight: Any, loss: Callable[..., Tensor]) -> None:
         """Keep the points that count, what is `known` of them, and a bandwidth, told by `target` if it is searched."""
         _check(self)
-        weight = None if sample_weight is None else _check_sample_weight(sample_weight, X, dtype=np.float64)
+        weight = None if sample_weight is None else checked_sample_weight(sample_weight, X, dtype=np.float64)
         if weight is not None and ((weight < 0).any() or not weight.any()):
             raise ArgumentError(
                 f"{type(self).__name__}: sample_weight must be at least 0, and above 0 somewhere. "

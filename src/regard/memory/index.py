@@ -59,7 +59,7 @@ def store(index: Index, folder: Path) -> None:
     content = asdict(index)
     page = {"format": _FORMAT, "version": _VERSION, "checksum": _checksum(content), **content}
     text = json.dumps(page, ensure_ascii=False, separators=(",", ":"))
-    put(folder / NAME, lambda file: None if file.write(text.encode()) else None)
+    put(folder / NAME, [text.encode()])
 
 
 def load(folder: Path, who: str) -> Index:

@@ -37,16 +37,16 @@ def gathered(x: Array, target: NDArray[np.generic], weight: Array | None, device
     (tensor([[1.],
             [2.]], dtype=torch.float64), tensor([1., 2.], dtype=torch.float64), tensor([0., 1.], dtype=torch.float64))
     """
-    weight = np.ones(len(x)) if weight is None else np.asarray(weight, dtype=np.float64)
+    weights = np.ones(len(x)) if weight is None else np.asarray(weight, dtype=np.float64)
     stays = np.zeros(len(x))
-    if (weight == np.round(weight)).all():
+    if (weights == np.round(weights)).all():
         rows = np.column_stack(
             (target.reshape(len(x), -1).astype(np.float64), x)
         )  # by class first: its keys lie together
         _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-        weight = np.bincount(place.reshape(-1), weight)
-        x, target, stays = x[first], target[first], weight - 1
-    made = (torch.as_tensor(np.ascontiguousarray(part), device=device) for part in (x, target, weight, stays))
+        weights = np.bincount(place.reshape(-1), weights).astype(np.float64)
+        x, target, stays = x[first], target[first], weights - 1
+    made = (torch.as_tensor(np.ascontiguousarray(part), device=device) for part in (x, target, weights, stays))
     return Points(*made)
 
 
@@ -94,8 +94,8 @@ def _own(points: Points, kernel: str | Score, log_bandwidth: Tensor) -> Tensor:
     """The logit of a point's copies that stay with it, −inf where none does: (m,)."""
     own = likeness(kernel, points.x, points.x, log_bandwidth.exp(), points.stays.log())
     if "score" in own.options:
-        logits = own.options["score"](points.x[:, None], points.x[:, None])  # (m, 1, 1)
-        return logits.reshape(-1) + own.options["bias"]
+        logits: Tensor = own.options["score"](points.x[:, None], points.x[:, None])  # (m, 1, 1)
+        return logits.reshape(-1) + points.stays.log()
     finite = points.stays > 0
     parts = own.query * torch.where(torch.isneginf(own.key), 0.0, own.key)
     return torch.where(finite, parts.sum(-1), -torch.inf)

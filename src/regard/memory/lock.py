@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from pathlib import Path
 
 from ..errors import FileError, MissingPackageError
@@ -23,27 +24,23 @@ class Lock:
             raise MissingPackageError(
                 f"{who}: writing needs file locks (fcntl), which this system does not have. Open it with mode='r'."
             ) from error
-        self._file = (folder / _NAME).open("a+", encoding="utf-8")
+        self._opened = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        self._closed = weakref.finalize(self, os.close, self._opened)  # a memory that is dropped lets go, too
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = self._said()
-            self._file.close()
+            holder = os.read(self._opened, 32).decode("ascii", "replace").strip()
+            self.release()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
+            named = f" (process {holder})" if holder.isdigit() else ""
             raise FileError(
-                f"{who}: {folder} has a writer already{holder}, and there can be one. Read it with mode='r', or wait "
+                f"{who}: {folder} has a writer already{named}, and there can be one. Read it with mode='r', or wait "
                 f"until the other has called close() or ended."
             ) from None
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
-
-    def _said(self) -> str:
-        self._file.seek(0)
-        number = self._file.read(32).strip()
-        return f" (process {number})" if number.isdigit() else ""
+        os.ftruncate(self._opened, 0)
+        os.write(self._opened, str(os.getpid()).encode())
 
     def release(self) -> None:
         """Let another write."""
-        self._file.close()
+        self._closed()

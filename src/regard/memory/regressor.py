@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .estimator import KernelEstimator, validate_data
+from .estimator import KernelEstimator
+from .learn import RegressorMixin, check_is_fitted, validate_data
 from .leave_one_out import squared_loss
-
-from sklearn.base import RegressorMixin  # isort: skip  # estimator says what is missing if this is
 
 __all__ = ["KernelRegressor"]
 
@@ -50,15 +49,13 @@ class KernelRegressor(RegressorMixin, KernelEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any, return_std: bool = False) -> Array | tuple[Array, Array]:
         """Give the weighted mean of the targets, and with `return_std` their weighted standard deviation too."""
-        from sklearn.utils.validation import check_is_fitted
-
         check_is_fitted(self)
         units = (self._known.reshape(len(self._known), -1) - self._mean) / self._unit
         columns = units.shape[1]
         found = self._attend(X, np.concatenate((units, units**2), 1) if return_std else units).astype(np.float64)
         mean = found[:, :columns]
         shape = (len(mean), *self._known.shape[1:])
-        told = (mean * self._unit + self._mean).reshape(shape).astype(self._x.dtype)
+        told: Array = (mean * self._unit + self._mean).reshape(shape).astype(self._x.dtype)
         if not return_std:
             return told
         spread = np.sqrt(np.maximum(found[:, columns:] - mean**2, 0.0)) * self._unit

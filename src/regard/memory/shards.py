@@ -7,7 +7,7 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +33,11 @@ def write(place: Path, keys: Tensor, values: Tensor, ids: Tensor | None, dtype: 
         header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    put(place, [len(text).to_bytes(8, "little") + text, *(_bytes(x) for _, x in parts.values())])
 
-    def fill(file: BinaryIO) -> None:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, x in parts.values():
-            file.write(memoryview(x.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
 
-    put(place, fill)
+def _bytes(x: Tensor) -> memoryview:
+    return x.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,12 @@ class File:
             ) from error
         count = (stop - start) * (dims[0] if dims else 1)
         return torch.frombuffer(view, dtype=dtype, count=count, offset=first - page).view(stop - start, *dims)
+
+    def rows(self, name: str, places: Tensor) -> Tensor:
+        """Give some rows of `name`: only their pages are read."""
+        if name == "ids" and not self.shard.listed:
+            return places + self.shard.lowest
+        return self.map(name, 0, self.shard.rows).index_select(0, places)
 
     def keep(self, start: int, stop: int) -> Tensor | None:
         """Say which rows from start to stop are not deleted, by their distance from start; None if all are there."""
