@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -242,7 +243,7 @@ def lab(
         with _steps() as bar:
             for one in studies() if name is None else [name]:
                 task = bar.add_task(one, total=1.0)
-                found.append(run(one, lambda share, task=task: bar.update(task, completed=share)))
+                found.append(run(one, partial(_advance, bar, task)))
                 bar.remove_task(task)
         if as_json:
             typer.echo(json.dumps(found[0].to_object(), ensure_ascii=False))
@@ -253,6 +254,10 @@ def lab(
         if save is not None:
             page = write_page(found, save)
             typer.echo(f"wrote {shown(str(page))}; open it in a browser", err=as_json)
+
+
+def _advance(bar: Progress, task: TaskID, share: float) -> None:
+    bar.update(task, completed=share)
 
 
 def _looked(name: str | None, text: str, trust: bool) -> tuple[Loaded, Reading, Seen]:
