@@ -33,7 +33,8 @@ every = pytest.mark.parametrize("name", ["alibi", "relative", "relative by head"
 
 
 def test_every_bias_is_in_the_contract() -> None:
-    assert set(Bias.__subclasses__()) == {Alibi, Relative}
+    ours = {kind for kind in Bias.__subclasses__() if kind.__module__ == Bias.__module__}
+    assert ours == {Alibi, Relative}
 
 
 @every

@@ -19,7 +19,7 @@ __all__ = ["Chosen", "choose_bandwidth", "sample", "span"]
 Array = NDArray[np.float64]
 Loss = Callable[[Points, str | Score, Tensor], Tensor]
 
-_STRIDE = 0.5  # between the bandwidths tried before the gradient is followed, as a logarithm
+_STRIDE = 0.7  # between the bandwidths tried before the gradient is followed, as a logarithm
 _STARTS = 2  # valleys of the grid from which it is
 _LOOKED_AT = 400  # points that tell where the grid lies
 _BEYOND = 3.0  # how far outside the grid the search may go, as a logarithm

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import ArgumentError, DtypeError
 from ..functional import attention, observe
@@ -24,6 +25,7 @@ __all__ = ["Explanation", "KernelEstimator"]
 
 Array = NDArray[Any]
 SEARCHES = ("cv", "cv-per-feature")
+_NARROW = 32  # keys so narrow that wider values cost less than a fused kernel saves
 _ROUNDING = 1e-3  # the largest error of a logit that single precision may leave
 
 
@@ -115,7 +117,10 @@ class KernelEstimator(BaseEstimator):  # type: ignore[misc]
         """The mean of the training points' values, weighted by likeness to each row of X: (n, columns)."""
         like, dtype = self._like(X)
         held = torch.as_tensor(values, dtype=dtype, device=like.key.device)
-        return attention(like.query, like.key, held, **like.options).cpu().numpy()
+        columns, width = held.shape[1], like.key.shape[1]
+        if columns < width <= _NARROW and "scale" in like.options:  # torch's fused kernels want values as wide as keys
+            held = pad(held, (0, width - columns))
+        return attention(like.query, like.key, held, **like.options)[:, :columns].cpu().numpy()
 
     def _device(self) -> torch.device:
         return torch.device("cpu" if self.device is None else self.device)
