@@ -35,7 +35,10 @@ from .plan import Plan
 __version__ = "0.1.0"
 
 __all__ = [
+    "KernelClassifier",
+    "KernelRegressor",
     "Mask",
+    "Memory",
     "Monitor",
     "Observation",
     "Plan",
@@ -52,6 +55,7 @@ __all__ = [
     "global_tokens",
     "lab",
     "masks",
+    "memory",
     "models",
     "nn",
     "observe",
@@ -70,15 +74,21 @@ __all__ = [
     "window",
 ]
 
-_LAZY = {"lab", "models", "nn"}
-_OF_MODELS = {"Monitor", "watch"}
+_LAZY = {"lab", "memory", "models", "nn"}
+_PLACES = {
+    "KernelClassifier": "memory",
+    "KernelRegressor": "memory",
+    "Memory": "memory",
+    "Monitor": "models",
+    "watch": "models",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _OF_MODELS:
-        return getattr(importlib.import_module(f"{__name__}.models"), name)
+    if name in _PLACES:
+        return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -18,6 +18,7 @@ __all__ = ["Points", "class_loss", "gathered", "squared_loss"]
 
 Array = NDArray[np.float64]
 _FEW = 512
+_EXACT = 2.0**53  # whole numbers below this are exact
 
 
 class Points(NamedTuple):
@@ -39,12 +40,12 @@ def gathered(x: Array, target: NDArray[np.generic], weight: Array | None, device
     """
     weights = np.ones(len(x)) if weight is None else np.asarray(weight, dtype=np.float64)
     stays = np.zeros(len(x))
-    if (weights == np.round(weights)).all():
-        rows = np.column_stack(
-            (target.reshape(len(x), -1).astype(np.float64), x)
-        )  # by class first: its keys lie together
+    if (weights == np.round(weights)).all() and weights.sum() < _EXACT:
+        known = target.reshape(len(x), -1).astype(np.float64)
+        rows = np.column_stack((known, x))  # by class first: its keys lie together
         _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         weights = np.bincount(place.reshape(-1), weights).astype(np.float64)
+        weights /= np.gcd.reduce(weights.astype(np.int64))  # all points twice are all points once
         x, target, stays = x[first], target[first], weights - 1
     made = (torch.as_tensor(np.ascontiguousarray(part), device=device) for part in (x, target, weights, stays))
     return Points(*made)
