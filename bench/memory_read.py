@@ -106,11 +106,11 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
     note = (
-        f"{QUERIES:,} queries, keys and values of d {DIM}, float32; medians of {chosen.rounds} round(s) after one to warm "
-        f"up, in turns. Plain torch: softmax(q kᵀ/√d) v for {COLUMNS:,} keys at a time, added up as if that were the "
-        f"answer (the same work), or exactly, {ROWS} queries at a time; for top, the product and topk alone. faiss gives "
-        f"indices; Memory also reads the values behind them. KeOps is asked with {FEW:,} keys only. A dash: not installed "
-        f"here. Bound: reading everything takes at most 1.3 × plain torch."
+        f"{QUERIES:,} queries, keys and values of d {DIM}, float32; medians of {chosen.rounds} round(s) after one to "
+        f"warm up, in turns. Plain torch: softmax(q kᵀ/√d) v for {COLUMNS:,} keys at a time, added up as if that were "
+        f"the answer (the same work), or exactly, {ROWS} queries at a time; for top, the product and topk alone. faiss "
+        f"gives indices; Memory also reads the values behind them. KeOps is asked with {FEW:,} keys only. A dash: not "
+        f"installed here. Bound: reading everything takes at most 1.3 × plain torch."
     )
     report("memory_read", "The time of a read of a memory, beside plain torch", rows, note)
 

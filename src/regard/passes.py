@@ -18,7 +18,7 @@ from .scan import Look, Room, masked_logits, weights
 from .tile import BIAS, ROW, Spots, Tile
 from .tiling import Cut, strips
 
-__all__ = ["Survey", "logits_at", "moments", "pooled", "received", "survey", "top", "visible"]
+__all__ = ["Survey", "logits_at", "moments", "pooled", "received", "strongest", "survey", "top", "visible"]
 
 _TALL = 8  # rows of a cell for which sums are cheaper than a product
 _SPLIT = 32  # keys that compete before the strongest of them compete for the top
@@ -186,7 +186,7 @@ def top(p: Problem, found: Result, k: int, cut: Cut) -> tuple[Tensor, Tensor]:
         for run in strip.runs:
             tile = strip.tile(run)
             S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)
-            values, index = _strongest(S, min(k, S.shape[-1]))
+            values, index = strongest(S, min(k, S.shape[-1]))
             rows = (tile.batch, tile.heads, slice(None), tile.rows)
             values = torch.cat((best[rows], values), -1)
             index = torch.cat((where[rows], index + run.start), -1)
@@ -214,7 +214,7 @@ def logits_at(p: Problem, rows: Tensor, cols: Tensor) -> Tensor:
     return p.shaped(S.flatten(1, 2))
 
 
-def _strongest(S: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def strongest(S: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, largest first, ties to the lowest index.
 
     Keys compete in blocks first: the k largest lie in the k blocks with the largest maxima, so most keys are read once.
