@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..arithmetic import exactly
 from ..derivatives import applied
-from ..passes import strongest
+from ..passes import strongest as strongest_of
 from ..softmax import arithmetic_dtype, lowest
 from .progress import Progress
 from .reading import Asked, Reading
@@ -62,7 +62,7 @@ def strongest(source: Source, asked: Asked, k: int, size: int, progress: Progres
             if not len(ahead):
                 continue
             S = S if len(ahead) == len(S) else S[ahead]
-            found, index = strongest(S, min(k, S.shape[-1]))
+            found, index = strongest_of(S, min(k, S.shape[-1]))
             ahead = ahead + rows.start
             found = torch.cat((best[ahead], found), -1)
             index = torch.cat((where[ahead], places[index]), -1)
