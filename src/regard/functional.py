@@ -16,7 +16,7 @@ from .plan import Plan, choose, plan, run
 from .problem import Problem, pose
 from .scores import Score
 from .steps import Steps, walk
-from .witness import WITNESSES
+from .witness import WITNESSES, tell
 
 __all__ = [
     "attention",
@@ -280,6 +280,5 @@ def _answer(problem: Problem, backend: str | Backend) -> Tensor:
 
 def _seen(problem: Problem, backend: str | Backend) -> Observation:
     seen = observed(problem, backend)
-    if WITNESSES:
-        WITNESSES[-1].show(seen)
+    tell(seen)
     return seen

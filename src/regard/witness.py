@@ -10,7 +10,7 @@ from .backends import Backend
 from .observation import Observation
 from .problem import Problem
 
-__all__ = ["WITNESSES", "Witness"]
+__all__ = ["WITNESSES", "Witness", "tell"]
 
 
 class Witness(ABC):
@@ -27,3 +27,9 @@ class Witness(ABC):
 
 WITNESSES: list[Witness] = []
 """Those that watch now; the last one answers."""
+
+
+def tell(seen: Observation) -> None:
+    """Show a call to all that watch."""
+    for witness in WITNESSES:
+        witness.show(seen)

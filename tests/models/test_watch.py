@@ -385,6 +385,19 @@ def test_a_nan_among_the_logits_is_told_and_empty_ids_are_no_trouble() -> None:
     assert all(math.isfinite(head.first_share) for head in seen.heads)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_several_that_watch_see_every_call_once(dropout: float) -> None:
+    model, ids, logged = Gpt(dropout=dropout), torch.randint(0, 50, (1, 12)), []
+    monitor = regard.Monitor(model, every=1, log=lambda *x: logged.append(x))
+    with regard.watch(model) as outer, monitor, regard.watch(model.blocks[1]) as inner:
+        model(ids)
+        regard.observe(*torch.randn(3, 1, 4, 6, 8).unbind())
+    assert (outer.calls, inner.calls) == (3, 3)
+    assert outer.layers == ["blocks.0.attn", "blocks.1.attn", ""]
+    assert inner.layers == ["", "attn"]
+    assert len(logged) == 2 * 8
+
+
 def hooks(model: nn.Module) -> list[int]:
     return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
 

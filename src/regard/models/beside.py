@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -48,29 +48,15 @@ class Beside(Witness):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._leave.close()
 
-    @property
-    def busy(self) -> bool:
-        """Whether calls are part of one that is seen already."""
-        return self._calls.busy
-
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Let calls run as if nobody looked."""
-        before, self._calls.busy = self._calls.busy, True
-        try:
-            yield
-        finally:
-            self._calls.busy = before
-
     def answer(self, p: Problem, backend: str | Backend) -> Tensor:
-        with self.unseen():
+        with Calls.unseen():
             output = run(p, choose(p, backend)).output
         with torch.no_grad():
             self._calls.answer(p._replace(dropout=0.0), backend)
         return output
 
     def show(self, seen: Observation) -> None:
-        self._calls.show(seen)
+        """Its calls are a witness of their own."""
 
 
 class _Torch(TorchFunctionMode):
@@ -85,9 +71,9 @@ class _Torch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         again = _again(func, args, kwargs)
-        if again is None or self._beside.busy:
+        if again is None or Calls.busy:
             return func(*args, **kwargs)
-        with self._beside.unseen():
+        with Calls.unseen():
             output = func(*args, **kwargs)
         with torch.no_grad():
             func(**again)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FunctionType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from regard.masks import causal
 from regard.observation import Observation, observed
 from regard.plan import choose, run
 from regard.problem import Problem, pose
-from regard.witness import WITNESSES, Witness
+from regard.witness import WITNESSES, Witness, tell
 
 __all__ = ["Calls"]
 
@@ -36,10 +36,12 @@ class Calls(Witness):
     `on_miss(name, reason)`. On exit, also after an exception, nothing is left behind.
     """
 
+    busy: ClassVar[bool] = False
+    """Whether a call is being answered, whose own calls of torch are not a model's: for all that watch together."""
+
     def __init__(self, model: nn.Module, on_call: OnCall, on_miss: OnMiss | None = None) -> None:
         self._model, self._on_call, self._on_miss = model, on_call, on_miss
         self._inside: list[str] = []
-        self.busy = False  # with a call of ours, whose own calls of torch are not the model's
         self._leave = ExitStack()
 
     def __enter__(self) -> Calls:
@@ -80,11 +82,18 @@ class Calls(Witness):
         return self._inside[-1] if self._inside else ""
 
     def answer(self, p: Problem, backend: str | Backend) -> Tensor:
-        before, self.busy = self.busy, True
-        try:
+        with self.unseen():
             return self._answered(p, backend)
+
+    @staticmethod
+    @contextmanager
+    def unseen() -> Iterator[None]:
+        """Let calls of torch run as if nobody looked."""
+        before, Calls.busy = Calls.busy, True
+        try:
+            yield
         finally:
-            self.busy = before
+            Calls.busy = before
 
     def _answered(self, p: Problem, backend: str | Backend) -> Tensor:
         if torch._C._are_functorch_transforms_active():
@@ -96,7 +105,7 @@ class Calls(Witness):
             output = run(p, choose(p, backend)).output
             self._look(p._replace(dropout=0.0))
             return output
-        self.show(seen)
+        tell(seen)
         return seen.output
 
     def show(self, seen: Observation) -> None:
@@ -106,13 +115,15 @@ class Calls(Witness):
     def torchs(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
         """A call of torch's function: the observed output takes its place, but for dropout, which torch draws."""
         try:
-            p = _posed(query, key, value, *others, **named)
+            p: Problem | None = _posed(query, key, value, *others, **named)
         except (RegardError, TypeError) as error:  # what torch makes of such arguments is torch's
             self.miss(str(error))
-            return F.scaled_dot_product_attention(query, key, value, *others, **named)
-        if p.dropout:
-            output = F.scaled_dot_product_attention(query, key, value, *others, **named)
-            self._look(p._replace(dropout=0.0))
+            p = None
+        if p is None or p.dropout:
+            with self.unseen():
+                output = F.scaled_dot_product_attention(query, key, value, *others, **named)
+                if p is not None:
+                    self._look(p._replace(dropout=0.0))
             return output
         output = self.answer(p, "auto")
         return output.view(*output.shape[:-3][: query.dim() - 2], *output.shape[-2:]) if query.dim() < 4 else output
@@ -122,7 +133,7 @@ class Calls(Witness):
             self.miss("it is inside a torch.func transform")
             return
         with torch.no_grad():
-            self.show(observed(p))
+            tell(observed(p))
 
     def miss(self, reason: str) -> None:
         """Take note of a call that could not be observed."""
@@ -176,7 +187,7 @@ class _Torch(TorchFunctionMode):
             except RegardError as error:
                 self._calls.miss(str(error))
                 return F.scaled_dot_product_attention(*args, **kwargs)
-            self._calls.show(seen)
+            tell(seen)
             found.append(seen)
             return seen.output
 
