@@ -50,6 +50,11 @@ class Study(ABC):
 
     def run(self, tell: Tell = lambda share: None) -> Experiment:
         """Measure with a seed of its own, leaving torch's generator as it was, and judge."""
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) == ():
+                raise ArgumentError(
+                    f"lab: {name} of {self.name} is empty, so there is nothing to measure. Give one or more."
+                )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             rows = self.measure(tell)
