@@ -43,14 +43,17 @@ class Observation:
     max_logit: Tensor
 
     def __init__(self, problem: Problem, backend: Backend, result: Result) -> None:
-        output, lse, entropy, max_logit, spread = result
-        if lse is None or entropy is None or max_logit is None or spread is None:
-            raise RuntimeError(f"the backend {backend.name} gave no statistics")
-        self.output, self.lse, self.entropy, self.max_logit, self._spread = output, lse, entropy, max_logit, spread
         if not torch.compiler.is_compiling() and any(
             t.is_inference() for t in problem.tensors
         ):  # their changes cannot be traced: look at copies
             problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _LOOKED_AT})
+        self._look_at(problem, backend, result)
+
+    def _look_at(self, problem: Problem, backend: Backend, result: Result) -> None:
+        output, lse, entropy, max_logit, spread = result
+        if lse is None or entropy is None or max_logit is None or spread is None:
+            raise RuntimeError(f"the backend {backend.name} gave no statistics")
+        self.output, self.lse, self.entropy, self.max_logit, self._spread = output, lse, entropy, max_logit, spread
         self._problem, self._backend, self._found = problem, backend, result
         self._passed: tuple[Tensor, Tensor] | None = None
         self._versions = [(t, _version(t)) for t in self._read]
@@ -139,20 +142,17 @@ class Observation:
         self.__dict__["received"], self._passed = found.received, (found.health, found.distance)
         return found.map
 
-    def detached(self) -> Observation:
-        """The same without its graph: what was observed stays to be looked at, and holds no derivative alive."""
-        p = self._problem
-        looked: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
-        found = [x if x is None else x.detach() for x in self._found[1:]]
-        return Observation(p._replace(**looked), self._backend, Result(self.output.detach(), *found))
-
-    def by_head(self) -> Observation:
-        """The same with one dimension for the batch and one for the heads, whatever dimensions the inputs had."""
+    def kept(self) -> Observation:
+        """The same without its graph, and with one dimension for the batch and one for the heads: to look at later."""
         p = self._problem
         lead = tuple(p.query.shape[:2])
-        shaped = [x if x is None else x.reshape(lead + x.shape[len(p.lead) :]) for x in self._found[1:]]
-        output = self.output.reshape(lead + self.output.shape[len(p.lead) :])
-        return Observation(p._replace(lead=lead), self._backend, Result(output, *shaped))
+        looked: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
+        output, *rows = (x if x is None else x.detach().reshape(lead + x.shape[len(p.lead) :]) for x in self._found)
+        if output is None:
+            raise RuntimeError("an observation has an output")
+        twin = object.__new__(Observation)
+        twin._look_at(p._replace(**looked, lead=lead), self._backend, Result(output, *rows))
+        return twin
 
     def _moments(self, member: str) -> tuple[Tensor, Tensor]:
         """What one pass over the rows tells: gradient_health and distance."""

@@ -110,7 +110,7 @@ class Calls(Witness):
 
     def show(self, seen: Observation) -> None:
         with torch.no_grad():
-            self._on_call(self.name, seen.detached().by_head())
+            self._on_call(self.name, seen.kept())
 
     def torchs(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
         """A call of torch's function: the observed output takes its place, but for dropout, which torch draws."""
