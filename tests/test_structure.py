@@ -31,6 +31,8 @@ LAYERS = (
         "canonical",
         "scan",
         "derivatives",
+        "orders",
+        "chunks",
         "passes",
     ),
     *(

@@ -21,7 +21,7 @@ from .formula import attend
 from .tile import BIAS, KEY, QUERY, ROW, SHARED, Kind, Tile
 from .tiling import Cut, strips
 
-__all__ = ["Map", "Mapped", "applied", "attention_map", "pull_back", "watched"]
+__all__ = ["Map", "Mapped", "applied", "attention_map", "pull_back", "pushed", "watched"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -59,18 +59,11 @@ class Map:
         return Map(self.tiles, body, self.takes + self.gives, self.takes, tuple(range(count)))
 
     def jvp(self) -> Map:
-        """The map (arguments, their tangents) -> tangents of the results.
-
-        The pull-back is linear in its cotangents, and its transpose is the push-forward: so forward mode needs no
-        forward mode inside, which torch could not nest.
-        """
+        """The map (arguments, their tangents) -> tangents of the results."""
         count = len(self.takes)
 
         def body(tile: Tile, *parts: Tensor) -> Tensors:
-            results, pull = pull_back(lambda *x: self.body(tile, *x), *parts[:count])
-            zeros = tuple(torch.zeros_like(r) for r in results)
-            _, push = pull_back(lambda *u: pull(u), *zeros)
-            return tuple(push(tuple(parts[count:])))
+            return pushed(lambda *x: self.body(tile, *x), parts[:count], parts[count:])[1]
 
         return Map(self.tiles, body, self.takes * 2, self.gives, self.like)
 
@@ -106,6 +99,18 @@ def pull_back(function: Callable[..., Any], *args: Tensor) -> tuple[Any, Callabl
     """The value of a function, and its vector-Jacobian product."""
     value, pull = torch.func.vjp(function, *args)[:2]
     return value, pull
+
+
+def pushed(function: Callable[..., Any], args: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors]:
+    """The values of a function and their tangents.
+
+    The pull-back is linear in its cotangents, and its transpose is the push-forward: so forward mode needs no forward
+    mode inside, which torch could not nest.
+    """
+    results, pull = pull_back(function, *args)
+    zeros = tuple(torch.zeros_like(r) for r in results)
+    _, push = pull_back(lambda *u: pull(u), *zeros)
+    return results, tuple(push(tuple(tangents)))
 
 
 class Mapped(torch.autograd.Function):
