@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-__all__ = ["batched", "exact", "exactly", "exported", "inside"]
+__all__ = ["batched", "exact", "exactly", "exported", "inside", "untransformed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +38,11 @@ def exactly(function: Callable[P, R]) -> Callable[P, R]:
 def exported() -> bool:
     """Whether torch.export is at work: no value can be read, and every operator must be a plain one."""
     return torch.compiler._is_exporting_flag  # what is_exporting() says, which torch.compile up to 2.12 takes for True
+
+
+def untransformed() -> AbstractContextManager[object]:
+    """A context outside of torch.func's transforms, for tensors that none of them has touched."""
+    return torch._C._DisableFuncTorch()
 
 
 def inside(x: Tensor) -> Tensor:

@@ -93,10 +93,12 @@ def mask_at(rule: Rule, tile: Tile | Spots, groups: int) -> Mask:
 def kept(rule: Rule, tile: Tile, groups: int, device: torch.device) -> Tensor:
     """Which weights survive dropout: bool (l, k, g, r, c)."""
     i, j = tile.indices(device)
-    items = torch.arange(tile.batch.start, tile.batch.stop, device=device) % rule.period
+    items = torch.arange(tile.batch.start, tile.batch.stop, device=device) % rule.period // rule.copies
     heads = torch.arange(tile.heads.start * groups, tile.heads.stop * groups, device=device)
-    survivors: Tensor = keep(rule.dropout, rule.seed, items, heads, i, j).unflatten(1, (-1, groups))
-    return survivors
+    item, head, row, key = *rule.origin, *rule.corner
+    survivors = keep(rule.dropout, rule.seed, items + item, heads + head, i + row, j + key)
+    found: Tensor = survivors.unflatten(1, (-1, groups))
+    return found
 
 
 def attend(

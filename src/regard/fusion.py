@@ -1,31 +1,34 @@
-"""Attention by our kernels, as a function of tensors with derivatives.
+"""Attention by our kernels, as an engine: its passes up to the second derivatives.
 
-In eager mode it is an `autograd.Function`: first derivatives by kernels, and where a graph of them is asked for, by the
-formula in strips, which has derivatives of every order. Under torch.compile the same two passes are operators.
+What the kernels of the second order lack (tangents of a bias, the additive score) comes from the formula in strips, and
+scales and sinks that are tensors from plain torch around them. Under torch.compile the first two passes are operators.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .arithmetic import exactly
 from .canonical import Canonical, sunk
-from .derivatives import Mapped, applied, attention_map
+from .derivatives import Mapped, applied, attention_map, pushed
 from .dropout import bound, row_keys
 from .finite import without_unseen
+from .formula import Rows
 from .kernels.blocks import Layout
 from .kernels.parts import ALIBI, RELATIVE, TENSOR, Added, Dropped
+from .orders import Engine, Needs, Some, attended, bent_by_meaning, pushed_by_meaning
 from .rule import Rule
 from .tiling import Cut
 
 if TYPE_CHECKING:
-    from .kernels.work import Slopes, Work
+    from .kernels.work import Bends, Moves, Slopes, Work
 
-__all__ = ["Attend", "Inputs", "Spec", "backward", "forward", "work"]
+__all__ = ["Inputs", "Kernels", "Spec", "backward", "forward", "work"]
 
 
 class Inputs(NamedTuple):
@@ -69,7 +72,9 @@ def work(spec: Spec, x: Inputs) -> Work:
     if spec.rule.dropout:
         items, hs, rows = (torch.arange(size, device=query.device) for size in (query.shape[0], heads, spec.rule.n))
         drop = Dropped(
-            row_keys(spec.rule.seed, items, hs, rows), bound(spec.rule.dropout), 1.0 / (1.0 - spec.rule.dropout)
+            row_keys(spec.rule.seed, items // spec.rule.copies, hs, rows),
+            bound(spec.rule.dropout),
+            1.0 / (1.0 - spec.rule.dropout),
         )
     return Work(
         query,
@@ -108,32 +113,145 @@ def forward(spec: Spec, x: Inputs) -> tuple[Tensor, ...]:
     return output, lse, entropy, peak, spread
 
 
-class Attend(torch.autograd.Function):
-    """(query, key, value, bias, scale, sink, vector) -> (output, lse, entropy, max logit, spread)."""
+@dataclass(frozen=True, eq=False)
+class Kernels(Engine):
+    """Passes over `Inputs`."""
 
-    @staticmethod
-    def forward(ctx: Any, spec: Spec, *inputs: Any) -> tuple[Tensor, ...]:
-        found = forward(spec, Inputs(*inputs))
-        ctx.spec = spec
-        ctx.mark_non_differentiable(*found[3:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *found)
-        return found
+    spec: Spec
 
-    @staticmethod
     @exactly
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: under activation checkpointing that computes them
-        x, found = Inputs(*saved[:7]), saved[7:]
-        needs = ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():  # a graph of the derivative is asked for: the formula has one, of any order
-            return None, *_by_formula(ctx.spec, x, needs, cotangents[:3])
-        return None, *backward(ctx.spec, x, needs, found, cotangents[:3])
+    def attend(self, x: Some) -> Rows:
+        return Rows(*forward(self.spec, _inputs(x)))
+
+    @exactly
+    def push(self, x: Some, w: Some) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
+        given = _inputs(x)
+        if given.vector is not None:
+            found, tangents = self.attend(x), pushed_by_meaning(self, x, w)[1]
+            return found, (tangents[0], tangents[1], tangents[2])
+        return _push(self.spec, given, w)
+
+    @exactly
+    def pull(self, x: Some, found: Rows, g: Some, needs: Needs) -> Sequence[Tensor | None]:
+        return backward(self.spec, _inputs(x), needs, found, g)
+
+    @exactly
+    def bend(
+        self, x: Some, found: Rows, moved: Some, g: Some, w: Some, dg: Some, needs: Needs
+    ) -> Sequence[Tensor | None]:
+        given = _inputs(x)
+        learnt = given.scale is not None or given.sink is not None
+        if given.vector is not None or w[3] is not None or needs[3] or learnt:
+            engine = Around(self.spec) if learnt and given.vector is None else self
+            grads = bent_by_meaning(engine, x, g, w, dg)[1]
+            return [t if need else None for t, need in zip(grads, needs, strict=True)]
+        return _bend(self.spec, given, found, moved, g, w, dg, needs)
+
+    def meaning(self, x: Some) -> tuple[Tensor, ...]:
+        return _formula(self.spec, _inputs(x))
+
+    def over(self, size: int) -> tuple[Engine, int]:
+        rule, seen = self.spec.rule, self.spec.layout
+        if seen.lead[0] > 1:
+            seen = Layout(seen.n, seen.m, seen.lo, seen.hi, seen.words, seen.lead, seen.inner * size)
+        rule = replace(rule, inner=rule.inner * size, period=rule.period * size, copies=rule.copies * size)
+        return type(self)(replace(self.spec, rule=rule, layout=seen)), 1
 
 
-def backward(
-    spec: Spec, x: Inputs, needs: tuple[bool, ...], found: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]
+class Around(Kernels):
+    """The same meaning, with scales and sinks in plain torch: what is left has kernels of every pass."""
+
+    def meaning(self, x: Some) -> tuple[Tensor, ...]:
+        given = _inputs(x)
+        query = given.query
+        if given.scale is not None:
+            query = (query.float() * given.scale.reshape(-1, 1, 1)).to(query.dtype)
+        spec = replace(self.spec, scale=1.0 if given.scale is not None else self.spec.scale)
+        found = attended(Kernels(spec), given._replace(query=query, scale=None, sink=None))
+        return found[:3] if given.sink is None else _sunken(given.sink, *found[:3])
+
+
+def _inputs(x: Some) -> Inputs:
+    query, key, value, *others = x
+    if query is None or key is None or value is None:
+        raise RuntimeError("a problem has queries, keys and values")
+    return Inputs(query, key, value, *others)
+
+
+def _sunken(sink: Tensor, output: Tensor, lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Let the sink take its share of rows, by differentiable operations."""
+    left, lse, entropy, _ = sunk(sink, lse, entropy, lse.detach(), torch.zeros_like(lse))
+    return (output * left.exp()[..., None]).to(output.dtype), lse, entropy
+
+
+def _push(spec: Spec, x: Inputs, w: Some) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
+    from .kernels import launch
+
+    made = work(spec, x._replace(sink=None))
+    found, tangents = launch.push(made, _moves(spec, x, made, w), spec.observed)
+    if x.sink is None:
+        return Rows(*found), tangents
+    d_sink = torch.zeros_like(x.sink) if w[5] is None else w[5]
+    seen, moved = pushed(_sunken, (x.sink, *found[:3]), (d_sink, *tangents))
+    spread = sunk(x.sink, *found[1:])[3]
+    return Rows(seen[0], seen[1], seen[2], found.max_logit, spread), (moved[0], moved[1], moved[2])
+
+
+def _moves(spec: Spec, x: Inputs, made: Work, w: Some) -> Moves:
+    """The tangents as kernels take them."""
+    from .kernels.work import Moves
+
+    query, key, value, bias, scale = w[:5]
+    if query is not None and x.scale is None and spec.scale < 0:  # `work` turned the queries round
+        query = -query
+    query, key, value = (t if t is None or _sound(t) else t.contiguous() for t in (query, key, value))
+    scales = None if scale is None else scale.detach().expand(made.heads).contiguous()
+    return Moves(query, key, value, scales, Added() if bias is None else _added(spec, bias))
+
+
+def _sound(x: Tensor) -> bool:
+    return 0 not in x.stride() and x.stride(-1) == 1
+
+
+def _bend(
+    spec: Spec, x: Inputs, found: Rows, moved: Some, g: Some, w: Some, dg: Some, needs: Needs
 ) -> list[Tensor | None]:
+    from .kernels import launch
+
+    made = work(spec, x)
+    s, _ = _slopes(made, None, tuple(found), g)
+    dO_dot = dg[0] if dg[0] is None or _sound(dg[0]) else dg[0].contiguous()
+    rows = _bends(made, s, found, moved, g, (dO_dot, *dg[1:]))
+    dq, dk, dv = launch.bend(made, _moves(spec, x, made, w), s.dO, dO_dot, rows, needs[:3])
+    if dq is not None and spec.scale < 0:
+        dq = -dq
+    grads = (dq, dk, dv, *(None,) * (len(needs) - 3))
+    return [t if need else None for t, need in zip(grads, needs, strict=True)]
+
+
+def _bends(made: Work, s: Slopes, found: Rows, moved: Some, g: Some, dg: Some) -> Bends:
+    """What the kernels need of every row that moves."""
+    from .kernels.work import Bends
+
+    O_dot, u, H_dot = moved
+    dO_dot, g_lse_dot, g_H_dot = dg
+    if O_dot is None or u is None or H_dot is None:
+        raise RuntimeError("rows that move have tangents")
+    delta_dot = (s.dO.float() * O_dot).sum(-1)
+    if dO_dot is not None:
+        delta_dot += (dO_dot.float() * found.output).sum(-1)
+    if g_lse_dot is not None:
+        delta_dot -= torch.where(found.lse > -torch.inf, g_lse_dot, 0.0)
+    rows = Bends(s.peak, s.spread, s.delta, delta_dot, u.contiguous())
+    if g[2] is None and g_H_dot is None:
+        return rows
+    zeros = torch.zeros_like(u)
+    g_H, g_H_dot = (zeros if t is None else t.contiguous() for t in (g[2], g_H_dot))
+    mean = (found.spread if made.exact else zeros) - found.entropy
+    return rows._replace(g=g_H, g_dot=g_H_dot, mean=mean, mean_dot=u - H_dot)
+
+
+def backward(spec: Spec, x: Inputs, needs: Needs, found: tuple[Tensor, ...], cotangents: Some) -> list[Tensor | None]:
     """Cotangents of the inputs that need one."""
     from .kernels import launch
 
@@ -184,17 +302,6 @@ def _slopes(
     return Slopes(dO, peak if w.exact else level, spread, delta, g_H, mean), g_sink
 
 
-def _by_formula(
-    spec: Spec, x: Inputs, needs: tuple[bool, ...], cotangents: tuple[Tensor | None, ...]
-) -> list[Tensor | None]:
-    """The same cotangents by differentiable operations, so that they have derivatives in turn."""
-    results = [r for r, c in zip(_formula(spec, x), cotangents, strict=True) if c is not None]
-    given = [c for c in cotangents if c is not None]
-    wanted = [t for t, need in zip(x, needs, strict=True) if need and t is not None]
-    found = iter(torch.autograd.grad(results, wanted, given, create_graph=True, allow_unused=True))
-    return [next(found) if need and t is not None else None for t, need in zip(x, needs, strict=True)]
-
-
 def _formula(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse and entropy in strips of plain torch: (L, H, N, …)."""
     heads, groups = x.key.shape[1], x.query.shape[1] // x.key.shape[1]
@@ -211,6 +318,5 @@ def _formula(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     tensors = (made.query, key, value, *(() if bias is None else (bias,)), *shared)
     output, lse, entropy = (t.flatten(1, 2) for t in applied(Mapped, attention_map(made, Cut()), *tensors))
     if x.sink is not None:
-        left, lse, entropy, _ = sunk(x.sink, lse, entropy, lse.detach(), torch.zeros_like(lse))
-        output = output * left.exp()[..., None]
+        output, lse, entropy = _sunken(x.sink, output, lse, entropy)
     return output.to(x.value.dtype), lse, entropy

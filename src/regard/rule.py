@@ -29,3 +29,6 @@ class Rule:
     paired: int = 0  # how many of the shared tensors belong to `pair`; the others to `bias`
     inner: int = 1  # flattened items that share one batch item of the mask
     period: int = 1  # flattened items before the mask begins again (vmap puts more in front)
+    copies: int = 1  # flattened items, one after the other, that share one fate under dropout (vmap puts them so)
+    origin: tuple[int, int] = (0, 0)  # batch item and query head of the whole problem at which this part of it begins
+    corner: tuple[int, int] = (0, 0)  # likewise row and key; what dropout drops is decided by places in the whole

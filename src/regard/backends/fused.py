@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import passes
-from ..arithmetic import exactly
+from ..arithmetic import exactly, untransformed
 from ..biases import Alibi, Bias, Relative
 from ..canonical import Result
-from ..derivatives import applied, watched
 from ..dropout import draw
 from ..finite import without_unseen
-from ..fusion import Attend, Inputs, Spec, forward, work
+from ..fusion import Inputs, Kernels, Spec, work
 from ..kernels.blocks import Layout, captured
 from ..kernels.parts import ALIBI, INTERPRETED, PLAIN, RELATIVE, TENSOR
 from ..layout import layout, listed, traceable, traced_spans
 from ..masks import Mask
 from ..masks.dense import Dense
+from ..orders import attended
 from ..problem import Problem
 from ..rule import Rule
 from ..scores.additive import Additive
@@ -58,8 +58,6 @@ class Fused(Backend):
             reasons.append(f"the tensors are on {p.device.type}; it needs a GPU")
         if p.dtype == torch.float64:
             reasons.append("its arithmetic is float32; float64 is asked for")
-        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-            reasons.append("its kernels have no rules for forward mode and torch.func")
         if not (p.query.numel() and p.key.numel() and p.value.numel()):
             reasons.append("nothing is there to compute")
         if torch.compiler.is_compiling():
@@ -147,6 +145,8 @@ def _about_parts(p: Problem) -> list[str]:
 
 def _about_tracing(p: Problem) -> list[str]:
     reasons = []
+    if forward_ad._current_level >= 0:
+        reasons.append("under torch.compile it is an operator, which has no rule for forward mode")
     if p.mask is not None and not traceable(p.mask):
         reasons.append("under torch.compile it takes masks that are intervals by their kind")
     folded = p.score is not None and p.score.factor(p.query.new_empty(0, p.query.shape[-1])) is None
@@ -159,12 +159,10 @@ def _about_tracing(p: Problem) -> list[str]:
 
 @exactly
 def _eager(p: Problem) -> tuple[Tensor, ...]:
-    inner = _inner(p)
-    spec, inputs = _terms(p, layout(p.mask, p.rows, p.keys, p.device, inner))
-    if watched(*inputs):
-        found: tuple[Tensor, ...] = applied(Attend, spec, *inputs)
-        return found
-    return forward(spec, inputs)
+    with untransformed():  # what a layout keeps must not be wrapped
+        seen = layout(p.mask, p.rows, p.keys, p.device, _inner(p))
+    spec, inputs = _terms(p, seen)
+    return attended(Kernels(spec), inputs)
 
 
 def _traced(p: Problem) -> tuple[Tensor, ...]:

@@ -62,6 +62,27 @@ _OTHERS: dict[tuple[str, int, int], Config] = {
     ("queries", 4, 128): Config(32, 16, 4, 1),
     ("queries", 4, 256): Config(16, 16, 4, 1),
 }
+# Passes in which everything moves hold twice as much. n 8192, two items of hidden 2048, milliseconds, full and causal.
+_MOVING: dict[tuple[str, int, int], Config] = {
+    ("push", 2, 64): Config(64, 64, 4, 2),  # 6.3 and 3.3 (forward 2.6 and 1.4); 128 × 64 with 8 warps 6.9 and 3.9
+    ("push", 2, 128): Config(128, 64, 8, 2),  # 5.6 and 3.0 (forward 2.0 and 1.2); 64 × 64 with 4 warps 6.8 and 4.0
+    ("push", 2, 256): Config(64, 32, 8, 1),
+    ("push", 4, 64): Config(32, 32, 4, 1),
+    ("push", 4, 128): Config(32, 32, 4, 1),
+    ("push", 4, 256): Config(16, 16, 4, 1),
+    ("bend keys", 2, 64): Config(32, 64, 4, 2),  # 12.1 and 6.4; 64 × 64 with one stage 11.6 and 6.7
+    ("bend keys", 2, 128): Config(32, 64, 4, 2),  # 11.6 and 5.3; 32 × 128 with 8 warps 13.4 and 6.0
+    ("bend keys", 2, 256): Config(16, 32, 4, 1),
+    ("bend keys", 4, 64): Config(32, 32, 4, 1),
+    ("bend keys", 4, 128): Config(16, 16, 4, 1),
+    ("bend keys", 4, 256): Config(16, 16, 4, 1),
+    ("bend queries", 2, 64): Config(64, 64, 4, 2),  # 6.8 and 3.5; 128 × 32 with 8 warps 6.8 and 4.5
+    ("bend queries", 2, 128): Config(128, 64, 8, 2),  # 6.1 and 3.1; 128 × 32 with 3 stages 6.8 and 3.7
+    ("bend queries", 2, 256): Config(32, 32, 4, 1),
+    ("bend queries", 4, 64): Config(32, 32, 4, 1),
+    ("bend queries", 4, 128): Config(16, 16, 4, 1),
+    ("bend queries", 4, 256): Config(16, 16, 4, 1),
+}
 # With a bias, dropout or lists of blocks a tile holds more: smaller ones, by direction and padded dim, for 2 bytes.
 _LADEN: dict[tuple[str, int], Config] = {
     ("forward", 64): Config(64, 64, 4, 2),
@@ -102,6 +123,10 @@ def config(
     """The blocks for a direction, the bytes of a number, and the larger padded dim; never a function of the batch."""
     if additive:
         return _ADDITIVE[direction.removeprefix("plain ")]
+    if direction in ("push", "bend keys", "bend queries"):
+        found = _MOVING[direction, size, max(dim, 64)]
+        small = laden or not (device.type == "cuda" and hopper(device))
+        return found._replace(BM=min(found.BM, 32), BN=min(found.BN, 32), warps=4, stages=1) if small else found
     if laden and size == 2 and (heavy := _LADEN.get((direction.removeprefix("plain "), max(dim, 64)))):
         return heavy
     if (direction, size) in _PASSES:

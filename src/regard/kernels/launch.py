@@ -11,15 +11,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import backward as backward_kernels
+from . import bend as bend_kernels
 from . import bias_gradient as bias_kernels
 from . import decode as decode_kernels
 from . import passes as pass_kernels
 from .configs import Config, padded
 from .forward import forward as forward_kernel
-from .parts import ALIBI, RELATIVE
-from .work import Found, Slopes, Work, describable
+from .parts import ALIBI, PLAIN, RELATIVE, Strides
+from .tangent import push as push_kernel
+from .work import Bends, Found, Moves, Slopes, Work, describable, stride_of
 
-__all__ = ["attend", "bias_slopes", "key_slopes", "moments", "pooled", "prepare", "query_slopes", "received", "strongest"]
+__all__ = ["attend", "bend", "bias_slopes", "key_slopes", "moments", "pooled", "prepare", "push", "query_slopes", "received", "strongest"]
 
 _FEW = 64  # rows that share a key head and fit one tile
 _MANY = 1024  # keys for which splitting them pays
@@ -45,6 +47,66 @@ def attend(w: Work, entropy: bool) -> Found:
         DROP=w.drop.keys is not None, SINK=w.sink is not None, TMA=w.described, num_warps=c.warps, num_stages=c.stages,
     )
     return found
+
+
+def push(w: Work, moves: Moves, entropy: bool) -> tuple[Found, tuple[Tensor, Tensor, Tensor]]:
+    """The forward pass with its tangent: of output, lse and entropy. A sink is not seen."""
+    L, H, N = w.rows
+    output, d_output = (w.value.new_empty(L, H, N, w.value.shape[3]) for _ in range(2))
+    lse, peak, spread, d_lse = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(4))
+    stat, d_stat = ((torch.empty_like if entropy else torch.zeros_like)(lse) for _ in range(2))
+    c = w.config("push")
+    blocks = triton.cdiv(N, c.BM)
+    tma, tensors = _laid((w.query, w.key, w.value, *moves[:3]), w, (c.BM, c.BN, c.BN) * 2)
+    push_kernel[(blocks * L * H,)](
+        *tensors, output, lse, peak, spread, stat, d_output, d_lse, d_stat, w.strides(output), moves.strides, w.scale, w.scales, moves.scales,
+        w.softcap or 0.0, w.bias, moves.bias, w.where(c), w.drop, N, w.m, blocks, H, w.groups, **w.dims, BM=c.BM, BN=c.BN, **_of_products(w),
+        SCALES=w.scales is not None, FAST=w.fast and moves.scales is None, ENTROPY=entropy, DROP=w.drop.keys is not None, TMA=tma, **moves.kinds,
+        MOVES_SCALES=moves.scales is not None, MOVES_BIAS=PLAIN if moves.bias.at is None else w.kind, num_warps=c.warps, num_stages=c.stages,
+    )
+    return Found(output, lse, stat, peak, spread), (d_output, d_lse, d_stat)
+
+
+def bend(w: Work, moves: Moves, dO: Tensor, dO_dot: Tensor | None, rows: Bends, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """The tangents of dQ, dK and dV; of these the last two together. Scales are numbers, biases stand still, no sink."""
+    L, H, N = w.rows
+    K, M = w.key.shape[1:3]
+    strides = Strides(*stride_of(dO), *stride_of(dO_dot), *stride_of(None), 0, 0, 0)
+    shared = {
+        "FAST": w.fast, "EXACT": w.exact, "ENTROPY": rows.g is not None, "DROP": w.drop.keys is not None, **moves.kinds, "MOVES_G": dO_dot is not None,
+    }
+    numbers = (w.strides(), moves.strides, strides, w.scale, w.softcap or 0.0, w.bias)
+    every = (w.query, w.key, w.value, dO, *moves[:3], dO_dot)
+    dq, dk, dv = None, None, None
+    if needs[0]:
+        c = w.config("bend queries")
+        dq = w.query.new_empty(w.query.shape)
+        blocks = triton.cdiv(N, c.BM)
+        tma, tensors = _laid(every, w, (c.BM, c.BN, c.BN, c.BM) * 2)
+        bend_kernels.queries[(blocks * L * H,)](
+            *tensors, dq, rows, *numbers, w.where(c), w.drop, N, M, blocks, H, w.groups, **w.dims, BM=c.BM, BN=c.BN, **_of_products(w), **shared,
+            TMA=tma, num_warps=c.warps, num_stages=c.stages,
+        )
+    if needs[1] or needs[2]:
+        c = w.config("bend keys")
+        dk, dv = w.key.new_empty(w.key.shape), w.value.new_empty(w.value.shape)
+        tma, tensors = _laid(every, w, (c.BM, c.BN, c.BN, c.BM) * 2)
+        bend_kernels.keys[(triton.cdiv(M, c.BN) * L * K,)](
+            *tensors, dk, dv, rows, *numbers, w.where(c, turned=True), w.drop, N, M, H, w.groups, **w.dims, BM=c.BM, BN=c.BN, **_of_products(w),
+            **shared, TMA=tma, GROUPED=w.groups > 1, num_warps=c.warps, num_stages=c.stages,
+        )
+    return dq, dk, dv
+
+
+def _of_products(w: Work) -> dict[str, Any]:
+    """What a kernel is compiled for whose scores are products."""
+    return {k: v for k, v in w.kinds.items() if k not in ("HIDDEN", "APPROXIMATE", "SCALES")}
+
+
+def _laid(tensors: tuple[Tensor | None, ...], w: Work, sizes: tuple[int, ...]) -> tuple[bool, list[Any]]:
+    """Tensors as a kernel takes them, described to the copy engine if all can be; and whether they are."""
+    tma = w.described and all(x is None or describable(x) for x in tensors)
+    return tma, [x if x is None or not tma else _described(x, size, padded(x.shape[3])) for x, size in zip(tensors, sizes, strict=True)]
 
 
 def _decode(w: Work, found: Found, entropy: bool) -> None:

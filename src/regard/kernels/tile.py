@@ -83,6 +83,19 @@ def bias_rows(bias, l, h, i, BIAS: tl.constexpr):
 
 
 @triton.jit
+def bias_tile(bias, at, i, j, n, m, BIAS: tl.constexpr):
+    """What a bias adds to the logits, [BM, BN]."""
+    if BIAS == _TENSOR:
+        added = tl.load(at[:, None] + j[None, :].to(tl.int64) * bias.key, mask=(i < n)[:, None] & (j < m)[None, :], other=0.0).to(tl.float32)
+    elif BIAS == _ALIBI:
+        added = -tl.load(at)[:, None] * tl.abs(i[:, None] + bias.offset - j[None, :]).to(tl.float32)
+    else:
+        ahead = j[None, :] - (i[:, None] + bias.offset)
+        added = tl.load(at[:, None] + tl.minimum(tl.maximum(ahead, -bias.reach), bias.reach) + bias.reach)
+    return added
+
+
+@triton.jit
 def logits(S, scale, cap, bias, at, i, j, n, m, CAP: tl.constexpr, BIAS: tl.constexpr):
     """Products [BM, BN] to logits: scaled, capped, biased; and which pairs the bias leaves visible, if there is one."""
     S = S * scale
@@ -90,13 +103,7 @@ def logits(S, scale, cap, bias, at, i, j, n, m, CAP: tl.constexpr, BIAS: tl.cons
         S = cap * tanh(S / cap)
     show = i
     if BIAS != _PLAIN:
-        if BIAS == _TENSOR:
-            added = tl.load(at[:, None] + j[None, :].to(tl.int64) * bias.key, mask=(i < n)[:, None] & (j < m)[None, :], other=0.0).to(tl.float32)
-        elif BIAS == _ALIBI:
-            added = -tl.load(at)[:, None] * tl.abs(i[:, None] + bias.offset - j[None, :]).to(tl.float32)
-        else:
-            ahead = j[None, :] - (i[:, None] + bias.offset)
-            added = tl.load(at[:, None] + tl.minimum(tl.maximum(ahead, -bias.reach), bias.reach) + bias.reach)
+        added = bias_tile(bias, at, i, j, n, m, BIAS)
         S += added
         show = (added != float("-inf")) & (i < n)[:, None]  # by the bias and not by S, which a hidden key may make NaN
     return S, show

@@ -13,7 +13,7 @@ from .blocks import NONE, Layout, Where
 from .configs import Config, config, hopper, padded
 from .parts import INTERPRETED, PLAIN, Added, Dropped, Strides
 
-__all__ = ["Found", "Slopes", "Work"]
+__all__ = ["Bends", "Found", "Moves", "Slopes", "Work"]
 
 
 class Found(NamedTuple):
@@ -35,6 +35,40 @@ class Slopes(NamedTuple):
     delta: Tensor
     g_entropy: Tensor | None
     mean: Tensor | None  # E[S] above lse; above the largest logit in float32
+
+
+class Moves(NamedTuple):
+    """The tangents of a problem's tensors; None for what stands still."""
+
+    query: Tensor | None = None  # of the shapes and dtypes of their tensors
+    key: Tensor | None = None
+    value: Tensor | None = None
+    scales: Tensor | None = None  # float32 (H,)
+    bias: Added = Added()
+
+    @property
+    def kinds(self) -> dict[str, Any]:
+        moving = {"MOVES_Q": self.query, "MOVES_K": self.key, "MOVES_V": self.value}
+        return {name: x is not None for name, x in moving.items()}
+
+    @property
+    def strides(self) -> Strides:
+        query, key, value = (stride_of(x) for x in (self.query, self.key, self.value))
+        return Strides(*query, *key, *value, 0, 0, 0)
+
+
+class Bends(NamedTuple):
+    """What the tangent of a backward pass is given of each row: float32 (L, H, N) each, a dot for what moves."""
+
+    peak: Tensor  # the largest logit; lse where numbers are not float32
+    spread: Tensor
+    delta: Tensor
+    delta_dot: Tensor
+    u: Tensor  # the tangent of lse
+    g: Tensor | None = None  # of the entropy
+    g_dot: Tensor | None = None
+    mean: Tensor | None = None  # E[S] as in Slopes
+    mean_dot: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -153,3 +187,7 @@ def describable(x: Tensor) -> bool:
     """Whether a tensor can be described to the copy engine."""
     size = x.element_size()
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s > 0 for s in x.stride()[:3])
+
+
+def stride_of(x: Tensor | None) -> tuple[int, int, int, int]:
+    return (0, 0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2), x.stride(3))
