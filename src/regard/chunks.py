@@ -275,7 +275,7 @@ def _backward(
             dP = room.product("slopes", QUERY.part(dO, tile), values)
             Pd = P
             if x.rule.dropout:
-                keep = kept(x.rule, tile, X.shape[2], X.device) / (1 - x.rule.dropout)
+                keep = kept(x.rule, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.rule.dropout)
                 dP.mul_(keep)
                 Pd = P * keep
             if grads[2] is not None:
@@ -337,7 +337,9 @@ def _bend(x: Canonical, moving: Moving, cut: Cut, needs: Needs, b: Bending) -> t
             T_raw = moving.scores(tile, room)
             T = moving.logits(tile, T_raw, X.shape[2])
             T = torch.zeros_like(X) if T is None else T.expand_as(X)
-            keep = kept(x.rule, tile, X.shape[2], X.device) / (1 - x.rule.dropout) if x.rule.dropout else None
+            keep = (
+                kept(x.rule, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.rule.dropout) if x.rule.dropout else None
+            )
             B, B_dot = _slopes(x, moving, tile, b, X, T, keep, room)
             R = T - ROW.part(b.u, tile)[..., None]
             dS = P * B

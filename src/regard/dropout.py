@@ -12,7 +12,7 @@ from torch import Tensor
 from .arithmetic import batched, exported
 from .errors import ArgumentError
 
-__all__ = ["bound", "draw", "keep", "row_keys"]
+__all__ = ["bound", "draw", "keep", "row_keys", "shifted"]
 
 _GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -48,6 +48,17 @@ def row_keys(seed: int, items: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
     key = _mixed(items[:, None, None] + 1, seed)
     key = _mixed(heads[:, None] + 1, key)
     return _mixed(rows + 1, key)
+
+
+def shifted(keys: Tensor, first: int) -> Tensor:
+    """The 64 bits of rows for keys that are counted from `first`: a pair's column enters their low half by a sum.
+
+    >>> i = torch.arange(100)
+    >>> keys = row_keys(7, i[:1], i[:1], i)
+    >>> bool((shifted(shifted(keys, 30), 12) == shifted(keys, 42)).all() and (shifted(keys, 0) == keys).all())
+    True
+    """
+    return keys & -(1 << 32) | (keys + first * _GOLDEN32) & 0xFFFFFFFF
 
 
 def bound(probability: float) -> int:

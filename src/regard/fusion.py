@@ -16,7 +16,7 @@ from torch import Tensor
 from .arithmetic import exactly
 from .canonical import Canonical, sunk
 from .derivatives import Mapped, applied, attention_map, pushed
-from .dropout import bound, row_keys
+from .dropout import bound, row_keys, shifted
 from .finite import without_unseen
 from .formula import Rows
 from .kernels.blocks import Layout
@@ -68,14 +68,6 @@ def work(spec: Spec, x: Inputs) -> Work:
     if scale is None and vector is None and number < 0:
         query, number = -query, -number
     heads = query.shape[1]
-    drop = Dropped()
-    if spec.rule.dropout:
-        items, hs, rows = (torch.arange(size, device=query.device) for size in (query.shape[0], heads, spec.rule.n))
-        drop = Dropped(
-            row_keys(spec.rule.seed, items // spec.rule.copies, hs, rows),
-            bound(spec.rule.dropout),
-            1.0 / (1.0 - spec.rule.dropout),
-        )
     return Work(
         query,
         key,
@@ -86,10 +78,19 @@ def work(spec: Spec, x: Inputs) -> Work:
         spec.rule.softcap,
         spec.kind,
         _added(spec, bias),
-        drop,
+        _dropped(spec.rule, query),
         sink,
         vector,
     )
+
+
+def _dropped(rule: Rule, query: Tensor) -> Dropped:
+    if not rule.dropout:
+        return Dropped()
+    items, heads, rows = (torch.arange(size, device=query.device) for size in query.shape[:3])
+    item, head, row, key = *rule.origin, *rule.corner
+    keys = row_keys(rule.seed, items // rule.copies + item, heads + head, rows + row)
+    return Dropped(shifted(keys, key), bound(rule.dropout), 1.0 / (1.0 - rule.dropout))
 
 
 def _added(spec: Spec, bias: Tensor | None) -> Added:
@@ -133,7 +134,7 @@ class Kernels(Engine):
 
     @exactly
     def pull(self, x: Some, found: Rows, g: Some, needs: Needs) -> Sequence[Tensor | None]:
-        return backward(self.spec, _inputs(x), needs, found, g)
+        return backward(self.spec, _inputs(x), needs, _dense(found), g)
 
     @exactly
     def bend(
@@ -145,7 +146,7 @@ class Kernels(Engine):
             engine = Around(self.spec) if learnt and given.vector is None else self
             grads = bent_by_meaning(engine, x, g, w, dg)[1]
             return [t if need else None for t, need in zip(grads, needs, strict=True)]
-        return _bend(self.spec, given, found, moved, g, w, dg, needs)
+        return _bend(self.spec, given, _dense(found), moved, g, w, dg, needs)
 
     def meaning(self, x: Some) -> tuple[Tensor, ...]:
         return _formula(self.spec, _inputs(x))
@@ -176,6 +177,11 @@ def _inputs(x: Some) -> Inputs:
     if query is None or key is None or value is None:
         raise RuntimeError("a problem has queries, keys and values")
     return Inputs(query, key, value, *others)
+
+
+def _dense(found: Rows) -> Rows:
+    """What was found as kernels read it, row after row; vmap may have laid it out otherwise."""
+    return Rows(found.output, *(t.contiguous() for t in found[1:]))
 
 
 def _sunken(sink: Tensor, output: Tensor, lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,13 +248,13 @@ def _bends(made: Work, s: Slopes, found: Rows, moved: Some, g: Some, dg: Some) -
         delta_dot += (dO_dot.float() * found.output).sum(-1)
     if g_lse_dot is not None:
         delta_dot -= torch.where(found.lse > -torch.inf, g_lse_dot, 0.0)
-    rows = Bends(s.peak, s.spread, s.delta, delta_dot, u.contiguous())
+    rows = Bends(s.peak, s.spread, s.delta, delta_dot.contiguous(), u.contiguous())
     if g[2] is None and g_H_dot is None:
         return rows
-    zeros = torch.zeros_like(u)
+    zeros = torch.zeros_like(rows.u)
     g_H, g_H_dot = (zeros if t is None else t.contiguous() for t in (g[2], g_H_dot))
     mean = (found.spread if made.exact else zeros) - found.entropy
-    return rows._replace(g=g_H, g_dot=g_H_dot, mean=mean, mean_dot=u - H_dot)
+    return rows._replace(g=g_H, g_dot=g_H_dot, mean=mean, mean_dot=(u - H_dot).contiguous())
 
 
 def backward(spec: Spec, x: Inputs, needs: Needs, found: tuple[Tensor, ...], cotangents: Some) -> list[Tensor | None]:

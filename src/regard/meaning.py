@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from .canonical import Canonical
-from .derivatives import Mapped, applied, attention_map
+from .chunks import Chunks
+from .derivatives import applied
 from .masks import Mask
+from .orders import cotangents, tangents
 from .rule import Rule
 from .tiling import Cut
 
@@ -29,30 +30,28 @@ class Meaning:
 
     def vjp(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         """Cotangents of q, k, v by the formula, differentiable in turn."""
-        x = self._canonical(q, k, v)
-        args = (x.query, k, v, *(() if x.bias is None else (x.bias,)))
-        stat = x.query.new_zeros(x.query.shape[:-1])
-        dO = grad.unflatten(1, x.query.shape[1:3])
-        dq, dk, dv, *_ = applied(Mapped, attention_map(x, Cut()).vjp(), *args, dO, stat, stat)
+        engine, x = self._engine(q, k, v)
+        dq, dk, dv = cotangents(engine, x, (grad.unflatten(1, x[0].shape[1:3]), None, None), (True, True, True, False))[
+            :3
+        ]
         return (dq * self.scale).flatten(1, 2), dk, dv
 
-    def jvp(self, q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor | None, ...]) -> Tensor:
+    def jvp(self, q: Tensor, k: Tensor, v: Tensor, moved: tuple[Tensor | None, ...]) -> Tensor:
         """The tangent of the output by the formula."""
-        x = self._canonical(q, k, v)
-        tq, tk, tv = (torch.zeros_like(a) if t is None else t for a, t in zip((q, k, v), tangents, strict=True))
-        args = (x.query, k, v, *(() if x.bias is None else (x.bias,)))
-        moved = ((tq * self.scale).unflatten(1, x.query.shape[1:3]), tk, tv, *map(torch.zeros_like, args[3:]))
-        output: Tensor = applied(Mapped, attention_map(x, Cut()).jvp(), *args, *moved)[0]
-        return output.flatten(1, 2)
+        engine, x = self._engine(q, k, v)
+        tq, tk, tv = moved
+        if tq is not None:
+            tq = (tq * self.scale).unflatten(1, x[0].shape[1:3])
+        return tangents(engine, x, (tq, tk, tv, None))[0].flatten(1, 2)
 
-    def _canonical(self, q: Tensor, k: Tensor, v: Tensor) -> Canonical:
+    def _engine(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Chunks, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         batch, heads = k.shape[:2]
         groups = q.shape[1] // max(heads, 1)
         bias = self.bias
         if bias is not None:
             bias = bias.unflatten(1, (heads, groups)) if bias.shape[1] == heads * groups else bias.unsqueeze(1)
         rule = Rule(q.shape[2], k.shape[2], self.mask, period=batch)
-        return Canonical((q * self.scale).unflatten(1, (heads, groups)), k, v, bias, (), rule)
+        return Chunks(rule, Cut(), False), ((q * self.scale).unflatten(1, (heads, groups)), k, v, bias)
 
 
 class Foreign(torch.autograd.Function):

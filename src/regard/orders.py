@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from .derivatives import applied, pull_back, pushed, watched
 from .formula import Rows
 
-__all__ = ["Engine", "attended", "bent_by_meaning", "pushed_by_meaning"]
+__all__ = ["Engine", "attended", "bent_by_meaning", "cotangents", "pushed_by_meaning", "tangents"]
 
 Some = tuple[Tensor | None, ...]
 Needs = tuple[bool, ...]
@@ -77,6 +77,16 @@ def attended(engine: Engine, x: Some) -> Rows:
     found = applied(Push, engine, *(primal for primal, _ in duals), *(tangent for _, tangent in duals))
     seen = [forward_ad.make_dual(y, t) for y, t in zip(found[:SEEN], found[FOUND:], strict=True)]
     return Rows(*seen, *found[SEEN:FOUND])
+
+
+def cotangents(engine: Engine, x: Some, g: Some, needs: Needs) -> tuple[Any, ...]:
+    """The cotangents of the inputs that need one, as a differentiable function of x and g."""
+    return _derived(Pull, (engine, needs), (*x, *applied(Attend, engine, *x), *g))
+
+
+def tangents(engine: Engine, x: Some, w: Some) -> tuple[Tensor, ...]:
+    """The tangents of output, lse and entropy, as a differentiable function of x and w."""
+    return tuple(applied(Push, engine, *x, *w)[FOUND:])
 
 
 def _only_moves(x: Some) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from .arithmetic import exact, exported
 from .backends import KNOWN, Backend
@@ -29,6 +30,9 @@ class Order(NamedTuple):
 
 
 ON_CPU = Order(("sdpa", "chunked"), {})  # Triton's interpreter is for tests
+MOVING_ON_CPU = Order(
+    ("chunked", "sdpa"), {"chunked": "in forward mode its tangent comes with the output, in one pass"}
+)
 PLAIN = Order(
     ("sdpa", "triton", "chunked"),
     {"sdpa": "for plain calls 1.06 to 1.25 × triton, measured on an H200 (bench/results/gpu_forward.md)"},
@@ -52,7 +56,7 @@ def order(p: Problem) -> Order:
     if exported():
         return EXPORTED if unmasked or isinstance(p.mask, Causal) else EXPORTED_MASKS
     if not p.query.is_cuda:
-        return ON_CPU
+        return ON_CPU if forward_ad._current_level < 0 else MOVING_ON_CPU
     if not (unmasked or causal) or p.observed or (p.bias is not None and _captured()):
         return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
     return LONG_PLAIN if p.rows >= LONG else PLAIN

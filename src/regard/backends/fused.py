@@ -145,8 +145,8 @@ def _about_parts(p: Problem) -> list[str]:
 
 def _about_tracing(p: Problem) -> list[str]:
     reasons = []
-    if forward_ad._current_level >= 0:
-        reasons.append("under torch.compile it is an operator, which has no rule for forward mode")
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        reasons.append("under torch.compile it is an operator, which has no rules for forward mode and torch.func")
     if p.mask is not None and not traceable(p.mask):
         reasons.append("under torch.compile it takes masks that are intervals by their kind")
     folded = p.score is not None and p.score.factor(p.query.new_empty(0, p.query.shape[-1])) is None
