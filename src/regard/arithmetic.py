@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-__all__ = ["batched", "exact", "exactly", "exported", "inside", "untransformed"]
+__all__ = ["batched", "exact", "exactly", "exported", "inside", "untraced", "untransformed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +32,21 @@ def exactly(function: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         with exact():
             return function(*args, **kwargs)
+
+    return wrapped
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep torch.compile out of a function that starts kernels: behind a graph break it would trace their launcher."""
+    hidden: list[Callable[P, R]] = []
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:  # the import takes seconds, and without it nothing is traced
+            return function(*args, **kwargs)
+        if not hidden:
+            hidden.append(torch._dynamo.disable(function))
+        return hidden[0](*args, **kwargs)
 
     return wrapped
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .arithmetic import exactly
+from .arithmetic import exactly, untraced
 from .canonical import Canonical, sunk
 from .derivatives import Mapped, applied, attention_map, pushed
 from .dropout import bound, row_keys, shifted
@@ -120,10 +120,12 @@ class Kernels(Engine):
 
     spec: Spec
 
+    @untraced
     @exactly
     def attend(self, x: Some) -> Rows:
         return Rows(*forward(self.spec, _inputs(x)))
 
+    @untraced
     @exactly
     def push(self, x: Some, w: Some) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
         given = _inputs(x)
@@ -132,10 +134,12 @@ class Kernels(Engine):
             return found, (tangents[0], tangents[1], tangents[2])
         return _push(self.spec, given, w)
 
+    @untraced
     @exactly
     def pull(self, x: Some, found: Rows, g: Some, needs: Needs) -> Sequence[Tensor | None]:
         return backward(self.spec, _inputs(x), needs, _dense(found), g)
 
+    @untraced
     @exactly
     def bend(
         self, x: Some, found: Rows, moved: Some, g: Some, w: Some, dg: Some, needs: Needs

@@ -114,6 +114,8 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
+        if _none(g):  # torch asks even so, where a derivative of a derivative goes past here
+            return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors  # read once: under activation checkpointing that computes them
         return None, *_derived(Pull, (ctx.engine, ctx.needs_input_grad[1:]), (*saved, *g[:SEEN]))
 
@@ -145,6 +147,8 @@ class Push(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if _none(cotangents):
+            return (None,) * len(ctx.needs_input_grad)
         n = (len(ctx.needs_input_grad) - 1) // 2
         x, w, found, tangents = _split(ctx.saved_tensors, (n, n, FOUND, SEEN))
         dg, _, g = _split(cotangents, (SEEN, FOUND - SEEN, SEEN))
@@ -194,6 +198,8 @@ class Pull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *w: Tensor | None) -> tuple[Tensor | None, ...]:
+        if _none(w):
+            return (None,) * len(ctx.needs_input_grad)
         n = len(ctx.needs)
         x, found, g = _split(ctx.saved_tensors, (n, FOUND, SEEN))
         need_x = ctx.needs_input_grad[2 : n + 2]
@@ -210,11 +216,14 @@ class Pull(torch.autograd.Function):
     def jvp(ctx: Any, *moved: Tensor | None) -> tuple[Tensor | None, ...]:
         n = len(ctx.needs)
         x, found, g = _split(ctx.saved_tensors, (n, FOUND, SEEN))
-        w, _, dg = _split(moved[2:], (n, FOUND, SEEN))
+        w, seen, dg = _split(moved[2:], (n, FOUND, SEEN))
         if _none(w):
             result: Some = applied(Pull, ctx.engine, ctx.needs, *x, *found, *dg)
             return result
-        return tuple(applied(Bend, ctx.engine, ctx.needs, *x, *found, *g, *NOTHING, *w, *dg)[SEEN:])
+        known = (
+            NOTHING if any(t is None for t in seen[:SEEN]) else seen[:SEEN]
+        )  # what was found moves along, and push need not run again
+        return tuple(applied(Bend, ctx.engine, ctx.needs, *x, *found, *g, *known, *w, *dg)[SEEN:])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, needs: Needs, *given: Any) -> Any:
@@ -241,6 +250,8 @@ class Bend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if _none(cotangents):
+            return (None,) * len(ctx.needs_input_grad)
         sizes = _sizes(ctx.needs)
         n = sizes[0]
         x, found, g, _, w, dg = _split(ctx.saved_tensors, sizes)

@@ -79,6 +79,7 @@ _MOVING: dict[tuple[str, int, int], Config] = {
     ("bend queries", 2, 64): Config(64, 64, 4, 2),  # 6.8 and 3.5; 128 × 32 with 8 warps 6.8 and 4.5
     ("bend queries", 2, 128): Config(128, 64, 8, 2),  # 6.1 and 3.1; 128 × 32 with 3 stages 6.8 and 3.7
     ("bend queries", 2, 256): Config(32, 32, 4, 1),
+    ("bend all queries", 2, 128): Config(64, 32, 4, 2),  # where dO moves too, 128 × 64 exceeds shared memory
     ("bend queries", 4, 64): Config(32, 32, 4, 1),
     ("bend queries", 4, 128): Config(16, 16, 4, 1),
     ("bend queries", 4, 256): Config(16, 16, 4, 1),
@@ -123,8 +124,9 @@ def config(
     """The blocks for a direction, the bytes of a number, and the larger padded dim; never a function of the batch."""
     if additive:
         return _ADDITIVE[direction.removeprefix("plain ")]
-    if direction in ("push", "bend keys", "bend queries"):
-        found = _MOVING[direction, size, max(dim, 64)]
+    if direction.startswith(("push", "bend")):
+        at = (direction, size, max(dim, 64))
+        found = _MOVING[at] if at in _MOVING else _MOVING[direction.replace("all ", ""), *at[1:]]
         small = laden or not (device.type == "cuda" and hopper(device))
         return found._replace(BM=min(found.BM, 32), BN=min(found.BN, 32), warps=4, stages=1) if small else found
     if laden and size == 2 and (heavy := _LADEN.get((direction.removeprefix("plain "), max(dim, 64)))):
@@ -138,4 +140,4 @@ def config(
 
 
 def hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9

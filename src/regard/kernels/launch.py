@@ -15,9 +15,9 @@ from . import bend as bend_kernels
 from . import bias_gradient as bias_kernels
 from . import decode as decode_kernels
 from . import passes as pass_kernels
-from .configs import Config, padded
+from .configs import Config, hopper, padded
 from .forward import forward as forward_kernel
-from .parts import ALIBI, PLAIN, RELATIVE, Strides
+from .parts import ALIBI, INTERPRETED, PLAIN, RELATIVE, Strides
 from .tangent import push as push_kernel
 from .work import Bends, Found, Moves, Slopes, Work, describable, stride_of
 
@@ -29,13 +29,18 @@ _BLOCK = 64  # rows and keys of a tile of the bias's gradient
 
 
 def attend(w: Work, entropy: bool) -> Found:
-    """The forward pass."""
+    """The forward pass: by decoding, by the chip's own kernel, or by the portable one."""
     L, H, N = w.rows
-    E = w.value.shape[3]
-    output = w.value.new_empty(L, H, N, E)
+    few = w.vector is None and w.groups * N <= _FEW and w.m >= _MANY
+    if not few and not INTERPRETED and hopper(w.query.device):
+        from .hopper import launch as chip
+
+        if not chip.refuses(w):
+            return chip.attend(w, entropy)
+    output = w.value.new_empty(L, H, N, w.value.shape[3])
     lse, peak, spread = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
     found = Found(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), peak, spread)
-    if w.vector is None and w.groups * N <= _FEW and w.m >= _MANY:
+    if few:
         _decode(w, found, entropy)
         return found
     c = w.config("forward")
@@ -79,7 +84,7 @@ def bend(w: Work, moves: Moves, dO: Tensor, dO_dot: Tensor | None, rows: Bends, 
     every = (w.query, w.key, w.value, dO, *moves[:3], dO_dot)
     dq, dk, dv = None, None, None
     if needs[0]:
-        c = w.config("bend queries")
+        c = w.config("bend queries" if dO_dot is None else "bend all queries")
         dq = w.query.new_empty(w.query.shape)
         blocks = triton.cdiv(N, c.BM)
         tma, tensors = _laid(every, w, (c.BM, c.BN, c.BN, c.BM) * 2)

@@ -1,0 +1,86 @@
+"""How the Hopper kernels cut their work: one small table, by padded dims and by what a tile has to hold."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ROWS", "Tile", "chunks", "config", "overridden"]
+
+ROWS = 64  # query rows of one warp group
+
+
+class Tile(NamedTuple):
+    """Warp groups that compute, keys of a block, blocks in flight, registers a thread, and three choices.
+
+    `lazy`: rescale O only where the largest logit rose by more than this many powers of two; 0: always.
+    `poly`: of 8 exponentials, how many are computed by a polynomial on the FMA units.
+    `persistent`: one program a multiprocessor, which takes one block of rows after the other.
+    """
+
+    groups: int
+    BN: int
+    stages: int
+    registers: int
+    lazy: int = 0
+    poly: int = 0
+    persistent: bool = False
+
+    @property
+    def BM(self) -> int:
+        return ROWS * self.groups
+
+
+# (padded dim of keys, of values): the larger of the two counts. Chosen by shared memory and registers; not yet measured.
+_PLAIN: dict[int, Tile] = {
+    64: Tile(2, 128, 2, 240),
+    96: Tile(2, 128, 2, 240),
+    128: Tile(2, 128, 2, 240),
+    192: Tile(2, 64, 2, 240),
+    256: Tile(2, 64, 2, 240),
+}
+# With a bias or dropout a tile holds more.
+_LADEN: dict[int, Tile] = {
+    64: Tile(2, 64, 2, 240),
+    96: Tile(2, 64, 2, 240),
+    128: Tile(2, 64, 2, 240),
+    192: Tile(2, 32, 2, 240),
+    256: Tile(2, 32, 2, 240),
+}
+_CHUNKS: dict[int, tuple[int, int]] = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
+_instead: dict[tuple[int, bool], Tile] = {}
+
+
+def padded(dim: int) -> int:
+    """The smallest dim of the table that holds `dim`.
+
+    >>> padded(80)
+    96
+    """
+    return min(size for size in _CHUNKS if size >= dim)
+
+
+def chunks(dim: int) -> tuple[int, int]:
+    """A dim as the powers of two that a matrix product takes it in; the second is 0 where one is enough.
+
+    >>> chunks(160)
+    (128, 64)
+    """
+    return _CHUNKS[padded(dim)]
+
+
+def config(dim: int, laden: bool = False) -> Tile:
+    """The tile for the larger dim; never a function of the batch, the kind of mask or of what is observed.
+
+    >>> config(128).BM
+    128
+    """
+    at = (padded(dim), laden)
+    return _instead.get(at) or (_LADEN if laden else _PLAIN)[at[0]]
+
+
+def overridden(dim: int, laden: bool, tile: Tile | None) -> None:
+    """Take another tile for a dim, to measure it; None takes the table's again."""
+    if tile is None:
+        _instead.pop((padded(dim), laden), None)
+    else:
+        _instead[padded(dim), laden] = tile

@@ -1,0 +1,464 @@
+"""The forward pass on Hopper, in Gluon: what `kernels/forward.py` computes, with a copying warp and warp groups that compute.
+
+One warp copies blocks of K and V into shared memory. Each warp group holds 64 rows; while it folds the logits of one
+block into m, l, e, the tensor cores multiply O += P V of the block before. Blocks are met in the portable kernel's order:
+those that all rows see whole, then the others with their mask. Letters and units are the portable kernel's.
+
+A tensor has power-of-two sides here. So a dim of 96 or 192 is taken in two chunks, A and B: S is the sum of two products,
+and the second half of O is a tile of its own, R. B is 0 where one chunk is enough.
+"""
+# Written for Triton's compiler, which has types of its own.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..tile import (
+    _NONE,
+    _PLAIN,
+    DEEP,
+    LN2,
+    LOG2E,
+    LOWEST,
+    bias_rows,
+    drop_keys,
+    kept,
+    logits,
+    off_by,
+    shown,
+    span_rows,
+)
+from .asm import exp2, exp2_constraints, rescale, rescale_constraints
+from .walk import ROWS, advance, block_at, copy, place, walk_of
+
+PIECE = gl.constexpr(16)  # values that are cleaned together
+EIGHT = gl.constexpr(8)
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_rescale = gluon.constexpr_function(rescale)
+_rescale_constraints = gluon.constexpr_function(rescale_constraints)
+_exp2 = gluon.constexpr_function(exp2)
+_exp2_constraints = gluon.constexpr_function(exp2_constraints)
+
+
+@gluon.jit
+def flat(X, R: gl.constexpr, C: gl.constexpr):
+    """A block of the copy engine, [1, 1, R, C], as a matrix."""
+    return X.reshape([R, C])
+
+
+@gluon.jit
+def power(T, POLY: gl.constexpr):
+    """2ᵀ, of each eight numbers POLY without the unit for exponentials."""
+    if POLY > 0:
+        P = gl.inline_asm_elementwise(_exp2(EIGHT, POLY), _exp2_constraints(EIGHT), [T], gl.float32, True, 8)
+    else:
+        P = gl.exp2(T)
+    return P
+
+
+@gluon.jit
+def fold(S, m, top, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr):
+    """Fold logits S [ROWS, BN], −inf where hidden, into m, l, e [ROWS]: the weights P, and what rescales the past.
+
+    LAZY keeps an m that is lower than the largest logit by no more than 2^LAZY, and the largest itself in `top`.
+    """
+    peak = gl.max(S, 1)  # [ROWS]
+    if FAST:
+        peak = peak * unit  # log2 units; else natural ones
+    if LAZY > 0:
+        top = gl.maximum(top, peak)
+        m_new = gl.where(peak > m + (LAZY if FAST else LAZY * LN2), peak, m)
+    else:
+        m_new = gl.maximum(m, peak)
+    if FAST:
+        T = S * unit - m_new[:, None]  # [ROWS, BN]
+        down = m - m_new  # [ROWS]
+    else:
+        T = (S - m_new[:, None]) * LOG2E
+        down = (m - m_new) * LOG2E
+    if HIDES and ENTROPY:
+        T = gl.maximum(T, DEEP)  # finite, so that P·T is 0 and not NaN
+    down = gl.maximum(down, DEEP)
+    P = power(T, 0 if HIDES else POLY)  # [ROWS, BN]
+    a = gl.exp2(down)  # [ROWS]
+    if ENTROPY:
+        e = a * (e + down * l) + gl.sum(P * T, 1)
+    l = a * l + gl.sum(P, 1)
+    return P, m_new, top, l, e, a
+
+
+@gluon.jit
+def shrink(O, a, C: gl.constexpr, LAZY: gl.constexpr, OL: gl.constexpr):
+    """O [ROWS, C] times a [ROWS]."""
+    a = gl.convert_layout(a, gl.SliceLayout(1, OL))[:, None]
+    if LAZY > 0:
+        COUNT: gl.constexpr = C // 2
+        O = gl.inline_asm_elementwise(_rescale(COUNT), _rescale_constraints(COUNT), [O, gl.broadcast(O, a)[1]], gl.float32, True, COUNT)
+    else:
+        O = O * a
+    return O
+
+
+@gluon.jit
+def judge(S, i, j, lo, hi, slot, at, scale, cap, bias, where, n, M, some, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr,
+          FAST: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr):
+    """Products [ROWS, BN] to logits, −inf where hidden; and with a bias, which pairs show. FIRST asks whether there are any."""
+    show = j
+    if not FAST:
+        S, show = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
+    if MASKED:
+        # Asking S as well keeps the compiler from holding the mask of a whole tile while S is still being multiplied.
+        masked = (S != float("-inf")) & shown(where, lo, hi, slot, i, j, MASK)
+        if FIRST:
+            masked = masked & some
+        show = masked if BIAS == _PLAIN else show & masked
+    if MASKED or BIAS != _PLAIN:
+        S = gl.where(show, S, float("-inf"))
+    return S, show
+
+
+@gluon.jit
+def unseen(show, where, item, h, j0, M, BN: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, MASKED: gl.constexpr):
+    """Whether some key of a block is one that no row may attend, whose value may be NaN; with a bias, of the group's rows."""
+    seen = 0
+    dirty = 0
+    if BIAS != _PLAIN:
+        seen = gl.max(show.to(gl.int32), 0)
+        dirty = 1 - gl.min(seen, 0)
+    elif MASKED and MASK != _NONE:
+        j = j0 + gl.arange(0, BN, gl.BlockedLayout([BN // 32], [32], [4], [0]))  # each warp has them all
+        at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item + h * where.seen_head
+        dirty = (gl.min(gl.load(where.seen + at + j, mask=j < M, other=1).to(gl.int32), 0) == 0).to(gl.int32)
+    return seen, dirty
+
+
+@gluon.jit
+def clean(X, into, seen, where, item, h, j0, M, R: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr):
+    """Values X [R, C] with zeros for unseen keys: into the group's own block with a bias, else where they are.
+
+    Without a bias every group writes the same numbers to the same place, and reads them after its own writes.
+    """
+    VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+    if BIAS != _PLAIN:
+        into.store(gl.where((gl.convert_layout(seen, gl.SliceLayout(1, VL)) > 0)[:, None], X.load(VL), 0.0))
+    else:
+        at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item + h * where.seen_head
+        for r in gl.static_range(0, R, PIECE):
+            j = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, VL))
+            part = X.slice(r, PIECE)
+            part.store(gl.where((gl.load(where.seen + at + j, mask=j < M, other=1) != 0)[:, None], part.load(VL), 0.0))
+
+
+@gluon.jit
+def tidy(X, barriers, seen, dirty, where, item, h, j0, M, stage, parity, G: gl.constexpr, BN: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr,
+         STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, MASKED: gl.constexpr):
+    """Where the values of a block lie, clean: its stage, or with a bias the group's own block."""
+    Q, QB, K, KB, V, VB = X
+    at = stage
+    if BIAS != _PLAIN or (MASKED and MASK != _NONE):
+        mbarrier.wait(barriers[4].index(stage), parity)
+        if dirty != 0:
+            if BIAS != _PLAIN:
+                at = STAGES + G
+            clean(flat(V.index(stage), BN, EA), flat(V.index(at), BN, EA), seen, where, item, h, j0, M, BN, EA, BIAS)
+            if EB > 0:
+                clean(flat(VB.index(stage), BN, EB), flat(VB.index(at), BN, EB), seen, where, item, h, j0, M, BN, EB, BIAS)
+            fence_async_shared()
+            group_barrier()
+    return at
+
+
+@gluon.jit
+def products(X, G: gl.constexpr, stage, none, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr):
+    """S = Q Kᵀ, begun."""
+    Q, QB, K, KB, V, VB = X
+    S = warpgroup_mma(flat(Q.index(G), ROWS, DA), flat(K.index(stage), BN, DA).permute((1, 0)), none, use_acc=False, is_async=True)
+    if DB > 0:
+        S = warpgroup_mma(flat(QB.index(G), ROWS, DB), flat(KB.index(stage), BN, DB).permute((1, 0)), S, is_async=True)
+    return S
+
+
+@gluon.jit
+def averages(P, X, at, O, R, BN: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr):
+    """O += P V, begun."""
+    Q, QB, K, KB, V, VB = X
+    O = warpgroup_mma(P, flat(V.index(at), BN, EA), O, is_async=True)
+    if EB > 0:
+        R = warpgroup_mma(P, flat(VB.index(at), BN, EB), R, is_async=True)
+    return O, R
+
+
+@gluon.jit
+def ended(O, R, EB: gl.constexpr):
+    """O and R, when their products are done."""
+    if EB > 0:
+        O, R = warpgroup_mma_wait(0, deps=[O, R])
+    else:
+        O = warpgroup_mma_wait(0, deps=[O])
+    return O, R
+
+
+@gluon.jit
+def operand(P, keys, j, drop, like, PL: gl.constexpr, DROP: gl.constexpr):
+    """P as the left side of a product, after dropout."""
+    if DROP:
+        P = gl.where(kept(keys[0], keys[1], j, drop.bound), P, 0.0)
+    return gl.convert_layout(P.to(like), PL)
+
+
+@gluon.jit
+def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, lo, hi, at, keys, item, h, met_by, scale, unit, cap,
+         bias, where, drop, n, M, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr,
+         STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
+         DROP: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr, MASKED: gl.constexpr):
+    """The logits of the t-th block, while the values of the one before it are multiplied."""
+    Q, QB, K, KB, V, VB = X
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    first, full, until, whole, total = met_by
+    HIDES: gl.constexpr = MASKED or BIAS != _PLAIN
+    clean_at = tidy(X, barriers, seen, dirty, where, item, h, j0, M, stage, parity, G, BN, EA, EB, STAGES, MASK, BIAS, MASKED)
+    before, before_parity = stage, parity
+    stage, parity = advance(stage, parity, STAGES)
+    b, slot = block_at(where, t, first, full, until, whole, total, MASK)
+    j = b * BN + gl.arange(0, BN, gl.SliceLayout(0, SL))
+    if MASKED:
+        j0 = b * BN  # of a full block every value is clean
+    mbarrier.wait(k_ready.index(stage), parity)
+    S = products(X, G, stage, none, DA, DB, BN)
+    mbarrier.wait(v_ready.index(before), before_parity)
+    O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
+    S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
+    mbarrier.arrive(k_free.index(stage))
+    S, show = judge(S, i, j, lo, hi, slot, at, scale, cap, bias, where, n, M, True, MASK, BIAS, CAP, FAST, MASKED, False)
+    seen, dirty = unseen(show, where, item, h, j0, M, BN, MASK, BIAS, MASKED)
+    P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, HIDES, LAZY, POLY)
+    O, R = ended(O, R, EB)
+    mbarrier.arrive(v_free.index(before))
+    O = shrink(O, a, EA, LAZY, OL)
+    if EB > 0:
+        R = shrink(R, a, EB, LAZY, RL)
+    P = operand(P, keys, j, drop, V.dtype, gl.DotOperandLayout(0, OL, 2), DROP)
+    return O, R, P, m, top, l, e, seen, dirty, j0, stage, parity
+
+
+@gluon.jit
+def put(O, share, out, strides, item, h, row, n, E, first, X, G: gl.constexpr, D: gl.constexpr, C: gl.constexpr, DESCRIBED: gl.constexpr,
+        OL: gl.constexpr):
+    """O [ROWS, C], divided, into the place that the group's queries had, or by pointers to columns `first` … of the output."""
+    O = (O * gl.convert_layout(share, gl.SliceLayout(1, OL))[:, None]).to(X.dtype)
+    if DESCRIBED:
+        flat(X.index(G), ROWS, C).store(O)
+    else:
+        i = row + gl.arange(0, ROWS, gl.SliceLayout(1, OL))
+        c = first + gl.arange(0, C, gl.SliceLayout(0, OL))
+        at = out + item.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1] + i.to(gl.int64)[:, None] * strides[2] + c[None, :]
+        gl.store(at, O, mask=(i < n)[:, None] & (c < E)[None, :])
+
+
+@gluon.jit
+def write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, G: gl.constexpr, DA: gl.constexpr,
+          DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr,
+          SINK: gl.constexpr, LAZY: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr):
+    """The output of a group's rows, and what is told of each row."""
+    output, lse, peak, spread, entropy = out
+    kept_factor = 1.0
+    if DROP:
+        kept_factor = drop.factor
+    share = l * 0.0 + kept_factor  # [ROWS] by which O is multiplied
+    if LAZY > 0:
+        down = m - top
+        if not FAST:
+            down = down * LOG2E
+        a = gl.exp2(down)
+        e = a * (e + down * l)
+        l = a * l
+        share = a * share
+        m = top
+    empty = l == 0.0
+    l = gl.where(empty, 1.0, l)
+    natural = m  # [ROWS] the largest logit
+    if FAST:
+        natural = m * LN2
+    whole = l
+    if SINK:
+        whole = l + gl.exp2((gl.load(sinks + h) - natural) * LOG2E)  # the sink's share of the denominator
+    share = share / whole
+    put(O, share, output, strides, item, h, row, n, E, 0, X[0], G, DA, EA, DESCRIBED, OL)
+    if EB > 0:
+        put(R, share, output, strides, item, h, row, n, E, EA, X[1] if DESCRIBED else X[0], G, DB, EB, DESCRIBED, RL)
+    if DESCRIBED:
+        fence_async_shared()
+        group_barrier()
+        tma_store(described[6], [item, h, row, 0], X[0].index(G))
+        if EB > 0:
+            tma_store(described[7], [item, h, row, EA], X[1].index(G))
+    at = (item.to(gl.int64) * heads + h) * n + i
+    ln_l = gl.log2(l) * LN2
+    above = ln_l + off_by(m, natural, empty, FAST)
+    gl.store(lse + at, gl.where(empty, float("-inf"), natural + above), mask=i < n)
+    gl.store(peak + at, gl.where(empty, float("-inf"), natural), mask=i < n)
+    gl.store(spread + at, above, mask=i < n)
+    if ENTROPY:
+        gl.store(entropy + at, ln_l - e / l * LN2, mask=i < n)
+    if DESCRIBED:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+            GROUPS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
+            DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr,
+            PERSISTENT: gl.constexpr, DESCRIBED: gl.constexpr):
+    """A warp group: its ROWS rows of a block against all keys that the block meets."""
+    described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section = given
+    Q, QB, K, KB, V, VB = X
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EA, 16])
+    RL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EB if EB > 0 else EA, 16])
+    SR: gl.constexpr = gl.SliceLayout(1, SL)
+    none = gl.zeros([ROWS, BN], gl.float32, SL)
+    stage = 0
+    parity = 0
+    turn = 0
+    step = gl.num_programs(0) if PERSISTENT else blocks * owners
+    for tile in range(gl.program_id(0), blocks * owners, step):
+        block, own = place(tile, blocks, owners, section)
+        item, h = own // heads, own % heads
+        row = (block * GROUPS + G) * ROWS
+        i = row + gl.arange(0, ROWS, SR)  # [ROWS]
+        if SCALES:
+            scale = gl.load(scales + h)
+        unit = scale * LOG2E
+        at = bias_rows(bias, item, h, i, BIAS)
+        lo, hi = span_rows(where, item, h, i, n, M, MASK)
+        keys = (i, i)
+        if DROP:
+            keys = drop_keys(drop, item, h, heads, i, n)
+        first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
+        m = gl.full([ROWS], LOWEST, gl.float32, SR)
+        top = gl.full([ROWS], LOWEST, gl.float32, SR)
+        l = gl.zeros([ROWS], gl.float32, SR)
+        e = gl.zeros([ROWS], gl.float32, SR)
+        O = gl.zeros([ROWS, EA], gl.float32, OL)
+        R = 0
+        if EB > 0:
+            R = gl.zeros([ROWS, EB], gl.float32, RL)
+
+        b, slot = block_at(where, 0, first, full, until, whole, total, MASK)
+        j0 = b * BN
+        j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
+        mbarrier.wait(q_ready, turn)
+        turn ^= 1
+        mbarrier.wait(k_ready.index(stage), parity)
+        S = products(X, G, stage, none, DA, DB, BN)
+        S = warpgroup_mma_wait(0, deps=[S])
+        mbarrier.arrive(k_free.index(stage))
+        if BIAS != _PLAIN:
+            S, show = judge(S, i, j, lo, hi, slot, at, scale, cap, bias, where, n, M, total > 0, MASK, BIAS, CAP, FAST, True, True)
+        else:
+            if not FAST:
+                S, show = judge(S, i, j, lo, hi, slot, at, scale, cap, bias, where, n, M, True, MASK, BIAS, CAP, FAST, False, False)
+            show = j
+            if whole == 0:
+                S = gl.where(shown(where, lo, hi, slot, i, j, MASK) & (total > 0), S, float("-inf"))
+        seen, dirty = unseen(show, where, item, h, j0, M, BN, MASK, BIAS, True)
+        P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, True, LAZY, 0)
+        P = operand(P, keys, j, drop, V.dtype, gl.DotOperandLayout(0, OL, 2), DROP)
+
+        met_by = (first, full, until, whole, total)
+        for t in range(1, whole):
+            O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
+                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, lo, hi, at, keys, item, h, met_by, scale, unit,
+                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, False)
+        for t in range(gl.maximum(whole, 1), total):
+            O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
+                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, lo, hi, at, keys, item, h, met_by, scale, unit,
+                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, True)
+
+        clean_at = tidy(X, barriers, seen, dirty, where, item, h, j0, M, stage, parity, G, BN, EA, EB, STAGES, MASK, BIAS,
+                        True)
+        mbarrier.wait(v_ready.index(stage), parity)
+        O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
+        O, R = ended(O, R, EB)
+        mbarrier.arrive(v_free.index(stage))
+        stage, parity = advance(stage, parity, STAGES)
+        if MASK != _NONE:
+            O = gl.where(total > 0, O, 0.0)  # the block that was met for nothing may hold NaN
+            if EB > 0:
+                R = gl.where(total > 0, R, 0.0)
+        write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, G, DA, DB, EA, EB, FAST, ENTROPY, DROP,
+              SINK, LAZY, DESCRIBED, OL, RL)
+        if PERSISTENT:
+            mbarrier.arrive(q_free)
+
+
+@gluon.jit(do_not_specialize=["where", "drop", "n", "M", "E", "blocks", "owners", "heads", "groups", "section"])
+def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, strides, scale, scales, cap, sinks, bias, where, drop,
+            n, M, E, blocks, owners, heads, groups, section,
+            DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+            GROUPS: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
+            ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr,
+            PERSISTENT: gl.constexpr, DESCRIBED: gl.constexpr):
+    """A program has one block of rows of one head, or in a persistent grid one after the other."""
+    OWN: gl.constexpr = GROUPS if BIAS != _PLAIN else 0  # blocks of cleaned values
+    Q = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, ROWS, DA], q.layout)
+    K = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DA], k.layout)
+    V = gl.allocate_shared_memory(v.dtype, [STAGES + OWN, 1, 1, BN, EA], v.layout)
+    QB = Q
+    KB = K
+    VB = V
+    if DB > 0:
+        QB = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, ROWS, DB], qb.layout)
+        KB = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DB], kb.layout)
+    if EB > 0:
+        VB = gl.allocate_shared_memory(v.dtype, [STAGES + OWN, 1, 1, BN, EB], vb.layout)
+    BL: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
+    q_free = gl.allocate_shared_memory(gl.int64, [1], BL)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_free, count=GROUPS)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(s), count=1)
+        mbarrier.init(k_free.index(s), count=GROUPS)
+        mbarrier.init(v_ready.index(s), count=1)
+        mbarrier.init(v_free.index(s), count=GROUPS)
+    fence_async_shared()
+    described = (q, qb, k, kb, v, vb, o, ob)
+    X = (Q, QB, K, KB, V, VB)
+    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    out = (output, lse, peak, spread, entropy)
+    given = (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section)
+    COPYING: gl.constexpr = (504 if GROUPS == 2 else 512) - GROUPS * REGISTERS  # what is left of a multiprocessor's registers
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+                       DESCRIBED)),
+            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+                       DESCRIBED)),
+            (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
+        ], [4, 1], [REGISTERS, COPYING])
+    else:
+        gl.warp_specialize([
+            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+                       DESCRIBED)),
+            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+                       DESCRIBED)),
+            (compute, (given, 2, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+                       DESCRIBED)),
+            (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, COPYING])

@@ -1,0 +1,94 @@
+"""Who has which rows, which blocks of keys they meet, and the warp that copies these into shared memory."""
+# Written for Triton's compiler, which has types of its own.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..tile import _BITS, met, seat
+from .configs import ROWS as _ROWS
+
+ROWS = gl.constexpr(_ROWS)
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def place(t, blocks, owners, section):
+    """The t-th block of rows and whose it is. `section` owners share the cache; of theirs the last rows come first."""
+    part = t // (section * blocks)
+    t -= part * (section * blocks)
+    width = gl.minimum(section, owners - part * section)
+    return blocks - 1 - t // width, part * section + t % width
+
+
+@gluon.jit
+def advance(stage, parity, STAGES: gl.constexpr):
+    """The next stage; each time round, its barriers are in the other parity."""
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, parity ^ 1, parity)
+
+
+@gluon.jit
+def walk_of(where, item, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
+    """What a block of rows meets: (first partial, first full, behind the full, how many full, how many in all)."""
+    first, full, until, rest = met(where, seat(where, item, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
+    return first, full, until, until - full, until - full + rest
+
+
+@gluon.jit
+def block_at(where, t, first, full, until, whole, total, MASK: gl.constexpr):
+    """The t-th block that is met, and the slot of its bits; block 0 for rows that meet none."""
+    if MASK == _BITS:
+        partial = (t >= whole) & (t < total)
+        b = gl.load(where.full_entry + full + t, mask=t < whole, other=0)
+        b += gl.load(where.entry + first + t - whole, mask=partial, other=0)
+        slot = gl.load(where.slot + first + t - whole, mask=partial, other=0)  # slot 0 is all ones
+    else:
+        u = t - whole
+        b = gl.where(t < whole, full + t, gl.where(u < full - first, first + u, until + u - (full - first)))
+        slot = 0
+    return b, slot
+
+
+@gluon.jit
+def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+         GROUPS: gl.constexpr, MASK: gl.constexpr, PERSISTENT: gl.constexpr):
+    """The warp that copies: of each block of rows first Q, then K and V of all it meets, as soon as a stage is free."""
+    described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section = given
+    q, qb, k, kb, v, vb, _, _ = described
+    Q, QB, K, KB, V, VB = X
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    stage = 0
+    parity = 1  # of a free stage: the phase before the first counts as done
+    turn = 1
+    step = gl.num_programs(0) if PERSISTENT else blocks * owners
+    for t in range(gl.program_id(0), blocks * owners, step):
+        block, own = place(t, blocks, owners, section)
+        item, h = own // heads, own % heads
+        kv = h // groups
+        first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
+        if PERSISTENT:
+            mbarrier.wait(q_free, turn)
+            turn ^= 1
+        mbarrier.expect(q_ready, GROUPS * ROWS * (DA + DB) * 2)
+        for g in gl.static_range(GROUPS):
+            row = (block * GROUPS + g) * ROWS
+            tma_load(q, [item, h, row, 0], q_ready, Q.index(g))
+            if DB > 0:
+                tma_load(qb, [item, h, row, DA], q_ready, QB.index(g))
+        for s in range(gl.maximum(total, 1)):
+            b, slot = block_at(where, s, first, full, until, whole, total, MASK)
+            mbarrier.wait(k_free.index(stage), parity)
+            mbarrier.expect(k_ready.index(stage), BN * (DA + DB) * 2)
+            tma_load(k, [item, kv, b * BN, 0], k_ready.index(stage), K.index(stage))
+            if DB > 0:
+                tma_load(kb, [item, kv, b * BN, DA], k_ready.index(stage), KB.index(stage))
+            mbarrier.wait(v_free.index(stage), parity)
+            mbarrier.expect(v_ready.index(stage), BN * (EA + EB) * 2)
+            tma_load(v, [item, kv, b * BN, 0], v_ready.index(stage), V.index(stage))
+            if EB > 0:
+                tma_load(vb, [item, kv, b * BN, EA], v_ready.index(stage), VB.index(stage))
+            stage, parity = advance(stage, parity, STAGES)
