@@ -17,9 +17,10 @@ def main() -> None:
     torch.manual_seed(0)
     rows = [row("full", None), row("causal", regard.causal())]
     note = (
-        "Medians of calls in turns. `tangent` is torch.func.jvp with q, k and v moving (the forward included), `of q` with "
-        "the queries moving alone; `double` the backward of a backward; `product` a Hessian times a vector by forward over "
-        "reverse (forward, backward and their tangents). `dense` is the tangent with the matrix in memory, by plain torch."
+        "Medians of calls in turns. `tangent` is torch.func.jvp with q, k and v moving (the forward "
+        "included), `of q` with the queries moving alone; `double` the backward of a backward; `product` a "
+        "Hessian times a vector by forward over reverse (forward, backward and their tangents). `dense` is "
+        "the tangent with the matrix in memory, by plain torch."
     )
     report("derivatives", f"Derivatives at {SHAPE}, float32, backend chunked", rows, note)
 

@@ -18,11 +18,11 @@ SHAPES = {f"d{d}, {'causal' if causal else 'full'}": (d, causal) for d in (128, 
 def main() -> None:
     rows = each({name: partial(row, name) for name in SHAPES})
     note = (
-        "Milliseconds by CUDA events, in turns. `tangent` is torch.func.jvp with q, k and v moving: output and tangent "
-        "in one pass, three times the matrix products of the forward. `of q` moves the queries alone: twice. `double` is "
-        "the backward of a backward, `product` a Hessian times a vector by forward over reverse (forward, backward and "
-        "their tangents). `dense` is the tangent by plain torch, which holds the matrix. MiB above the inputs. "
-        "Must: tangent ≤ 2.2 × forward, double ≤ 4 × backward."
+        "Milliseconds by CUDA events, in turns. `tangent` is torch.func.jvp with q, k and v moving: output "
+        "and tangent in one pass, three times the matrix products of the forward. `of q` moves the queries "
+        "alone: twice. `double` is the backward of a backward, `product` a Hessian times a vector by forward "
+        "over reverse (forward, backward and their tangents). `dense` is the tangent by plain torch, which "
+        "holds the matrix. MiB above the inputs. Must: tangent ≤ 2.2 × forward, double ≤ 4 × backward."
     )
     report("derivatives", f"Derivatives, bf16, n {N:,}, {ITEMS} × hidden {HIDDEN:,}, backend triton: ms", rows, note)
 

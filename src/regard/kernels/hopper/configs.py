@@ -30,7 +30,9 @@ class Tile(NamedTuple):
         return ROWS * self.groups
 
 
-# (padded dim of keys, of values): the larger of the two counts. Chosen by shared memory and registers; not yet measured.
+# (padded dim of keys, of values): the larger of the two counts. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
+# d128 627 and 617; with 232 registers 617 and 610, rescaling lazily 618 and 616, that and persistent 601 and 546. d64 450 and
+# 447, beside which nothing was timed. The others were chosen by shared memory and registers.
 _PLAIN: dict[int, Tile] = {
     64: Tile(2, 128, 2, 240),
     96: Tile(2, 128, 2, 240),

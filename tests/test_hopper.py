@@ -1,0 +1,284 @@
+"""The Hopper kernels without a GPU: they compile for sm_90 and fit the chip; and what they refuse."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+import regard  # noqa: E402
+from regard import warmup  # noqa: E402
+from regard.backends import Fused  # noqa: E402
+from regard.kernels.blocks import Layout, Words  # noqa: E402
+from regard.kernels.parts import ALIBI, INTERPRETED, PLAIN, RELATIVE, TENSOR, Added, Dropped  # noqa: E402
+from regard.kernels.work import Found, Work  # noqa: E402
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
+
+from regard.kernels.hopper import configs, launch  # noqa: E402
+
+SHARED = 227 * 1024
+N = 300
+DIMS = (64, 96, 128, 192, 256)
+KINDS = ("plain", "spans", "bits", "bias")
+# What each run compiles, some 10 s each: both loops of the plain kernel; and bits and bias in one.
+EVERY_DAY = [("spans", 128), ("bits, bias", 64)]
+# Bytes of a thread that find no register, at most, by Triton 3.6 and 3.9; all others have room.
+SPILLED = {
+    ("plain", 192): 16, ("plain", 256): 88,
+    ("spans", 96): 8, ("spans", 128): 8, ("spans", 192): 48, ("spans", 256): 72,
+    ("bits", 96): 112, ("bits", 128): 8, ("bits", 192): 40, ("bits", 256): 88,
+    ("bias", 96): 24, ("bias", 128): 48, ("bias", 192): 32, ("bias", 256): 136,
+}  # fmt: skip
+
+
+class Hopper:
+    """What Triton asks of a driver to compile, as if a Hopper GPU were there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    from triton.runtime.driver import driver
+
+    before = driver._active
+    driver.set_active(Hopper())
+    yield
+    driver._active = before
+
+
+def masked(kind: str) -> Layout:
+    if kind == "spans":
+        ends = torch.arange(1, N + 1, dtype=torch.int32).expand(1, 1, N).contiguous()
+        return Layout(N, N, torch.zeros_like(ends), ends)
+    if kind == "bits":
+        blocks = -(-N // 128)
+        table = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32)
+        return Layout(N, N, words=Words(table, torch.full((1, 128, 4), -1, dtype=torch.int32)))
+    return Layout(N, N)
+
+
+def work(dim: int = 64, mask: str = "none", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Work:
+    q, k, v = (torch.zeros(2, heads, N, dim, dtype=dtype) for heads in (4, 2, 2))
+    return Work(q, k, v, masked(mask), scale=0.1, **more)
+
+
+def biased(kind: int) -> dict[str, Any]:
+    if kind == TENSOR:
+        return {"kind": kind, "bias": Added(torch.zeros(4, N, N), 0, N * N, N, 1)}
+    return {"kind": kind, "bias": Added(torch.zeros(4, 65), 0, 65 if kind == RELATIVE else 1, 0, 0, 0, 32)}
+
+
+def compiled(w: Work, tile: Any = None, entropy: bool = True) -> tuple[Any, dict[str, int]]:
+    """The kernel for a work, and the registers, stack and local memory of a thread."""
+    tile = tile or launch.tile_for(w)
+    rows = [torch.empty(w.rows) for _ in range(4)]
+    found = Found(w.value.new_empty(*w.rows, w.value.shape[3]), *rows)
+    args, options = launch.forward_arguments(w, found, entropy, tile)
+    kernel = launch.forward.warmup(*args, grid=(1,), **options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        told = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return kernel, {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+
+
+def fits(kernel: Any, usage: dict[str, int], stack: int = 0) -> None:
+    assert kernel.metadata.shared <= SHARED
+    assert usage["REG"] <= 168
+    assert usage["STACK"] <= stack, f"STACK is {usage['STACK']} bytes, {stack} are known"
+    assert usage["LOCAL"] == 0
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+
+
+compiles = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no Gluon")
+
+
+@pytest.fixture(autouse=True)
+def asked_for(request: pytest.FixtureRequest) -> None:
+    """All kernels take minutes to compile: `pytest -m slow tests/test_hopper.py` asks for those beyond EVERY_DAY."""
+    if request.node.get_closest_marker("slow") and "slow" not in request.config.getoption("-m"):
+        pytest.skip("run by -m slow")
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("kind", "dim"),
+    [
+        *EVERY_DAY,
+        *(
+            pytest.param(kind, dim, marks=pytest.mark.slow)
+            for kind in KINDS
+            for dim in DIMS
+            if (kind, dim) not in EVERY_DAY
+        ),
+    ],
+)
+def test_a_forward_compiles_for_hopper_and_spills_no_more_than_is_pinned(kind: str, dim: int, hopper: None) -> None:
+    mask = kind.split(", ")[0]
+    if "bias" in kind:
+        w = work(dim, mask, torch.float16, **biased(TENSOR))
+    else:
+        w = work(dim, mask)
+    fits(*compiled(w), stack=SPILLED.get((kind, dim), 0))
+
+
+@compiles
+@pytest.mark.slow
+def test_all_else_compiles_for_hopper_together(hopper: None) -> None:
+    keys = Dropped(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
+    fits(*compiled(work(64, "spans", softcap=9.0, sink=torch.zeros(4), scales=torch.ones(4), drop=keys)))
+
+
+@compiles
+@pytest.mark.slow
+def test_a_tile_with_too_few_registers_is_found_by_its_spills(hopper: None) -> None:
+    with pytest.raises(AssertionError, match="STACK"):
+        fits(*compiled(work(128), configs.Tile(2, 128, 2, 152)))
+
+
+@compiles
+def test_blocks_of_bits_are_not_cut_into_192_rows() -> None:
+    with pytest.raises(ValueError, match="128 rows"):
+        compiled(work(64, "bits"), configs.Tile(3, 128, 2, 160))
+
+
+def test_every_tile_fits_the_chip() -> None:
+    for laden in (False, True):
+        for dim in DIMS:
+            tile = configs.config(dim, laden)
+            rows = tile.BM + 2 * tile.stages * tile.BN + (tile.groups * tile.BN if laden else 0)
+            assert rows * dim * 2 <= SHARED - 1024
+            assert 128 % tile.BM == 0
+            assert 128 % tile.BN == 0
+            assert tile.groups * tile.registers <= 504 - 24
+
+
+def test_a_dim_is_padded_to_the_next_of_the_table() -> None:
+    assert [configs.chunks(dim) for dim in (8, 64, 80, 96, 100, 129, 192, 200)] == [
+        (64, 0), (64, 0), (64, 32), (64, 32), (128, 0), (128, 64), (128, 64), (256, 0),
+    ]  # fmt: skip
+
+
+def test_another_tile_can_be_taken_to_measure_it() -> None:
+    usual, other = configs.config(128), configs.Tile(2, 64, 3, 240)
+    configs.overridden(128, False, other)
+    try:
+        assert configs.config(100) == other
+    finally:
+        configs.overridden(128, False, None)
+    assert configs.config(100) == usual
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ({"dtype": torch.float32}, "float16 or bfloat16"),
+        ({"vector": torch.zeros(64)}, "additive"),
+        ({"dim": 264}, "at most 256"),
+        ({"dim": 60}, "cannot describe query"),
+        ({}, "compute capability 9.0"),
+    ],
+)
+def test_a_refusal_says_why(what: dict[str, Any], reason: str) -> None:
+    reasons = launch.refuses(work(**what))
+    assert any(reason in r for r in reasons) or INTERPRETED
+
+
+def test_a_stride_that_says_nothing_is_no_reason_to_refuse() -> None:
+    w = work()
+    w.query = torch.zeros(1, 1, N, 64, dtype=torch.bfloat16).as_strided((1, 1, N, 64), (0, 3, 64, 1))
+    assert not any("describe" in r for r in launch.refuses(w))
+    w.query = torch.zeros(1, 1, N, 64, dtype=torch.bfloat16).expand(2, 4, N, 64)
+    assert any("describe query" in r for r in launch.refuses(w))
+
+
+def test_heads_are_worked_on_together_as_far_as_the_cache_holds_their_keys() -> None:
+    assert launch.room(work(64)) == 2 * 4
+    q, k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 65536, 64, dtype=torch.bfloat16)
+    assert launch.room(Work(q, k, k, Layout(1, 65536))) == 2 * 4
+
+
+def test_plain_and_laden_works_have_tiles_of_their_own() -> None:
+    assert launch.tile_for(work(128)) == configs.config(128)
+    assert launch.tile_for(work(128, **biased(ALIBI))) == configs.config(128, laden=True)
+    assert work(128).kind == PLAIN
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """What calls would compile on a Hopper GPU, (kernel, key); nothing runs."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    from regard.kernels import launch as seam
+    from regard.kernels import work as works
+
+    target = make_backend(GPUTarget("cuda", 90, 32))
+    found: set[tuple[str, str]] = set()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        bind = create_function_from_signature(self.signature, self.params, target)
+        _, special, options = bind(*args, **options, debug=False, instrumentation_mode="")
+        found.add((f"{self.fn.__module__}.{self.fn.__name__}", f"{special} {options}"))
+
+    refuses = launch.refuses
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(Fused, "refuses", lambda self, p: [])
+    monkeypatch.setattr(launch, "refuses", lambda w: [r for r in refuses(w) if "capability" not in r])
+    for module in (seam, works):
+        monkeypatch.setattr(module, "hopper", lambda device: True)
+    return found
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("variant", "masks"),
+    [
+        ("plain", [None]),
+        ("mask", [regard.causal(), regard.window(9, 2), regard.padding([5, 700])]),
+        ("bits", [regard.strided(5), torch.rand(4, 1000, 700) > 0.4]),
+    ],
+)
+def test_warmup_compiles_what_a_call_takes(variant: str, masks: list[Any], variants: set[tuple[str, str]]) -> None:
+    for _ in warmup.warm(warmup.plan(dims=[64], variants=[variant]), device="cpu"):
+        pass
+    names = {name for name, _ in variants}
+    assert "regard.kernels.hopper.forward.forward" in names
+    assert "regard.kernels.forward.forward" not in names
+    before = set(variants)
+    q, k, v = (torch.zeros(2, *shape, 64, dtype=torch.bfloat16) for shape in ((4, 1000), (2, 700), (2, 700)))
+    for mask in masks:
+        regard.attention(q, k, v, mask=mask, backend="triton")
+        regard.observe(q, k, v, mask=mask, backend="triton")
+    assert sorted(name for name, _ in variants - before) == []
+
+
+@compiles
+def test_what_the_kernel_refuses_goes_to_the_portable_one(variants: set[tuple[str, str]]) -> None:
+    q = torch.zeros(1, 2, 300, 64)
+    regard.attention(q, q, q, backend="triton")
+    assert {name for name, _ in variants} == {"regard.kernels.forward.forward"}
