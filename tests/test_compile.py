@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import grad, jvp
 
 import regard
 from regard.errors import MaskError
@@ -250,6 +252,81 @@ def test_autocast_in_a_compiled_call_casts_as_outside(dtype: torch.dtype) -> Non
         found, expected = compiled(plain)(*leaves), plain(*leaves)
     assert found.dtype == expected.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def gradient(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return grad(lambda q: call(q, k, v).sin().sum())(q)
+
+
+def gradient_a_sample(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return torch.vmap(lambda *x: gradient(call, *(t[None] for t in x), w)[0])(q, k, v)
+
+
+def tangent(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return jvp(lambda q: call(q, k, v), (q,), (w,))[1]
+
+
+def forward_over_reverse(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return jvp(lambda q: gradient(call, q, k, v, w), (q,), (w,))[1]
+
+
+def reverse_over_forward(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return grad(lambda q: tangent(lambda *x: call(*x).sin().sum(), q, k, v, w))(q)
+
+
+def reverse_over_reverse(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return grad(lambda q: (gradient(call, q, k, v, w) * w).sum())(q)
+
+
+WHOLE = (gradient, gradient_a_sample)
+MOVING = (tangent, forward_over_reverse, reverse_over_forward)
+
+
+def with_tangent() -> list[Tensor]:
+    q, k, v = (x.detach() for x in inputs())
+    return [q, k, v, torch.randn(q.shape, generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.mark.parametrize("derivative", [*WHOLE, *(pytest.param(f, marks=pytest.mark.slow) for f in MOVING)])
+def test_derivatives_inside_a_compiled_call_are_those_outside(derivative: Callable[..., Tensor]) -> None:
+    x = with_tangent()
+    function = compiled(lambda *x: derivative(causal, *x), fullgraph=derivative in WHOLE)
+    torch.testing.assert_close(function(*x), derivative(causal, *x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("derivative", MOVING)
+def test_forward_mode_breaks_the_graph_and_is_refused_where_none_may_break(derivative: Callable[..., Tensor]) -> None:
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"`Chunked\._untraced` should not be traced"):
+        compiled(lambda *x: derivative(causal, *x))(*with_tangent())
+
+
+@pytest.mark.slow
+def test_a_gradient_of_a_gradient_inside_a_compiled_call_needs_the_name_of_chunked() -> None:
+    def named(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return regard.attention(q, k, v, mask=regard.causal(), backend="chunked")
+
+    x = with_tangent()
+    with pytest.raises(RuntimeError, match=r"derivative for aten::_scaled_dot_product_.*_backward is not implemented"):
+        compiled(lambda *x: reverse_over_reverse(causal, *x), fullgraph=False)(*x)
+    found = compiled(lambda *x: reverse_over_reverse(named, *x), fullgraph=False)(*x)
+    torch.testing.assert_close(found, reverse_over_reverse(causal, *x), rtol=1e-4, atol=1e-5)
+
+
+def test_torch_refuses_the_double_backward_of_a_compiled_call() -> None:
+    q, k, v = inputs()
+    (first,) = torch.autograd.grad(compiled(causal)(q, k, v).sin().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="aot_autograd does not currently support double backward"):
+        torch.autograd.grad(first.sum(), q)
+
+
+def test_a_dual_tensor_has_its_tangent_in_a_compiled_call_but_not_in_a_compiled_jvp() -> None:
+    q, k, v, w = with_tangent()
+    true = tangent(causal, q, k, v, w)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, w)
+        torch.testing.assert_close(forward_ad.unpack_dual(compiled(causal, fullgraph=False)(dual, k, v)).tangent, true)
+        with pytest.raises(RuntimeError, match="Nested forward mode AD is not supported at the moment"):
+            compiled(lambda *x: tangent(causal, *x), fullgraph=False)(dual, k, v, w)
 
 
 @pytest.mark.slow

@@ -29,6 +29,9 @@ class Cityblock(Score):
         return -(query[..., :, None, :] - key[..., None, :, :]).abs().sum(-1)
 
 
+NO_RULES = r"'triton' refuses: under torch\.compile it is an operator, which has no rules for forward mode"
+
+
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
@@ -62,26 +65,42 @@ def test_256_dims_are_taken() -> None:
     assert not KNOWN["triton"].refuses(regard.problem.pose(wide, wide, wide))
 
 
-def test_torch_func_is_refused_and_auto_is_right_there() -> None:
-    query = x(3, 1, 2, 4, 8)
-    with pytest.raises(BackendError, match=r"no rules for forward mode and torch\.func"):
-        torch.func.vmap(lambda q: regard.attention(q, q, q, backend="triton"))(query)
-    with pytest.raises(BackendError, match=r"no rules for forward mode and torch\.func"):
-        torch.func.grad(lambda q: regard.attention(q, q, q, backend="triton").sum())(query[0])
-    found = torch.func.vmap(lambda q: regard.attention(q, q, q))(query)
-    torch.testing.assert_close(found, torch.stack([regard.attention(q, q, q, backend="reference") for q in query]))
+def attended(query: Tensor) -> Tensor:
+    return regard.attention(query, query, query, backend="triton")
 
 
-def test_forward_mode_is_refused_and_auto_has_its_tangent() -> None:
-    query, tangent = x(1, 2, 4, 8), x(1, 2, 4, 8)
+def gradient(query: Tensor) -> Tensor:
+    return torch.func.grad(lambda q: attended(q).sin().sum())(query)
+
+
+def tangent(query: Tensor) -> Tensor:
+    return torch.func.jvp(attended, (query,), (torch.ones_like(query),))[1]
+
+
+def batched(query: Tensor) -> Tensor:
+    return torch.vmap(attended)(query[None])[0]
+
+
+@pytest.mark.parametrize("derivative", [gradient, tangent, batched])
+def test_under_torch_compile_torch_func_is_refused_by_name_and_right_behind_a_graph_break(
+    derivative: Callable[[Tensor], Tensor],
+) -> None:
+    query = x(1, 2, 4, 8)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=NO_RULES):
+        torch.compile(derivative, backend="aot_eager", fullgraph=True)(query)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(derivative, backend="aot_eager")(query), derivative(query))
+
+
+def test_under_torch_compile_a_dual_tensor_is_refused_by_name() -> None:
+    query = x(1, 2, 4, 8)
+    torch.compiler.reset()
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(query, tangent)
-        with pytest.raises(BackendError, match="no rules for forward mode"):
-            regard.attention(dual, query, query, backend="triton")
-        assert any("forward mode" in said for said in regard.why(dual, query, query).refusals["triton"])
-        found = forward_ad.unpack_dual(regard.attention(dual, query, query)).tangent
-        true = forward_ad.unpack_dual(regard.attention(dual, query, query, backend="reference")).tangent
-    torch.testing.assert_close(found, true)
+        dual = forward_ad.make_dual(query, torch.ones_like(query))
+        assert forward_ad.unpack_dual(attended(dual)).tangent is not None
+        with pytest.raises(BackendError, match=NO_RULES):
+            torch.compile(attended, backend="aot_eager")(dual)
 
 
 def test_what_the_interpreter_takes_is_named_by_why() -> None:
