@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from . import backends, biases, errors, masks, positions, scores, softmax
+from .elsewhere import KINDS
 from .functional import (
     attention,
     attention_with_weights,
@@ -49,6 +50,7 @@ __all__ = [
     "blocks",
     "causal",
     "dense",
+    "distributed",
     "documents",
     "errors",
     "everything",
@@ -74,7 +76,7 @@ __all__ = [
     "window",
 ]
 
-_LAZY = {"lab", "memory", "models", "nn"}
+_LAZY = {"distributed", "lab", "memory", "models", "nn"}
 _PLACES = {
     "KernelClassifier": "memory",
     "KernelRegressor": "memory",
@@ -94,3 +96,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+KINDS["DTensor"] = lambda: importlib.import_module(f"{__name__}.distributed.dtensors").DTENSORS

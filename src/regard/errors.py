@@ -7,6 +7,7 @@ __all__ = [
     "BackendError",
     "ChangedError",
     "DeviceError",
+    "DistributedError",
     "DtypeError",
     "FileError",
     "MaskError",
@@ -46,6 +47,10 @@ class BackendError(RegardError, RuntimeError):
 
 class ChangedError(RegardError, RuntimeError):
     """An input that was changed in place after it had been observed."""
+
+
+class DistributedError(RegardError, RuntimeError):
+    """Ranks of a group that disagree, or that no longer answer."""
 
 
 class MissingPackageError(RegardError, RuntimeError):

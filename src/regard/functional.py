@@ -8,6 +8,7 @@ from torch import Tensor
 from .backends import Backend
 from .backends.sdpa import at_once
 from .biases import Bias
+from .elsewhere import SPREAD, elsewhere, nowhere_else
 from .errors import ArgumentError, DtypeError, ShapeError
 from .masks import Mask, causal
 from .masks.index import joint
@@ -60,6 +61,11 @@ def attention(
     tensor([[10.],
             [20.]])
     """
+    if SPREAD or type(query) is not Tensor:
+        far = elsewhere(query)
+        if far is not None:
+            given = {"mask": mask, "bias": bias, "score": score, "scale": scale, "softcap": softcap, "sink": sink}
+            return far.attention(query, key, value, **given, dropout=dropout, backend=backend)
     plain = bias is None and score is None and scale is None and softcap is None and sink is None
     if plain and type(dropout) is float and not dropout and backend == "auto" and not WITNESSES:
         answer = at_once(query, key, value, mask)
@@ -93,6 +99,12 @@ def observe(
     >>> seen.perplexity
     tensor([[1.0000, 2.0000, 3.0000, 4.0000]])
     """
+    if SPREAD or type(query) is not Tensor:
+        far = elsewhere(query)
+        if far is not None:
+            given = {"mask": mask, "bias": bias, "score": score, "scale": scale, "softcap": softcap, "sink": sink}
+            seen: Observation = far.observe(query, key, value, **given, dropout=dropout, backend=backend)
+            return seen
     problem = pose(
         query,
         key,
@@ -273,12 +285,14 @@ def attention_with_weights(
 
 
 def _answer(problem: Problem, backend: str | Backend) -> Tensor:
+    nowhere_else(problem.who)
     if WITNESSES:
         return WITNESSES[-1].answer(problem, backend)
     return run(problem, choose(problem, backend)).output
 
 
 def _seen(problem: Problem, backend: str | Backend) -> Observation:
+    nowhere_else(problem.who)
     seen = observed(problem, backend)
     tell(seen)
     return seen

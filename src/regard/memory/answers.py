@@ -40,7 +40,7 @@ def observed(source: Whole | Mapped, asked: Asked, size: int, progress: Progress
 
 def of_strongest(source: Whole | Mapped, asked: Asked, k: int, size: int, progress: Progress) -> Reading:
     """Find the k strongest rows of each query, and read these: small attentions, with all that one can tell."""
-    places = stream.strongest(source, asked, k, size, progress)
+    _, places = stream.strongest(source, asked, k, size, progress)
     keys, values, ids = (x.unflatten(0, places.shape) for x in source.at(places.flatten()))
     seen = observe(asked.queries[:, None], keys, values, **asked.options)
     output, lse, entropy, peak = (x[:, 0] for x in (seen.output, seen.lse, seen.entropy, seen.max_logit))

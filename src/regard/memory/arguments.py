@@ -16,7 +16,20 @@ from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..scores import Score
 from .index import DTYPES
 
-__all__ = ["floating", "graphless", "ids", "known", "new", "path", "queries", "rows", "temperature", "top"]
+__all__ = [
+    "floating",
+    "graphless",
+    "ids",
+    "known",
+    "new",
+    "part",
+    "part_of",
+    "path",
+    "queries",
+    "rows",
+    "temperature",
+    "top",
+]
 
 
 class _Memory(Protocol):
@@ -102,13 +115,36 @@ def temperature(who: str, given: float | Tensor, device: torch.device) -> float 
     return given.reshape(()).to(device) if isinstance(given, Tensor) else number
 
 
-def top(who: str, given: int | None, count: int) -> int | None:
-    """Read how many rows to read, where there are any."""
+def top(who: str, given: int | None, count: int | None = None) -> int | None:
+    """Read how many rows to read, where there are any; `count` is how many there are, where that is known."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, Integral) or given < 1):
         raise ArgumentError(f"{who}: top must be a whole number of rows, at least 1, or None for all. Got {given!r}.")
     if count == 0:
         raise ArgumentError(f"{who}: the memory is empty, so there is nothing to average. Call write(keys, values).")
-    return None if given is None else min(int(given), count)
+    return None if given is None else int(given) if count is None else min(int(given), count)
+
+
+def part(who: str, given: tuple[int, int] | None, mode: str) -> tuple[int, int]:
+    """Read which part of the rows, and of how many."""
+    if given is None:
+        return 0, 1
+    pair = tuple(given) if isinstance(given, tuple | list) else ()
+    if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, Integral) for x in pair):
+        raise DtypeError(f"{who}: part must be (rank, ranks), two whole numbers. Got {given!r}.")
+    if not 0 <= pair[0] < pair[1]:
+        raise ArgumentError(f"{who}: part must be (rank, ranks) with 0 ≤ rank < ranks. Got {given!r}.")
+    if mode != "r":
+        raise ArgumentError(f"{who}: a part is read only: rows go to the whole memory. Open it without part= to write.")
+    return int(pair[0]), int(pair[1])
+
+
+def part_of(who: str, given: tuple[int, int], ranks: tuple[int, int]) -> None:
+    """Refuse a part that is not the rank's own."""
+    if given != ranks:
+        raise ArgumentError(
+            f"{who}: rank {ranks[0]} of {ranks[1]} must hold part={ranks} of the memory, so that each row is read "
+            f"once. Got part={given}."
+        )
 
 
 def ids(who: str, given: Tensor | Sequence[int] | None, device: torch.device) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from ..errors import FileError
 from .durable import put
 
-__all__ = ["DTYPES", "NAME", "Index", "Shard", "load", "store"]
+__all__ = ["DTYPES", "NAME", "Index", "Shard", "load", "state", "store"]
 
 NAME = "index.json"
 _FORMAT, _VERSION = "regard.Memory", 1
@@ -34,7 +34,12 @@ class Shard:
 
     @property
     def alive(self) -> int:
-        return self.rows - sum(stop - start for start, stop in self.deleted)
+        return self.between(0, self.rows)
+
+    def between(self, first: int, last: int) -> int:
+        """How many rows from first to last are not deleted."""
+        gone = sum(max(min(stop, last) - max(start, first), 0) for start, stop in self.deleted)
+        return last - first - gone
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,11 @@ class Index:
     @property
     def alive(self) -> int:
         return sum(shard.alive for shard in self.shards)
+
+
+def state(index: Index) -> str:
+    """Tell one state of a memory from another."""
+    return f"{index.alive} rows in {len(index.shards)} shards, checksum {_checksum(asdict(index)):08x}"
 
 
 def store(index: Index, folder: Path) -> None:

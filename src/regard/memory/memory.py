@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
+from ..elsewhere import alone
 from ..errors import ArgumentError, DtypeError
 from ..nn.arguments import optional_score
 from ..scores import Score
@@ -21,6 +22,13 @@ from .progress import Progress, Report
 from .reading import Asked, Reading
 from .source import Chunk
 from .store import Store, save
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed.ranks import Ranks
+    from .over import Question
 
 __all__ = ["Memory"]
 
@@ -70,16 +78,19 @@ class Memory:
         *,
         score: Score | None = None,
         device: torch.device | str | None = None,
+        part: tuple[int, int] | None = None,
     ) -> Memory:
         """Open what `save` wrote, to read it (as many as like) or to append to it (one at a time).
 
         A reader sees what the writer has done with its next call. A score's parameters are not in the folder: a memory
-        that was saved with a score is opened with one.
+        that was saved with a score is opened with one. `part=(rank, ranks)` opens one of so many equal parts of the
+        rows, to read: with a group, the ranks then answer for the whole folder.
         """
         if mode not in ("r", "a"):
             raise ArgumentError(f"Memory.open: mode must be 'r' to read or 'a' to append. Got {mode!r}.")
         place = torch.device("cpu" if device is None else device)
-        store = Store(arguments.path("Memory.open", path), mode, place, "Memory.open")
+        share = arguments.part("Memory.open", part, mode)
+        store = Store(arguments.path("Memory.open", path), mode, place, "Memory.open", share)
         index = store.index
         if index.score is not None and score is None:
             store.close()
@@ -119,6 +130,7 @@ class Memory:
         top: int | None = None,
         observe: Literal[False] = False,
         progress: bool | Report | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -130,8 +142,10 @@ class Memory:
         *,
         observe: Literal[True],
         progress: bool | Report | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Reading: ...
 
+    @alone()  # its rows are no parts of a sequence, whatever the context
     def read(
         self,
         queries: Tensor,
@@ -139,22 +153,32 @@ class Memory:
         top: int | None = None,
         observe: bool = False,
         progress: bool | Report | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor | Reading:
         """Average the values of all rows for queries (…, dim), or of the `top` strongest: (…, value_dim).
 
         `observe=True` gives a `Reading` instead: output, lse, entropy, max_logit and, with `top`, ids and weights.
         `progress` is True for a bar, a function of (done, total), or None: a bar on a terminal, on long reads.
 
+        With a `group` of torch.distributed every rank asks its own queries (or none) of the rows of all ranks, and all
+        ranks must call. A gradient reaches what one without a group does, as that of the sum of all ranks' losses;
+        `Reading.ranks` tells with `top` who holds which row, and ties go to the lower rank.
+
         >>> memory = Memory(1, 1)
         >>> ids = memory.write(torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[5.0], [6.0], [7.0]]))
         >>> memory.read(torch.tensor([[9.0]]), top=2, observe=True).ids
         tensor([[2, 1]])
         """
-        rows = self._open("read")
         who = "Memory.read"
-        arguments.queries(who, self, queries)
-        divisor, lead = arguments.temperature(who, temperature, self.device), queries.shape[:-1]
-        asked = Asked(queries.reshape(-1, queries.shape[-1]), self.score, divisor)
+        if group is not None:
+            from ..distributed.ranks import Ranks
+            from . import over
+
+            ranks = Ranks.of(who, group)
+            found = over.read(ranks, lambda: self._question(ranks, queries, temperature, top, observe, progress))
+            return found.shaped(queries.shape[:-1]) if observe else found.shaped(queries.shape[:-1]).output
+        rows = self._open("read")
+        asked, lead = self._asked(queries, temperature), queries.shape[:-1]
         source = rows.snapshot()
         k = arguments.top(who, top, source.count)
         with Progress(progress, answers.steps(source, asked, k)) as seen:
@@ -222,6 +246,32 @@ class Memory:
         if self._rows is None:
             raise ArgumentError(f"Memory.{what}: it is closed. Open it again with Memory.open(path).")
         return self._rows
+
+    def _asked(self, queries: Tensor, temperature: float | Tensor) -> Asked:
+        arguments.queries("Memory.read", self, queries)
+        divisor = arguments.temperature("Memory.read", temperature, self.device)
+        return Asked(queries.reshape(-1, queries.shape[-1]), self.score, divisor)
+
+    def _question(
+        self,
+        ranks: Ranks,
+        queries: Tensor,
+        temperature: float | Tensor,
+        top: int | None,
+        observe: bool,
+        progress: bool | Report | None,
+    ) -> Question:
+        """What this rank says in a read over a group; it raises about its arguments here."""
+        from .over import Question
+
+        rows, asked = self._open("read"), self._asked(queries, temperature)
+        k = arguments.top("Memory.read", top)
+        Progress(progress, 0)
+        source, state = rows.snapshot(), "each rank's own"
+        if isinstance(rows, Store) and rows.part != (0, 1):
+            arguments.part_of("Memory.read", rows.part, (ranks.rank, ranks.count))
+            state = f"the same folder with {rows.state}"
+        return Question(source, asked, k, observe, self._chunk, self.value_dim, progress, state)
 
     @property
     def _row_bytes(self) -> int:

@@ -30,13 +30,12 @@ class Reading(NamedTuple):
     """(…, top) the rows that were read, strongest first; None where all were."""
     weights: Tensor | None = None
     """(…, top) their weights."""
+    ranks: Tensor | None = None
+    """(…, top) which rank holds each, in a read over a group; None elsewhere."""
 
     def shaped(self, lead: Sequence[int]) -> Reading:
         """Give the same in the dimensions in which the queries came."""
-        output, lse, entropy, peak = (x.reshape(*lead, *x.shape[1:]) for x in self[:4])
-        if self.ids is None or self.weights is None:
-            return Reading(output, lse, entropy, peak)
-        return Reading(output, lse, entropy, peak, *(x.reshape(*lead, x.shape[-1]) for x in (self.ids, self.weights)))
+        return Reading(*(None if x is None else x.reshape((*lead, *x.shape[1:])) for x in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -35,22 +35,33 @@ class Mapped:
 
     files: tuple[File, ...]
     device: torch.device
+    part: tuple[int, int] = (0, 1)
+    """Which of so many equal runs of places is read."""
 
     @property
     def count(self) -> int:
-        return sum(file.shard.alive for file in self.files)
+        return sum(file.shard.between(first, last) for file, _, first, last in self._runs())
 
     def chunks(self, size: int) -> Iterator[tuple[Chunk, Tensor]]:
-        before = 0
-        for file in self.files:
-            for start in range(0, file.shard.rows, size):
-                stop = min(start + size, file.shard.rows)
+        for file, before, first, last in self._runs():
+            for start in range(first, last, size):
+                stop = min(start + size, last)
                 kept, places = file.keep(start, stop), torch.arange(before + start, before + stop)
                 rows = [file.map(name, start, stop) for name in Chunk._fields]
                 if kept is not None:
                     places, *rows = (x.index_select(0, kept) for x in (places, *rows))
                 if len(places):
                     yield Chunk(*(x.to(self.device) for x in rows)), places.to(self.device)
+
+    def _runs(self) -> Iterator[tuple[File, int, int, int]]:
+        """The files that are read, the place of each one's first row, and from which row to which."""
+        (rank, ranks), total = self.part, sum(file.shard.rows for file in self.files)
+        low, high = total * rank // ranks, total * (rank + 1) // ranks
+        before = 0
+        for file in self.files:
+            first, last = max(low - before, 0), min(high - before, file.shard.rows)
+            if first < last:
+                yield file, before, first, last
             before += file.shard.rows
 
     def at(self, places: Tensor) -> Chunk:
@@ -72,8 +83,8 @@ class Mapped:
 class Store:
     """A folder of shards with an index; every public step leaves a memory on disk that opens."""
 
-    def __init__(self, folder: Path, mode: str, device: torch.device, who: str) -> None:
-        self.folder, self.device = folder, device
+    def __init__(self, folder: Path, mode: str, device: torch.device, who: str, part: tuple[int, int] = (0, 1)) -> None:
+        self.folder, self.device, self.part = folder, device, part
         self._lock: Lock | None = None
         self._files: dict[str, File] = {}
         self._stamp: tuple[int, int, int] | None = None
@@ -92,8 +103,7 @@ class Store:
 
     @property
     def count(self) -> int:
-        self._follow()
-        return self.index.alive
+        return self.snapshot().count
 
     @property
     def next_id(self) -> int:
@@ -108,7 +118,12 @@ class Store:
     def snapshot(self) -> Mapped:
         self._follow()
         listed = (replace(self._files[shard.name], shard=shard) for shard in self.index.shards)
-        return Mapped(tuple(listed), self.device)
+        return Mapped(tuple(listed), self.device, self.part)
+
+    @property
+    def state(self) -> str:
+        """What the last snapshot was of."""
+        return indices.state(self.index)
 
     def write(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
         self._writable("write")

@@ -48,8 +48,8 @@ def read(source: Source, asked: Asked, size: int, observed: bool, progress: Prog
 
 
 @exactly
-def strongest(source: Source, asked: Asked, k: int, size: int, progress: Progress) -> Tensor:
-    """Find the places (n, k) of the rows with the largest logits, largest first; ties to the row written first."""
+def strongest(source: Source, asked: Asked, k: int, size: int, progress: Progress) -> tuple[Tensor, Tensor]:
+    """Find the largest logits (n, k), largest first, and the places of their rows; ties to the row written first."""
     plan = _Plan(source, asked, size, progress=progress)
     n = len(asked.queries)
     dtype = arithmetic_dtype(asked.queries.dtype)
@@ -68,7 +68,7 @@ def strongest(source: Source, asked: Asked, k: int, size: int, progress: Progres
             index = torch.cat((where[ahead], places[index]), -1)
             order = found.sort(dim=-1, descending=True, stable=True).indices[:, :k]
             best[ahead], where[ahead] = found.gather(-1, order), index.gather(-1, order)
-    return where
+    return best, where
 
 
 class _Read(torch.autograd.Function):

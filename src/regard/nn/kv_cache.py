@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..elsewhere import nowhere_else
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..functional import attention
 from ..masks import Mask, causal, window
@@ -122,6 +123,7 @@ class KVCache:
         >>> torch.allclose(torch.cat(parts, 2), regard.attention(q, k, v, mask=regard.causal()), atol=1e-6)
         True
         """
+        nowhere_else("KVCache.attend")
         if query.shape[-2:-1] != key.shape[-2:-1]:
             raise ShapeError(
                 f"KVCache: attend takes one query for each new token. Got query {tuple(query.shape)} and key "

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..elsewhere import SPREAD, places
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..functional import attention, observe
 from ..masks import Mask, causal
@@ -18,7 +19,7 @@ from ..scores import Score
 from ..scores.base import whole
 from .arguments import optional_score, probability
 from .kv_cache import KVCache
-from .masking import Sizes, masking
+from .masking import Sizes, both, masking, ours
 
 __all__ = ["MultiheadAttention"]
 
@@ -147,16 +148,20 @@ class MultiheadAttention(nn.Module):
 
         With a `cache` the tokens are appended to it and attend what it holds, causally; S in the masks is then
         `cache.reach(L)`. Rotary positions go on from `cache.length`.
+
+        Inside `regard.distributed.over` the inputs are this rank's part of the sequence: `mask`, `is_causal` and rotary
+        positions speak of all of it, and there are no weights.
         """
         if isinstance(query, Tensor) and query.is_nested:
             if key_padding_mask is not None or cache is not None or not self.batch_first or not query is key is value:
-                raise ArgumentError(
-                    f"{_WHO}: a nested tensor must be query, key and value at once, with batch_first=True, and neither "
-                    f"key_padding_mask nor cache. Pad it with .to_padded_tensor(0.0) and give the mask otherwise."
-                )
+                raise self._no_nested()
             return self._nested(query, need_weights, attn_mask, average_attn_weights, is_causal, mask=mask)
         self._check(query, key, value, cache)
         q, k, v = self._projected(query, key, value)
+        if SPREAD:
+            self._whole_only(attn_mask=attn_mask, key_padding_mask=key_padding_mask, cache=cache, weights=need_weights)
+            heads = self._over(q, k, v, query is key, is_causal, mask)
+            return self.out_proj(self._joined(heads, query.dim() == 3)), None
         if self.rotary is not None:
             start = 0 if cache is None else cache.length
             q, k = self.rotary(q, offset=start), self.rotary(k, offset=start)
@@ -183,6 +188,33 @@ class MultiheadAttention(nn.Module):
             return attention(q, k, v, score=self.score, dropout=dropout, **given), None
         seen = observe(q, k, v, score=self.score, dropout=dropout, **given)
         return seen.output, seen.weights()
+
+    def _over(
+        self, q: Tensor, k: Tensor, v: Tensor, itself: bool, is_causal: bool, mask: Mask | Tensor | None
+    ) -> Tensor:
+        """Attend with this rank's part of a sequence, inside `regard.distributed.over`."""
+        if self.rotary is not None:
+            at = places(q.shape[2], q.device)
+            q, k = self.rotary(q, at), self.rotary(k, at if itself else places(k.shape[2], k.device))
+        if is_causal and isinstance(mask, Tensor):
+            raise ArgumentError(
+                f"{_WHO}: inside regard.distributed.over is_causal goes with a mask of regard, which speaks of the "
+                f"whole sequence. Got a tensor; let it hide what is causal too."
+            )
+        own = causal(offset=0) if is_causal else None
+        mask = mask if isinstance(mask, Tensor) else both(own, ours(_WHO, mask))
+        return attention(q, k, v, mask=mask, score=self.score, dropout=self.dropout if self.training else 0.0)
+
+    def _whole_only(self, weights: bool, **given: object) -> None:
+        """Refuse inside `regard.distributed.over` what needs the whole sequence in one place."""
+        names = [name for name, x in given.items() if x is not None]
+        names += ["need_weights=True"] * weights
+        names += ["add_bias_kv"] * (self.bias_k is not None) + ["add_zero_attn"] * self.add_zero_attn
+        if names:
+            raise ArgumentError(
+                f"{_WHO}: inside regard.distributed.over a rank has a part of the sequence, and {names[0]} needs all "
+                f"of it. Give need_weights=False, and mask= a mask of regard, such as regard.padding(lengths)."
+            )
 
     @property
     def _sizes(self) -> list[int]:
@@ -229,6 +261,12 @@ class MultiheadAttention(nn.Module):
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
             extra += 1
         return k, v, extra
+
+    def _no_nested(self) -> ArgumentError:
+        return ArgumentError(
+            f"{_WHO}: a nested tensor must be query, key and value at once, with batch_first=True, and neither "
+            f"key_padding_mask nor cache. Pad it with .to_padded_tensor(0.0) and give the mask otherwise."
+        )
 
     def _nested(self, x: Tensor, *flags: Any, mask: Mask | Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Attend within the sequences of a nested tensor, which torch's encoder makes of a padded batch."""

@@ -1,0 +1,44 @@
+"""The exact merge of what two disjoint sets of keys say of the same rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formula import Rows
+from ..softmax import lowest
+
+__all__ = ["merged", "nothing"]
+
+
+def nothing(output: Tensor) -> Rows:
+    """What no key at all says of rows whose output has this shape."""
+    zero = output.new_zeros(output.shape[:-1])
+    empty = torch.full_like(zero, -torch.inf)
+    return Rows(torch.zeros_like(output), empty, zero, empty, zero)
+
+
+def merged(a: Rows | None, b: Rows, observed: bool) -> Rows:
+    """Rows that have seen the keys of both.
+
+    A set of keys has the mass exp(lse); its share of the whole weighs its output and its mean logit. With X the logits
+    below the largest, entropy = ln Σ exp X − E[X].
+    """
+    if a is None:
+        return b
+    peak = torch.maximum(a.max_logit, b.max_logit)
+    level = peak.clamp(min=lowest(peak.dtype))
+    downs = [(x.max_logit - level).clamp_(min=lowest(peak.dtype)) for x in (a, b)]  # finite: times a share of 0
+    masses = [(x.max_logit - level + x.spread).exp_() for x in (a, b)]
+    total = masses[0] + masses[1]
+    empty = total == 0
+    total = total.masked_fill_(empty, 1.0)
+    shares = [mass.div_(total) for mass in masses]
+    spread = total.log()
+    output = a.output.mul(shares[0][..., None]).addcmul_(b.output, shares[1][..., None])
+    entropy = a.entropy
+    if observed:
+        means = [x.spread - x.entropy + down for x, down in zip((a, b), downs, strict=True)]
+        entropy = spread - (shares[0] * means[0] + shares[1] * means[1])
+        entropy = entropy.masked_fill_(empty, 0.0)
+    return Rows(output, (level + spread).masked_fill_(empty, -torch.inf), entropy, peak, spread)

@@ -1,0 +1,70 @@
+"""Blocks by our kernels, on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..biases import Alibi, Relative
+from ..formula import Rows
+from ..fusion import Inputs, Kernels, Spec
+from ..kernels.parts import ALIBI, PLAIN, RELATIVE, TENSOR
+from ..layout import layout
+from ..orders import Engine, Needs, Some
+from ..rule import Rule
+from .blocks import Blocks, block_bias, block_rule
+from .layout import Piece
+
+__all__ = ["Tiles", "bias_kind"]
+
+
+def bias_kind(bias: object) -> int:
+    """Which kind of bias kernels take it for."""
+    if bias is None:
+        return PLAIN
+    return ALIBI if isinstance(bias, Alibi) else RELATIVE if isinstance(bias, Relative) else TENSOR
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles(Blocks):
+    """Blocks of inputs as in `fusion.Inputs`, without a sink. Rows are (L, H, n, …), and in float32."""
+
+    rule: Rule  # of all rows and keys
+    mask_rows: int | None  # how many rows the mask has, if it has those of this rank alone
+    kind: int  # of the bias
+    scale: float
+    observed: bool
+    device: torch.device
+
+    def engine(self, row: Piece, key: Piece, state: int) -> Engine:
+        rule = block_rule(self.rule, self.mask_rows, row, key, state)
+        seen = layout(rule.mask, rule.n, rule.m, self.device, rule.inner)
+        offset = rule.bias.offset if isinstance(rule.bias, Alibi | Relative) else None
+        return Kernels(Spec(rule, seen, self.kind, offset or 0, self.scale, self.observed))
+
+    def inputs(self, x: Some, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> Some:
+        query, _, _, bias, *others = x
+        if query is None:
+            raise RuntimeError("a rank has queries")
+        k, v = (t.to(query.dtype) for t in visitor)
+        return Inputs(query.narrow(-2, row.here, row.size), k, v, self.bias(bias, row, key), *others)
+
+    def bias(self, bias: Tensor | None, row: Piece, key: Piece) -> Tensor | None:
+        return block_bias(bias, row, key) if self.kind == TENSOR else bias
+
+    def attend(self, x: Some, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]) -> Rows:
+        found = super().attend(x, row, key, state, visitor)
+        return found._replace(output=found.output.float())  # what is merged is rounded once, at the end
+
+    def pull(
+        self, x: Some, found: Rows, g: Some, needs: Needs, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        query = x[0]
+        if query is None:
+            raise RuntimeError("a rank has queries")
+        dO = torch.zeros_like(found.output) if g[0] is None else g[0]
+        found = Rows(*(t.contiguous() for t in found))
+        return super().pull(x, found, (dO.to(query.dtype), *g[1:]), needs, row, key, state, visitor)

@@ -1,0 +1,106 @@
+"""Processes that form a group and do jobs together: started once, for many jobs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent / "distributed"
+PATIENCE = 120.0  # seconds for one job
+
+
+class World:
+    """So many ranks over gloo; `run` has all of them do one of the jobs in `distributed/jobs_of_*.py`."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = get_context("forkserver")  # which imports torch once, and forks before anything runs
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "regard.distributed"])
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            store = str(Path(self._folder.name) / "store")
+            process = context.Process(target=_serve, args=(theirs, store, rank, size, timeout), daemon=True)
+            process.start()
+            self._pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, job: str, *args: Any, patience: float = PATIENCE) -> list[Any]:
+        """What every rank's job gives back; a job that raised, or did not end, is an error here."""
+        for answer in (answers := self.tried(job, *args, patience=patience)):
+            if isinstance(answer, Failed):
+                raise AssertionError(str(answer))
+        return answers
+
+    def tried(self, job: str, *args: Any, patience: float = PATIENCE) -> list[Any]:
+        """The same, with what went wrong in the place of an answer."""
+        self.send(job, *args)
+        return self.answers(patience)
+
+    def send(self, job: str, *args: Any) -> None:
+        """Have all ranks begin a job."""
+        for pipe in self._pipes:
+            pipe.send((job, args))
+
+    def answers(self, patience: float = PATIENCE, awaited: Sequence[int] | None = None) -> list[Any]:
+        """What the ranks give back, or what went wrong; those that are not awaited must have answered already."""
+        until = time.monotonic() + patience
+        first = range(self.size) if awaited is None else awaited
+        found = {rank: self._answer(rank, until) for rank in first}
+        return [found[rank] if rank in found else self._answer(rank, 0.0) for rank in range(self.size)]
+
+    def _answer(self, rank: int, until: float) -> Any:
+        try:
+            if self._pipes[rank].poll(max(0.0, until - time.monotonic())):
+                return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return Failed(f"rank {rank} is gone")
+        return Failed(f"rank {rank} did not end")
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
+
+
+class Failed:
+    """What went wrong on a rank."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _serve(pipe: Any, store: str, rank: int, size: int, timeout: float) -> None:
+    sys.path[:0] = [str(HERE.parent.parent / "src"), str(HERE.parent), str(HERE)]
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    modules = [importlib.import_module(file.stem) for file in sorted(HERE.glob("jobs_of_*.py"))]
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        job, args = pipe.recv()
+        torch.manual_seed(0)
+        try:
+            answer = next(getattr(module, job) for module in modules if hasattr(module, job))(*args)
+        except Exception:  # noqa: BLE001  (the test tells it)
+            answer = Failed(f"rank {rank}: {traceback.format_exc()}")
+        pipe.send(answer)
