@@ -194,7 +194,9 @@ def shapes(layout: str) -> dict[str, float]:
         for mask in ({}, {"mask": regard.causal()}, {"bias": torch.randn(9, 11, dtype=torch.float64)}):
             found = compared(tensors, mask, {"layout": layout})
             far |= {f"{name} {list(mask)} {what}": value for what, value in found.items()}
-    return far
+    tensors = [torch.randn(2, 2, 9, dim, dtype=torch.float64).requires_grad_() for dim in (4, 6, 3)]
+    given = {"score": regard.scores.Bilinear(4, 6).double(), "bias": torch.randn(9, 9, dtype=torch.float64)}
+    return far | {f"two dims {what}": value for what, value in compared(tensors, given, {"layout": layout}).items()}
 
 
 def precision(dtype: torch.dtype, layout: str) -> dict[str, tuple[float, float]]:

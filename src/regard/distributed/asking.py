@@ -202,6 +202,7 @@ def _with_tensors(
         *(_long(x, length, p.dtype) for x, length in ((query, query.shape[-2]), (key, cols), (value, cols))),
         mask=mask if isinstance(mask, Tensor) else None,
         bias=bias if isinstance(bias, Tensor) else None,
+        score=p.score,
         who=p.who,
     )
 
