@@ -16,10 +16,33 @@ from regard.backends import Backend, Chunked
 SMALL = Shape(batch=2, heads=2, kv_heads=1, n=3, m=5, d=2, dv=3)
 BY_ROWS = Chunked(chunk_size=2)
 SIZED = {"causal offset per item", "padding", "padding by keep", "prefix per item", "composed", "packed", "documents"}
+RESIZED = [
+    Case("causal offset per item, small", lambda s: {"mask": regard.causal(offset=torch.tensor([0, 2]))}),
+    Case("padding, small", lambda s: {"mask": regard.padding([4, 0])}),
+    Case("padding by keep, small", lambda s: {"mask": regard.padding(torch.arange(10).view(2, 5) % 3 > 0)}),
+    Case("prefix per item, small", lambda s: {"mask": regard.prefix(torch.tensor([0, 3]))}),
+    Case("documents, small", lambda s: {"mask": regard.documents(torch.arange(3) // 2, torch.arange(5) // 3)}),
+    Case("composed, small", lambda s: {"mask": (regard.causal() & regard.padding([3, 5])) | ~regard.window(1, 1)}),
+]
+PARTNERS = [regard.causal(), regard.strided(2), regard.padding([4, 1])]
+
+
+def crossed(case: Case, at: int) -> Case:
+    """A score with a mask of another kind, a bias and, every other time, a cap and a sink."""
+
+    def make(s: Shape) -> dict[str, Any]:
+        more = {"softcap": 2.0, "sink": torch.linspace(-1, 1, s.heads)} if at % 2 else {}
+        return {**case.make(s), "mask": PARTNERS[at % 3], "bias": torch.randn(s.heads, s.n, s.m), **more}
+
+    return Case(f"{case.name} with mask, bias{' and all' if at % 2 else ''}", make)
+
+
 CHECKED = [
     *(c for c in ARGUMENTS if "square" not in c.name and c.name != "several strips"),
     *(c for c in MASKS if c.name not in SIZED),
+    *RESIZED,
     *SCORES,
+    *(crossed(case, at) for at, case in enumerate(SCORES)),
 ]
 
 
