@@ -135,6 +135,30 @@ def test_the_tangent_is_that_of_the_dense_formula_and_of_finite_differences(mask
     torch.testing.assert_close(found, (ahead - behind) / (2 * step), atol=1e-8, rtol=1e-6)
 
 
+def test_runs_of_keys_that_lie_apart_are_folded_with_their_tangents() -> None:
+    """The second run has larger logits than the first, so that everything of the first is rescaled."""
+    torch.manual_seed(0)
+    mask = regard.prefix(300) | regard.window(40)
+    q, tq = torch.randn(2, 1, 1, 50, 8, dtype=torch.float64).unbind()
+    k, v, tk, tv = torch.randn(4, 1, 1, 1000, 8, dtype=torch.float64).unbind()
+    k = k * torch.where(torch.arange(1000) < 500, 1.0, 3.0)[:, None]
+
+    def of(backend: str) -> list[Tensor]:
+        def rows(*x: Tensor) -> tuple[Tensor, ...]:
+            seen = regard.observe(*x, mask=mask, backend=backend)
+            return seen.output, seen.lse, seen.entropy
+
+        def loss(*x: Tensor) -> Tensor:
+            return sum((y.sin().sum() for y in rows(*x)), torch.zeros((), dtype=torch.float64))
+
+        results, tangents = torch.func.jvp(rows, (q, k, v), (tq, tk, tv))
+        product = torch.func.jvp(torch.func.grad(loss, (0, 1, 2)), (q, k, v), (tq, tk, tv))[1]
+        return [*results, *tangents, *product]
+
+    for a, b in zip(of("chunked"), of("reference"), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_output_and_tangent_come_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[str] = []
     for name in ("attend", "push"):
