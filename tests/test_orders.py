@@ -159,6 +159,31 @@ def test_runs_of_keys_that_lie_apart_are_folded_with_their_tangents() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("moving", [1, 2], ids=["key", "value"])
+def test_a_tangent_that_is_nan_where_nobody_looks_leaves_no_trace(moving: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 3, 7, 4).unbind()
+    w = torch.where(torch.arange(7)[:, None] < 4, 1.0, torch.nan).expand(2, 3, 7, 4).clone()
+
+    def of_one(t: Tensor) -> Tensor:
+        given = [*x]
+        given[moving] = t
+        return regard.attention(*given, mask=regard.prefix(4))
+
+    found = torch.func.jvp(of_one, (x[moving],), (w,))[1]
+    torch.testing.assert_close(found, torch.func.jvp(of_one, (x[moving],), (w.nan_to_num(0.0),))[1])
+
+
+def test_what_would_be_linearised_wrongly_is_refused_by_name() -> None:
+    x = torch.randn(2, 5, 4)
+
+    def f(x: Tensor, backend: str = "auto") -> Tensor:
+        return regard.attention(x, x.detach(), x.detach(), backend=backend)
+
+    with pytest.raises(regard.errors.ArgumentError, match=r"^attention: torch\.func\.linearize"):
+        torch.func.linearize(f, x)
+
+
 def test_output_and_tangent_come_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[str] = []
     for name in ("attend", "push"):

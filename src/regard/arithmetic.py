@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-__all__ = ["batched", "exact", "exactly", "exported", "inside", "untraced", "untransformed"]
+__all__ = ["batched", "exact", "exactly", "exported", "inside", "recorded", "untraced", "untransformed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,6 +59,12 @@ def exported() -> bool:
 def untransformed() -> AbstractContextManager[object]:
     """A context outside of torch.func's transforms, for tensors that none of them has touched."""
     return torch._C._DisableFuncTorch()
+
+
+def recorded() -> bool:
+    """Whether operations are recorded, as by `torch.func.linearize`: then no value can be read."""
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # what is not imported records nothing
+    return tracer is not None and tracer.get_proxy_mode() is not None
 
 
 def inside(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .canonical import Canonical
 from .derivatives import pushed
+from .finite import all_finite, seen
 from .formula import bias_tile, products
 from .orders import Some
 from .scan import Room
@@ -23,7 +24,19 @@ class Moving:
 
     def __init__(self, x: Canonical, w: Some) -> None:
         self.x = x
-        self.query, self.key, self.value, self.bias, *self.shared = w
+        query, key, value, self.bias, *self.shared = w
+        self.query, self.key, self.value = self._seen(query, key, value)
+
+    def _seen(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Some:
+        """The same, zeros where nothing is seen if a NaN or inf is there, as with the tensors that move."""
+        x, rule = self.x, self.x.rule
+        hides = rule.mask is not None or rule.bias is not None or x.bias is not None
+        if not hides or all_finite(*(t for t in (query, key, value) if t is not None)):
+            return query, key, value
+        rows, keys = seen(rule, x.query.flatten(1, 2), x.key, x.bias)
+        rows, keys = rows.unflatten(1, x.query.shape[1:3])[..., None], keys[..., None]
+        shown = ((query, rows), (key, keys), (value, keys))
+        return tuple(None if t is None else torch.where(some, t, 0.0) for t, some in shown)
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor] | None:

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
+from .arithmetic import recorded
 from .derivatives import applied, pull_back, pushed, watched
+from .errors import ArgumentError
 from .formula import Rows
 
 __all__ = ["Engine", "attended", "bent_by_meaning", "cotangents", "pushed_by_meaning", "tangents"]
@@ -69,6 +71,11 @@ def attended(engine: Engine, x: Some) -> Rows:
     """Attend, with a graph where one may be asked for; a tangent that is there comes with the output, in one pass."""
     if not watched(*x):
         return engine.attend(x)
+    if recorded():  # passes write into buffers that are used again, which a record of operations takes for constants
+        raise ArgumentError(
+            "attention: torch.func.linearize records operations, and the passes of this backend cannot be recorded. "
+            "Call torch.func.jvp for each tangent, or take backend='reference', which holds the matrix."
+        )
     if not _only_moves(x):
         return Rows(*applied(Attend, engine, *x))
     duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in x]
@@ -220,9 +227,8 @@ class Pull(torch.autograd.Function):
         if _none(w):
             result: Some = applied(Pull, ctx.engine, ctx.needs, *x, *found, *dg)
             return result
-        known = (
-            NOTHING if any(t is None for t in seen[:SEEN]) else seen[:SEEN]
-        )  # what was found moves along, and push need not run again
+        # What was found moves along: where its tangents are there, push need not run again.
+        known = NOTHING if any(t is None for t in seen[:SEEN]) else seen[:SEEN]
         return tuple(applied(Bend, ctx.engine, ctx.needs, *x, *found, *g, *known, *w, *dg)[SEEN:])
 
     @staticmethod
