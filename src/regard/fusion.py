@@ -268,17 +268,15 @@ def backward(spec: Spec, x: Inputs, needs: Needs, found: tuple[Tensor, ...], cot
     w = work(spec, x)
     s, g_sink = _slopes(w, x.sink, found, cotangents)
     grads: list[Tensor | None] = [None] * len(needs)
-    if needs[0] or needs[4] or needs[6]:
-        dq, grads[6] = launch.query_slopes(w, s)
+    dq, dk, grads[2], grads[6] = launch.slopes(w, s, needs[0] or needs[4] or needs[6], needs[1] or needs[2])
+    if dq is not None:
         if w.scales is not None and x.scale is not None:
             products = torch.where(dq == 0, 0.0, dq * w.query)  # a query without keys may be NaN
             grads[4] = products.sum((0, 2, 3)).sum_to_size(x.scale.shape)
             dq = dq * w.scales[:, None, None]
         negated = x.scale is None and x.vector is None and spec.scale < 0
         grads[0] = (-dq if negated else dq).to(x.query.dtype)
-    if needs[1] or needs[2]:
-        dk, dv = launch.key_slopes(w, s)
-        grads[1], grads[2] = dk.to(x.key.dtype), dv
+    grads[1] = None if dk is None else dk.to(x.key.dtype)
     if needs[3] and x.bias is not None:
         grads[3] = launch.bias_slopes(w, s, tuple(x.bias.shape)).to(x.bias.dtype)
     grads[5] = g_sink

@@ -10,6 +10,7 @@ Whatever the kind, a kernel meets the full blocks first, then the partial ones: 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class Where(NamedTuple):
     full_entry: Tensor | None = None  # … and which they are
     start: Tensor | None = None  # the same for the partial blocks …
     entry: Tensor | None = None
-    slot: Tensor | None = None  # … with the slot of their bits
+    slot: Tensor | None = None  # … with the slots of their bits: of each part of their rows that divides SIDE
     bits: Tensor | None = None
     table: Tensor | None = None  # int32 (items, heads, row blocks · key blocks) of SIDE: the slot of each, −1 where hidden
     seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend the key
@@ -108,15 +109,17 @@ class Layout:
             return Where()
         seen = self._keys_seen()
         if self.words is not None:
-            states = _states(self.words, self.n, self.m, BM, BN, turned)  # (items, heads, row blocks, key blocks)
-            slots = self.words.table.repeat_interleave(SIDE // BM, 2).repeat_interleave(SIDE // BN, 3)
+            part = math.gcd(BM, SIDE)
+            states = _states(self.words, self.n, self.m, part, BN, turned)  # (items, heads, row blocks, key blocks)
+            slots = self.words.table.repeat_interleave(SIDE // part, 2).repeat_interleave(SIDE // BN, 3)
             slots = slots[:, :, : states.shape[2], : states.shape[3]]
+            states, slots = _joined(states, slots, BM // part)
             if turned:
-                states, slots = states.mT, slots.mT
+                states, slots = states.mT, slots.transpose(2, 3)
             spare = -states.shape[2] % EVEN
-            states, slots = pad(states, (0, 0, 0, spare)), pad(slots, (0, 0, 0, spare))
+            states, slots = pad(states, (0, 0, 0, spare)), pad(slots, (0, 0, 0, 0, 0, spare))
             blocks = states.shape[2]
-            lists = (*_listed(states == 2), *_listed(states == 1), slots[states == 1].contiguous())
+            lists = (*_listed(states == 2), *_listed(states == 1), slots[states == 1].flatten())
             strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
             table = pad_to_even(self.words.table.flatten(2))
             kept = (self.words.bits, table, seen, self._shared(seen))
@@ -184,6 +187,17 @@ def _states(words: Words, n: int, m: int, BM: int, BN: int, turned: bool) -> Ten
     state = torch.where((words.table < 0)[..., None, None], 0, state)
     state = state.transpose(3, 4).reshape(items, heads, rows * down, keys * across)
     return state[:, :, : -(-n // BM), : -(-m // BN)]
+
+
+def _joined(states: Tensor, slots: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """The states of blocks of `parts` blocks below each other, and the slot of each part: (items, heads, rows, keys, parts).
+
+    Parts beyond the last row do not count, and have no slot.
+    """
+    below = (0, 0, 0, -states.shape[2] % parts)
+    full, hidden = (pad(states == known, below, value=True).unflatten(2, (-1, parts)).all(3) for known in (2, 0))
+    slots = pad(slots, below, value=-1).unflatten(2, (-1, parts)).transpose(3, 4)
+    return torch.where(full, 2, torch.where(hidden, 0, 1)), slots
 
 
 def _halves(bits: Tensor, down: int, BM: int, across: int, BN: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from .parts import ALIBI, INTERPRETED, PLAIN, RELATIVE, Strides
 from .tangent import push as push_kernel
 from .work import Bends, Found, Moves, Slopes, Work, describable, stride_of
 
-__all__ = ["attend", "bend", "bias_slopes", "key_slopes", "moments", "pooled", "prepare", "push", "query_slopes", "received", "strongest"]
+__all__ = ["attend", "bend", "bias_slopes", "moments", "pooled", "prepare", "push", "received", "slopes", "strongest"]
 
 _FEW = 64  # rows that share a key head and fit one tile
 _MANY = 1024  # keys for which splitting them pays
@@ -155,6 +155,27 @@ def prepare(w: Work, found: Found, dO: Tensor, g_lse: Tensor | None) -> tuple[Te
     return delta, level
 
 
+class Gradients(NamedTuple):
+    """Of queries (in float32 and not yet scaled where there is a tensor of scales), keys, values, and the additive score's vector."""
+
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    vector: Tensor | None = None
+
+
+def slopes(w: Work, s: Slopes, queries: bool = True, keys: bool = True) -> Gradients:
+    """Those of queries and of keys and values that are asked for: by the chip's own kernel, which makes all, or by the portable two."""
+    if queries and keys and not INTERPRETED and hopper(w.query.device):
+        from .hopper import slopes as chip
+
+        if not chip.refuses(w, s):
+            return Gradients(*chip.slopes(w, s))
+    dq, vector = query_slopes(w, s) if queries else (None, None)
+    dk, dv = key_slopes(w, s) if keys else (None, None)
+    return Gradients(dq, dk, dv, vector)
+
+
 def key_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor]:
     """dK (of what the kernel multiplies with) and dV."""
     L, K, M, D = w.key.shape
@@ -229,6 +250,11 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
 
 def received(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
     """Σ over rows of the weight each key receives: (L, H, M)."""
+    if not INTERPRETED and hopper(w.query.device):
+        from .hopper import look as chip
+
+        if not chip.refuses(w):
+            return chip.received(w, peak, spread)
     L, H, _ = w.rows
     c = w.config("received")
     out = peak.new_empty(L, H, w.m)
@@ -253,6 +279,11 @@ def moments(w: Work, peak: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
 
 def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int) -> Tensor:
     """The mean weight in each cell of a grid: (L, H, height, width)."""
+    if not INTERPRETED and hopper(w.query.device):
+        from .hopper import look as chip
+
+        if not chip.refuses_grid(w, height, width):
+            return chip.pooled(w, peak, spread, height, width)
     L, H, N = w.rows
     c = w.config("pooled")
     BM, BN = (max(16, 1 << (math.ceil(size) - 1).bit_length()) for size in (N / height, w.m / width))

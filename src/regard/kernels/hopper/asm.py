@@ -1,8 +1,19 @@
-"""Two pieces of PTX: a product that a warp skips when there is nothing to multiply, and 2ˣ partly by a polynomial."""
+"""Pieces of PTX: what a mask hides, two numbers in a register, a product that a warp skips, and 2ˣ partly by a polynomial."""
 
 from __future__ import annotations
 
-__all__ = ["exp2", "exp2_constraints", "rescale", "rescale_constraints"]
+__all__ = ["BEHIND", "OUTSIDE", "UNSET", "exp2", "exp2_constraints", "pair", "rescale", "rescale_constraints"]
+
+
+# −inf in the place of $1 where key $2 is outside of $3 ≤ j < $4, is behind j < $3, or has none of the bits $3 in $2.
+OUTSIDE = "{.reg .pred p; setp.lt.s32 p, $2, $3; setp.ge.or.s32 p, $2, $4, p; selp.f32 $0, 0fFF800000, $1, p;}"
+BEHIND = "{.reg .pred p; setp.ge.s32 p, $2, $3; selp.f32 $0, 0fFF800000, $1, p;}"
+UNSET = "{.reg .pred p; .reg .b32 b; and.b32 b, $2, $3; setp.eq.s32 p, b, 0; selp.f32 $0, 0fFF800000, $1, p;}"
+
+
+def pair(dtype: str) -> str:
+    """Two numbers $1 and $2, rounded, in the halves of a register."""
+    return f"cvt.rn.{dtype}x2.f32 $0, $2, $1;"
 
 
 def rescale(count: int) -> str:

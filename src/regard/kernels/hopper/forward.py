@@ -25,29 +25,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile import (
     _NONE,
     _PLAIN,
-    DEEP,
     LN2,
     LOG2E,
     LOWEST,
     bias_rows,
     drop_keys,
-    kept,
     logits,
     off_by,
     shown,
     span_rows,
 )
-from .asm import exp2, exp2_constraints, rescale, rescale_constraints
+from .configs import copying
+from .fold import fold, operand, packed, parts, shrink, summed, veil
+from .fold import power as power
 from .walk import ROWS, advance, block_at, copy, place, walk_of
 
 PIECE = gl.constexpr(16)  # values that are cleaned together
-EIGHT = gl.constexpr(8)
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_rescale = gluon.constexpr_function(rescale)
-_rescale_constraints = gluon.constexpr_function(rescale_constraints)
-_exp2 = gluon.constexpr_function(exp2)
-_exp2_constraints = gluon.constexpr_function(exp2_constraints)
+_copying = gluon.constexpr_function(copying)
 
 
 @gluon.jit
@@ -57,73 +53,18 @@ def flat(X, R: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def power(T, POLY: gl.constexpr):
-    """2ᵀ, of each eight numbers POLY without the unit for exponentials."""
-    if POLY > 0:
-        P = gl.inline_asm_elementwise(_exp2(EIGHT, POLY), _exp2_constraints(EIGHT), [T], gl.float32, True, 8)
-    else:
-        P = gl.exp2(T)
-    return P
-
-
-@gluon.jit
-def fold(S, m, top, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr):
-    """Fold logits S [ROWS, BN], −inf where hidden, into m, l, e [ROWS]: the weights P, and what rescales the past.
-
-    LAZY keeps an m that is lower than the largest logit by no more than 2^LAZY, and the largest itself in `top`.
-    """
-    peak = gl.max(S, 1)  # [ROWS]
-    if FAST:
-        peak = peak * unit  # log2 units; else natural ones
-    if LAZY > 0:
-        top = gl.maximum(top, peak)
-        m_new = gl.where(peak > m + (LAZY if FAST else LAZY * LN2), peak, m)
-    else:
-        m_new = gl.maximum(m, peak)
-    if FAST:
-        T = S * unit - m_new[:, None]  # [ROWS, BN]
-        down = m - m_new  # [ROWS]
-    else:
-        T = (S - m_new[:, None]) * LOG2E
-        down = (m - m_new) * LOG2E
-    if HIDES and ENTROPY:
-        T = gl.maximum(T, DEEP)  # finite, so that P·T is 0 and not NaN
-    down = gl.maximum(down, DEEP)
-    P = power(T, 0 if HIDES else POLY)  # [ROWS, BN]
-    a = gl.exp2(down)  # [ROWS]
-    if ENTROPY:
-        e = a * (e + down * l) + gl.sum(P * T, 1)
-    l = a * l + gl.sum(P, 1)
-    return P, m_new, top, l, e, a
-
-
-@gluon.jit
-def shrink(O, a, C: gl.constexpr, LAZY: gl.constexpr, OL: gl.constexpr):
-    """O [ROWS, C] times a [ROWS]."""
-    a = gl.convert_layout(a, gl.SliceLayout(1, OL))[:, None]
-    if LAZY > 0:
-        COUNT: gl.constexpr = C // 2
-        O = gl.inline_asm_elementwise(_rescale(COUNT), _rescale_constraints(COUNT), [O, gl.broadcast(O, a)[1]], gl.float32, True, COUNT)
-    else:
-        O = O * a
-    return O
-
-
-@gluon.jit
-def judge(S, i, j, lo, hi, slot, at, scale, cap, bias, where, n, M, some, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr,
-          FAST: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr):
-    """Products [ROWS, BN] to logits, −inf where hidden; and with a bias, which pairs show. FIRST asks whether there are any."""
+def judge(S, i, j, j0, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr,
+          FAST: gl.constexpr, MASKED: gl.constexpr):
+    """Products [ROWS, BN] to logits, −inf where hidden; and with a bias, which pairs show."""
     show = j
     if not FAST:
         S, show = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
-    if MASKED:
-        # Asking S as well keeps the compiler from holding the mask of a whole tile while S is still being multiplied.
-        masked = (S != float("-inf")) & shown(where, lo, hi, slot, i, j, MASK)
-        if FIRST:
-            masked = masked & some
-        show = masked if BIAS == _PLAIN else show & masked
-    if MASKED or BIAS != _PLAIN:
+    if BIAS != _PLAIN:
+        if MASKED:
+            show = show & shown(where, lo, hi, gl.maximum(slot, 0), i, j, MASK) & (slot >= 0)
         S = gl.where(show, S, float("-inf"))
+    elif MASKED:
+        S = veil(S, where, lo, hi, slot, i, j0, MASK)
     return S, show
 
 
@@ -160,13 +101,12 @@ def clean(X, into, seen, where, item, h, j0, M, R: gl.constexpr, C: gl.constexpr
 
 
 @gluon.jit
-def tidy(X, barriers, seen, dirty, where, item, h, j0, M, stage, parity, G: gl.constexpr, BN: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr,
+def tidy(X, seen, dirty, where, item, h, j0, M, stage, G: gl.constexpr, BN: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr,
          STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, MASKED: gl.constexpr):
-    """Where the values of a block lie, clean: its stage, or with a bias the group's own block."""
+    """Where the values of a block lie, clean: its stage, or with a bias the group's own block. They are there."""
     Q, QB, K, KB, V, VB = X
     at = stage
     if BIAS != _PLAIN or (MASKED and MASK != _NONE):
-        mbarrier.wait(barriers[4].index(stage), parity)
         if dirty != 0:
             if BIAS != _PLAIN:
                 at = STAGES + G
@@ -192,6 +132,7 @@ def products(X, G: gl.constexpr, stage, none, DA: gl.constexpr, DB: gl.constexpr
 def averages(P, X, at, O, R, BN: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr):
     """O += P V, begun."""
     Q, QB, K, KB, V, VB = X
+    P = operand(P, V.dtype, gl.DotOperandLayout(0, O.type.layout, 2))
     O = warpgroup_mma(P, flat(V.index(at), BN, EA), O, is_async=True)
     if EB > 0:
         R = warpgroup_mma(P, flat(VB.index(at), BN, EB), R, is_async=True)
@@ -209,45 +150,40 @@ def ended(O, R, EB: gl.constexpr):
 
 
 @gluon.jit
-def operand(P, keys, j, drop, like, PL: gl.constexpr, DROP: gl.constexpr):
-    """P as the left side of a product, after dropout."""
-    if DROP:
-        P = gl.where(kept(keys[0], keys[1], j, drop.bound), P, 0.0)
-    return gl.convert_layout(P.to(like), PL)
-
-
-@gluon.jit
-def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, lo, hi, at, keys, item, h, met_by, scale, unit, cap,
+def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, at, keys, item, h, met_by, scale, unit, cap,
          bias, where, drop, n, M, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr,
-         STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
-         DROP: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr, MASKED: gl.constexpr):
+         STAGES: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
+         ENTROPY: gl.constexpr, DROP: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
+         RL: gl.constexpr, MASKED: gl.constexpr):
     """The logits of the t-th block, while the values of the one before it are multiplied."""
     Q, QB, K, KB, V, VB = X
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     first, full, until, whole, total = met_by
     HIDES: gl.constexpr = MASKED or BIAS != _PLAIN
-    clean_at = tidy(X, barriers, seen, dirty, where, item, h, j0, M, stage, parity, G, BN, EA, EB, STAGES, MASK, BIAS, MASKED)
-    before, before_parity = stage, parity
+    clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, MASKED)
+    before = stage
     stage, parity = advance(stage, parity, STAGES)
-    b, slot = block_at(where, t, first, full, until, whole, total, MASK)
+    b, slot = block_at(where, t, first, full, until, whole, total, G, GROUPS, MASK)
     j = b * BN + gl.arange(0, BN, gl.SliceLayout(0, SL))
+    lo, hi = i, i
     if MASKED:
         j0 = b * BN  # of a full block every value is clean
+        lo, hi = span_rows(where, item, h, i, n, M, MASK)  # each time, so that they take no registers in full blocks
     mbarrier.wait(k_ready.index(stage), parity)
     S = products(X, G, stage, none, DA, DB, BN)
-    mbarrier.wait(v_ready.index(before), before_parity)
     O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
     S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
     mbarrier.arrive(k_free.index(stage))
-    S, show = judge(S, i, j, lo, hi, slot, at, scale, cap, bias, where, n, M, True, MASK, BIAS, CAP, FAST, MASKED, False)
+    S, show = judge(S, i, j, b * BN, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, MASKED)
     seen, dirty = unseen(show, where, item, h, j0, M, BN, MASK, BIAS, MASKED)
     P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, HIDES, LAZY, POLY)
+    mbarrier.wait(v_ready.index(stage), parity)  # for the next turn; a loop here also keeps the assembler from waiting for O before the fold
     O, R = ended(O, R, EB)
     mbarrier.arrive(v_free.index(before))
     O = shrink(O, a, EA, LAZY, OL)
     if EB > 0:
         R = shrink(R, a, EB, LAZY, RL)
-    P = operand(P, keys, j, drop, V.dtype, gl.DotOperandLayout(0, OL, 2), DROP)
+    P = packed(P, keys, j, drop, V.dtype, DROP)
     return O, R, P, m, top, l, e, seen, dirty, j0, stage, parity
 
 
@@ -271,6 +207,8 @@ def write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks
           SINK: gl.constexpr, LAZY: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr):
     """The output of a group's rows, and what is told of each row."""
     output, lse, peak, spread, entropy = out
+    l = summed(l, m)
+    e = summed(e, m)
     kept_factor = 1.0
     if DROP:
         kept_factor = drop.factor
@@ -341,21 +279,22 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             scale = gl.load(scales + h)
         unit = scale * LOG2E
         at = bias_rows(bias, item, h, i, BIAS)
-        lo, hi = span_rows(where, item, h, i, n, M, MASK)
         keys = (i, i)
         if DROP:
             keys = drop_keys(drop, item, h, heads, i, n)
         first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
         m = gl.full([ROWS], LOWEST, gl.float32, SR)
         top = gl.full([ROWS], LOWEST, gl.float32, SR)
-        l = gl.zeros([ROWS], gl.float32, SR)
-        e = gl.zeros([ROWS], gl.float32, SR)
+        l = parts(none)  # zeros
+        e = l
         O = gl.zeros([ROWS, EA], gl.float32, OL)
         R = 0
         if EB > 0:
             R = gl.zeros([ROWS, EB], gl.float32, RL)
 
-        b, slot = block_at(where, 0, first, full, until, whole, total, MASK)
+        b, slot = block_at(where, 0, first, full, until, whole, total, G, GROUPS, MASK)
+        lo, hi = span_rows(where, item, h, i, n, M, MASK)
+        hi = gl.where(total > 0, hi, 0)
         j0 = b * BN
         j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
         mbarrier.wait(q_ready, turn)
@@ -364,31 +303,26 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         S = products(X, G, stage, none, DA, DB, BN)
         S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
-        if BIAS != _PLAIN:
-            S, show = judge(S, i, j, lo, hi, slot, at, scale, cap, bias, where, n, M, total > 0, MASK, BIAS, CAP, FAST, True, True)
-        else:
-            if not FAST:
-                S, show = judge(S, i, j, lo, hi, slot, at, scale, cap, bias, where, n, M, True, MASK, BIAS, CAP, FAST, False, False)
-            show = j
+        S, show = judge(S, i, j, j0, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, BIAS != _PLAIN)
+        if BIAS == _PLAIN:
             if whole == 0:
-                S = gl.where(shown(where, lo, hi, slot, i, j, MASK) & (total > 0), S, float("-inf"))
+                S = veil(S, where, lo, hi, slot, i, j0, MASK)
         seen, dirty = unseen(show, where, item, h, j0, M, BN, MASK, BIAS, True)
         P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, True, LAZY, 0)
-        P = operand(P, keys, j, drop, V.dtype, gl.DotOperandLayout(0, OL, 2), DROP)
+        P = packed(P, keys, j, drop, V.dtype, DROP)
+        mbarrier.wait(v_ready.index(stage), parity)
 
         met_by = (first, full, until, whole, total)
         for t in range(1, whole):
             O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, lo, hi, at, keys, item, h, met_by, scale, unit,
-                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, False)
+                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, at, keys, item, h, met_by, scale, unit,
+                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, False)
         for t in range(gl.maximum(whole, 1), total):
             O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, lo, hi, at, keys, item, h, met_by, scale, unit,
-                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, True)
+                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, at, keys, item, h, met_by, scale, unit,
+                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, True)
 
-        clean_at = tidy(X, barriers, seen, dirty, where, item, h, j0, M, stage, parity, G, BN, EA, EB, STAGES, MASK, BIAS,
-                        True)
-        mbarrier.wait(v_ready.index(stage), parity)
+        clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, True)
         O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
         O, R = ended(O, R, EB)
         mbarrier.arrive(v_free.index(stage))
@@ -443,7 +377,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     out = (output, lse, peak, spread, entropy)
     given = (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section)
-    COPYING: gl.constexpr = (504 if GROUPS == 2 else 512) - GROUPS * REGISTERS  # what is left of a multiprocessor's registers
+    COPYING: gl.constexpr = _copying(GROUPS, REGISTERS)
     if GROUPS == 2:
         gl.warp_specialize([
             (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
@@ -452,7 +386,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
                        DESCRIBED)),
             (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
         ], [4, 1], [REGISTERS, COPYING])
-    else:
+    elif GROUPS == 3:
         gl.warp_specialize([
             (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
                        DESCRIBED)),
@@ -462,3 +396,15 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
                        DESCRIBED)),
             (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, COPYING])
+    else:
+        gl.warp_specialize([
+            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+                       DESCRIBED)),
+            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+                       DESCRIBED)),
+            (compute, (given, 2, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+                       DESCRIBED)),
+            (compute, (given, 3, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+                       DESCRIBED)),
+            (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
+        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, COPYING])

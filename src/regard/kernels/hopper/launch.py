@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..blocks import BITS
+from ..blocks import BITS, SIDE
 from ..parts import INTERPRETED, PLAIN
 from ..work import Found, Work
 from .configs import ROWS, Tile, chunks, config
@@ -66,8 +66,8 @@ def attend(w: Work, entropy: bool, tile: Tile | None = None, section: int | None
 
 def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the kernel is called with."""
-    if w.layout.kind == BITS and 128 % tile.BM:
-        raise ValueError(f"blocks of bits have 128 rows; {tile.BM} do not divide them")
+    if w.layout.kind == BITS and SIDE % tile.BN:
+        raise ValueError(f"blocks of bits have {SIDE} keys; {tile.BN} do not divide them")
     (L, H, N), E = w.rows, w.value.shape[3]
     (DA, DB), (EA, EB) = chunks(w.query.shape[3]), chunks(E)
     described = (DA, DB) == (EA, EB) and _describable(found.output)

@@ -39,13 +39,16 @@ def walk_of(where, item, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
-def block_at(where, t, first, full, until, whole, total, MASK: gl.constexpr):
-    """The t-th block that is met, and the slot of its bits; block 0 for rows that meet none."""
+def block_at(where, t, first, full, until, whole, total, G: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr):
+    """The t-th block that is met, and the slot of group G's bits, −1 where it sees none of them; block 0 for rows that meet none."""
     if MASK == _BITS:
+        PART: gl.constexpr = 128 if GROUPS % 2 == 0 else 64  # rows that share a slot
+        OWN: gl.constexpr = -(-GROUPS * ROWS // PART)  # slots of an entry
         partial = (t >= whole) & (t < total)
         b = gl.load(where.full_entry + full + t, mask=t < whole, other=0)
         b += gl.load(where.entry + first + t - whole, mask=partial, other=0)
-        slot = gl.load(where.slot + first + t - whole, mask=partial, other=0)  # slot 0 is all ones
+        slot = gl.load(where.slot + (first + t - whole) * OWN + G * ROWS // PART, mask=partial, other=0)  # slot 0 is all ones
+        slot = gl.where(total > 0, slot, -1)
     else:
         u = t - whole
         b = gl.where(t < whole, full + t, gl.where(u < full - first, first + u, until + u - (full - first)))
@@ -80,7 +83,7 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
             if DB > 0:
                 tma_load(qb, [item, h, row, DA], q_ready, QB.index(g))
         for s in range(gl.maximum(total, 1)):
-            b, slot = block_at(where, s, first, full, until, whole, total, MASK)
+            b, slot = block_at(where, s, first, full, until, whole, total, 0, GROUPS, MASK)
             mbarrier.wait(k_free.index(stage), parity)
             mbarrier.expect(k_ready.index(stage), BN * (DA + DB) * 2)
             tma_load(k, [item, kv, b * BN, 0], k_ready.index(stage), K.index(stage))

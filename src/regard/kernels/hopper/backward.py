@@ -1,0 +1,463 @@
+"""The backward pass on Hopper, in Gluon: all gradients by one kernel, five products a tile, the same bits every time.
+
+A program holds a block of keys, ROWS for each warp group, and walks over the blocks of rows that see them. One warp copies
+Q, dO and the facts of the rows into shared memory; each group multiplies Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in
+registers, where they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS goes to shared memory too: dQ = dS K needs
+those of all groups, and each group makes its share of dQ's columns. Two more warps add dQ to memory. The blocks of keys
+that add to a block of rows take turns, the last keys first; a program waits only for those that were launched before it.
+
+Letters and units are those of `kernels/backward.py`.
+"""
+# Written for Triton's compiler, which has types of its own.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..tile import _BITS, _NONE, _PLAIN, _SPANS, DEEP, LN2, LOG2E, bias_rows, drop_keys, kept, logits, seat, shown, tanh
+from .exchange import ACQUIRE, RELEASE, SETTLED, tma_add
+from .forward import PIECE, flat, group_barrier, tma_store
+from .layouts import turned as turned_layout
+from .walk import ROWS, advance, tma_load
+
+_acquire, _release, _settled = gl.constexpr(ACQUIRE), gl.constexpr(RELEASE), gl.constexpr(SETTLED)
+
+
+@gluon.jit
+def walk_of(where, turns, item, h, block, n, BM: gl.constexpr, MASK: gl.constexpr):
+    """The blocks of rows that a block of keys meets, in ascending order: (first, first full, behind the full, how many)."""
+    if MASK == _NONE:
+        first, full, until, count = 0, 0, gl.cdiv(n, BM), gl.cdiv(n, BM)
+    elif MASK == _SPANS:
+        at = where.bounds + seat(where, item, h, MASK) + block * 4
+        first, full, until = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+        count = gl.load(at + 3) - first
+    else:
+        at = turns.start + seat(where, item, h, MASK) + block
+        first = gl.load(at)
+        full, until, count = 0, 0, gl.load(at + 1) - first
+    return first, full, until, count
+
+
+@gluon.jit
+def rows_at(turns, t, first, full, until, MASK: gl.constexpr):
+    """The t-th block of rows that is met, the slot of its bits, and whether the mask hides a part of it."""
+    if MASK == _BITS:
+        b, slot = gl.load(turns.entry + first + t), gl.load(turns.slot + first + t)
+        partial = slot >= 0
+    else:
+        b, slot = first + t, 0
+        partial = (b < full) | (b >= until)
+    return b, slot, partial
+
+
+@gluon.jit
+def turn_at(where, turns, t, b, first, item, h, block, blocks, MASK: gl.constexpr):
+    """How many blocks of keys add to a block of rows before this one."""
+    if MASK == _NONE:
+        turn = blocks - 1 - block
+    elif MASK == _SPANS:
+        owner = item // gl.load(where.inner)
+        turn = gl.load(turns.base + owner * turns.row_item + h * turns.row_head + b)
+        turn -= gl.load(turns.rank + owner * turns.key_item + h * turns.key_head + block)
+    else:
+        turn = gl.load(turns.turn + first + t)
+    return turn
+
+
+@gluon.jit
+def place(blocks, owners, section):
+    """A program's block of keys and whose it is. `section` owners are worked on together; of theirs the last keys come first."""
+    part = gl.program_id(0) // (section * blocks)
+    t = gl.program_id(0) - part * (section * blocks)
+    width = gl.minimum(section, owners - part * section)
+    return blocks - 1 - t // width, part * section + t % width
+
+
+@gluon.jit
+def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr):
+    """The warp that copies: K and V once, then of each block of rows Q, dO and the facts."""
+    (described, X, barriers, facts, g_entropy, mean, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
+     groups, section) = given
+    q, k, v, do, level, delta, _, _, _, lo, hi = described
+    FACTS: gl.constexpr = 4 if MASK == _SPANS else 2
+    Q, K, V, dO, dS, dQ = X
+    k_ready, ready, free, s_ready, d_ready, d_free = barriers
+    block, own = place(blocks, owners, section)
+    kv_heads = heads // groups
+    item, kv = own // kv_heads, own % kv_heads
+    mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA) * 2)
+    for g in gl.static_range(GROUPS):
+        row = (block * GROUPS + g) * ROWS
+        tma_load(k, [item, kv, row, 0], k_ready, K.index(g))
+        tma_load(v, [item, kv, row, 0], k_ready, V.index(g))
+    stage = 0
+    parity = 1
+    for u in range(groups):
+        h = kv * groups + u
+        first, full, until, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        at = (item * heads + h) * NP
+        spans = 0
+        if MASK == _SPANS:
+            spans = (item // gl.load(where.inner)) * where.item + h * where.head
+        for t in range(count):
+            b, slot, partial = rows_at(turns, t, first, full, until, MASK)
+            now = ready.index(stage)
+            mbarrier.wait(free.index(stage), parity)
+            mbarrier.expect(now, BM * (DA + EA) * 2 + BM * 4 * FACTS)
+            tma_load(q, [item, h, b * BM, 0], now, Q.index(stage))
+            tma_load(level, [at + b * BM], now, facts[0].index(stage))
+            tma_load(do, [item, h, b * BM, 0], now, dO.index(stage))
+            tma_load(delta, [at + b * BM], now, facts[1].index(stage))
+            if MASK == _SPANS:
+                tma_load(lo, [spans + b * BM], now, facts[2].index(stage))
+                tma_load(hi, [spans + b * BM], now, facts[3].index(stage))
+            stage, parity = advance(stage, parity, STAGES)
+
+
+@gluon.jit
+def add(given, ODD: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr):
+    """One of two warps that add dQ to memory when its turn has come: this one every other block of rows."""
+    (described, X, barriers, facts, g_entropy, mean, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
+     groups, section) = given
+    sums = described[6]
+    dQ = X[5]
+    d_ready, d_free = barriers[4], barriers[5]
+    block, own = place(blocks, owners, section)
+    kv_heads = heads // groups
+    item, kv = own // kv_heads, own % kv_heads
+    parity = 0
+    spot = 0  # of dQ, which has two (Triton 3.6 loses a count that both loops carry; a bit that flips stays)
+    for u in range(groups):
+        h = kv * groups + u
+        first, full, until, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        for t in range(count):
+            if spot == ODD:
+                b, slot, partial = rows_at(turns, t, first, full, until, MASK)
+                turn = turn_at(where, turns, t, b, first, item, h, block, blocks, MASK)
+                at = (item * heads + h) * gl.cdiv(n, BM) + b
+                now = gl.inline_asm_elementwise(_acquire, "=r,l", [counters + at], gl.int32, False, 1)
+                while now != turn:
+                    now = gl.inline_asm_elementwise(_acquire, "=r,l", [counters + at], gl.int32, False, 1)
+                mbarrier.wait(d_ready.index(ODD), parity)
+                parity ^= 1
+                for g in gl.static_range(GROUPS):
+                    if turn == 0:
+                        tma_store(sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
+                    else:
+                        tma_add(sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
+                tma.store_wait(0)  # shared memory has been read
+                mbarrier.arrive(d_free.index(ODD))
+                gl.inline_asm_elementwise(_settled, "=r,r", [turn], gl.int32, False, 1)  # memory has been written
+                group_barrier()
+                gl.inline_asm_elementwise(_release, "=r,l,r", [counters + at, turn + 1], gl.int32, False, 1)
+            spot ^= 1
+
+
+@gluon.jit
+def turned(X, L: gl.constexpr):
+    """A product [ROWS, BM] as the paper has it, [BM, ROWS]; nothing moves."""
+    return gl.convert_layout(X.permute((1, 0)), L, assert_trivial=True)
+
+
+@gluon.jit
+def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, facts, stage, n, M, partial, BM: gl.constexpr, MASK: gl.constexpr,
+            BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, TL: gl.constexpr):
+    """P [BM, ROWS] of products S; 0 where the pair is hidden."""
+    if not FAST:
+        i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
+        S, show = logits(S, scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS)
+        if BIAS != _PLAIN:
+            S = gl.where(show, S, float("-inf"))
+    if partial:
+        if MASK == _NONE:
+            S = gl.where((j < M)[None, :], S, float("-inf"))
+        else:
+            i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))
+            lo, hi = i, i
+            if MASK == _SPANS:
+                lo, hi = facts[2].index(stage).load(gl.SliceLayout(1, TL)), facts[3].index(stage).load(gl.SliceLayout(1, TL))
+            S = gl.where(shown(where, lo, hi, slot, i, j, MASK) & (j < M)[None, :], S, float("-inf"))
+    T = S * unit - level[:, None] if FAST else (S - level[:, None]) * LOG2E
+    return gl.exp2(T)
+
+
+@gluon.jit
+def slopes(P, dP, raw, g, e, scale, cap, partial, BIAS: gl.constexpr, ENTROPY: gl.constexpr, CAP: gl.constexpr):
+    """dS [BM, ROWS] of the scaled products from dP − δ."""
+    if BIAS != _PLAIN:
+        dP = gl.where(P > 0.0, dP, 0.0)
+    else:
+        if partial:
+            dP = gl.where(P > 0.0, dP, 0.0)  # a hidden value may be NaN
+    if ENTROPY:
+        dP -= g[:, None] * (gl.maximum(gl.log2(P), DEEP) * LN2 - e[:, None])
+    dS = P * dP
+    if CAP:
+        t = tanh(raw * scale / cap)
+        dS = gl.where(P > 0.0, dS * (1.0 - t * t), 0.0)
+    return dS
+
+
+@gluon.jit
+def blank(X, levels, BM: gl.constexpr, C: gl.constexpr):
+    """Zeros for the queries X [BM, C] of rows that see nothing, which may be NaN. Every group writes the same to the same place."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+    for r in gl.static_range(0, BM, PIECE):
+        part = X.slice(r, PIECE)
+        see = levels.slice(r, PIECE).load(gl.SliceLayout(1, L)) < float("inf")
+        part.store(gl.where(see[:, None], part.load(L), 0.0))
+
+
+@gluon.jit
+def clean(X, where, item, kv, j0, M, groups, C: gl.constexpr):
+    """Zeros for keys X [ROWS, C] that no row may attend, which may be NaN."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+    at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item
+    for r in gl.static_range(0, ROWS, PIECE):
+        j = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, L))
+        seen = j * 0
+        for u in range(groups):
+            seen = seen | gl.load(where.seen + at + (kv * groups + u) * where.seen_head + j, mask=j < M, other=0).to(gl.int32)
+        part = X.slice(r, PIECE)
+        part.store(gl.where((seen != 0)[:, None], part.load(L), 0.0))
+
+
+@gluon.jit
+def scored(K, X, stage, none, DA: gl.constexpr, BM: gl.constexpr):
+    """Sᵀ = K Qᵀ [ROWS, BM], begun."""
+    return warpgroup_mma(K, flat(X[0].index(stage), BM, DA).permute((1, 0)), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def valued(V, X, facts, stage, none, EA: gl.constexpr, BM: gl.constexpr, DROP: gl.constexpr, SL: gl.constexpr):
+    """dPᵀ − δ = V dOᵀ − δ [ROWS, BM], begun; without δ where dropout comes between."""
+    dO = flat(X[3].index(stage), BM, EA).permute((1, 0))
+    if DROP:
+        dP = warpgroup_mma(V, dO, none, use_acc=False, is_async=True)
+    else:
+        dP = warpgroup_mma(V, dO, none - facts[1].index(stage).load(gl.SliceLayout(0, SL))[None, :], is_async=True)
+    return dP
+
+
+@gluon.jit
+def shared_out(X, at, none, G: gl.constexpr, GROUPS: gl.constexpr, DA: gl.constexpr):
+    """dQ = dS K, the group's share of its columns [BM, DA / GROUPS], begun."""
+    K, dS = X[1], X[4]
+    SHARE: gl.constexpr = DA // GROUPS
+    share = warpgroup_mma(dS.index(at * GROUPS).permute((1, 0)), flat(K.index(0), ROWS, DA).slice(G * SHARE, SHARE, dim=1), none, use_acc=False,
+                          is_async=True)
+    for g in gl.static_range(1, GROUPS):
+        share = warpgroup_mma(dS.index(at * GROUPS + g).permute((1, 0)), flat(K.index(g), ROWS, DA).slice(G * SHARE, SHARE, dim=1), share,
+                              is_async=True)
+    return share
+
+
+@gluon.jit
+def hand_over(share, dQ, at, d_free, d_ready, phase, G: gl.constexpr, GROUPS: gl.constexpr):
+    """A share of dQ to the warp that adds it."""
+    mbarrier.wait(d_free.index(at), phase)
+    dQ.index(at * GROUPS + G).store(share)
+    fence_async_shared()
+    group_barrier()
+    mbarrier.arrive(d_ready.index(at))
+
+
+@gluon.jit
+def put(X, desc, out, strides, item, kv, row, M, D, scale, into, C: gl.constexpr, DESCRIBED: gl.constexpr, XL: gl.constexpr):
+    """X [ROWS, C] times a number to memory, through the shared block `into` or by pointers."""
+    X = (X * scale).to(into.dtype)
+    if DESCRIBED:
+        flat(into, ROWS, C).store(X)
+        fence_async_shared()
+        group_barrier()
+        tma_store(desc, [item, kv, row, 0], into)
+        tma.store_wait(0)
+        group_barrier()
+    else:
+        j = row + gl.arange(0, ROWS, gl.SliceLayout(1, XL))
+        c = gl.arange(0, C, gl.SliceLayout(0, XL))
+        at = out + item.to(gl.int64) * strides[0] + kv.to(gl.int64) * strides[1] + j.to(gl.int64)[:, None] * strides[2] + c[None, :]
+        gl.store(at, X, mask=(j < M)[:, None] & (c < D)[None, :])
+
+
+@gluon.jit
+def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+            HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
+            DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
+    """A warp group: its ROWS keys against all rows that see the block. dQ of a block is made in the next block's step."""
+    (described, X, barriers, facts, g_entropy, mean, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
+     groups, section) = given
+    Q, K, V, dO, dS, dQ = X
+    k_ready, ready, free, s_ready, d_ready, d_free = barriers
+    SHARE: gl.constexpr = DA // GROUPS  # columns of dQ that the group makes
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DA, 16])
+    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EA, 16])
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16])
+    TL: gl.constexpr = turned_layout(BM)
+    block, own = place(blocks, owners, section)
+    kv_heads = heads // groups
+    item, kv = own // kv_heads, own % kv_heads
+    row = (block * GROUPS + G) * ROWS
+    beyond = row + ROWS > M
+    dK = gl.zeros([ROWS, DA], gl.float32, KL)
+    dV = gl.zeros([ROWS, EA], gl.float32, VL)
+    none = gl.zeros([ROWS, BM], gl.float32, SL)
+    no_dQ = gl.zeros([BM, SHARE], gl.float32, QL)
+    mbarrier.wait(k_ready, 0)
+    if MASK != _NONE:
+        clean(flat(K.index(G), ROWS, DA), where, item, kv, row, M, groups, DA)
+        fence_async_shared()
+        group_barrier()
+    own_k = flat(K.index(G), ROWS, DA)
+    own_v = flat(V.index(G), ROWS, EA)
+    if HELD:
+        own_k = own_k.load(gl.DotOperandLayout(0, SL, 2))
+        own_v = own_v.load(gl.DotOperandLayout(0, SL, 2))
+    stage = 0
+    parity = 0
+    turn = 0  # of dS and dQ, which have two places
+    phase = 1  # of the dS before
+    late = False  # whether there is a dS before
+    for u in range(groups):
+        h = kv * groups + u
+        if SCALES:
+            scale = gl.load(scales + h)
+        unit = scale * LOG2E
+        first, full, until, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        for t in range(count):
+            b, slot, partial = rows_at(turns, t, first, full, until, MASK)
+            partial = partial | beyond
+            q = flat(Q.index(stage), BM, DA)
+            do = flat(dO.index(stage), BM, EA)
+            mbarrier.wait(s_ready.index(turn ^ 1), phase, pred=late)
+            share = shared_out(X, turn ^ 1, no_dQ, G, GROUPS, DA)
+            mbarrier.wait(ready.index(stage), parity)
+            S = scored(own_k, X, stage, none, DA, BM)
+            share = warpgroup_mma_wait(1, deps=[share])
+            if late:
+                hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G, GROUPS)
+            dP = valued(own_v, X, facts, stage, none, EA, BM, DROP, SL)
+            level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
+            j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            raw = turned(warpgroup_mma_wait(1, deps=[S]), TL)
+            P = weights(raw, level, b, j, slot, item, h, scale, unit, cap, bias, where, facts, stage, n, M, partial, BM, MASK, BIAS, CAP, FAST, TL)
+            Pd = P
+            if DROP:
+                i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
+                low, high = drop_keys(drop, item, h, heads, i, n)
+                keep = kept(low, high, j, drop.bound)
+                Pd = gl.where(keep, P * drop.factor, 0.0)
+            dV = warpgroup_mma(gl.convert_layout(Pd.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
+            slope = turned(warpgroup_mma_wait(1, deps=[dP]), TL)
+            if DROP:
+                slope = gl.where(keep, slope * drop.factor, 0.0) - facts[1].index(stage).load(gl.SliceLayout(1, TL))[:, None]
+            g, e = level, level
+            if ENTROPY:
+                at = (item * heads + h).to(gl.int64) * NP + b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))
+                g, e = gl.load(g_entropy + at), gl.load(mean + at)
+            slope = slopes(P, slope, raw, g, e, scale, cap, partial, BIAS, ENTROPY, CAP)
+            of_keys = slope
+            if SCALES:  # each query head has its own, and dK is of them all
+                of_keys = slope * scale
+            slope = gl.convert_layout(slope.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
+            dS.index(turn * GROUPS + G).store(slope)
+            of_keys = gl.convert_layout(of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
+            if MASK != _NONE or BIAS != _PLAIN:
+                if partial:
+                    blank(q, facts[0].index(stage), BM, DA)
+            fence_async_shared()
+            group_barrier()
+            mbarrier.arrive(s_ready.index(turn))
+            dK = warpgroup_mma(of_keys, q, dK, is_async=True)
+            dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
+            mbarrier.arrive(free.index(stage))
+            late = True
+            phase = gl.where(turn == 0, phase ^ 1, phase)
+            turn ^= 1
+            stage, parity = advance(stage, parity, STAGES)
+    if late:
+        mbarrier.wait(s_ready.index(turn ^ 1), phase)
+        share = shared_out(X, turn ^ 1, no_dQ, G, GROUPS, DA)
+        share = warpgroup_mma_wait(0, deps=[share])
+        hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G, GROUPS)
+    put(dV, described[8], dv, strides[1], item, kv, row, M, E, 1.0, V.index(G), EA, DESCRIBED, VL)
+    put(dK, described[7], dk, strides[0], item, kv, row, M, D, 1.0 if SCALES else scale, V.index(G), DA, DESCRIBED, KL)
+
+
+@gluon.jit(do_not_specialize=["where", "turns", "drop", "n", "M", "D", "E", "NP", "blocks", "owners", "heads", "groups", "section"])
+def backward(q, k, v, do, level, delta, g_entropy, mean, sums, dk_desc, dv_desc, lo, hi, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
+             counters, n, M, D, E, NP, blocks, owners, heads, groups, section,
+             DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+             HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
+             DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
+    """A program has one block of keys of one key head; its query heads come one after the other."""
+    K = gl.allocate_shared_memory(k.dtype, [GROUPS, 1, 1, ROWS, DA], k.layout)
+    V = gl.allocate_shared_memory(v.dtype, [GROUPS, 1, 1, ROWS, EA], v.layout)
+    Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
+    dO = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, EA], do.layout)
+    dS = gl.allocate_shared_memory(q.dtype, [2 * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
+    dQ = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BM, DA // GROUPS], sums.layout)
+    levels = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
+    los = deltas
+    his = deltas
+    if MASK == _SPANS:
+        los = gl.allocate_shared_memory(gl.int32, [STAGES, BM], lo.layout)
+        his = gl.allocate_shared_memory(gl.int32, [STAGES, BM], hi.layout)
+    BL: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
+    d_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
+    d_free = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
+    s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    mbarrier.init(k_ready, count=1)
+    for s in gl.static_range(2):
+        mbarrier.init(s_ready.index(s), count=GROUPS)
+        mbarrier.init(d_ready.index(s), count=GROUPS)
+        mbarrier.init(d_free.index(s), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=GROUPS)
+    fence_async_shared()
+    described = (q, k, v, do, level, delta, sums, dk_desc, dv_desc, lo, hi)
+    X = (Q, K, V, dO, dS, dQ)
+    barriers = (k_ready, ready, free, s_ready, d_ready, d_free)
+    facts = (levels, deltas, los, his)
+    given = (described, X, barriers, facts, g_entropy, mean, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners,
+             heads, groups, section)
+    gl.warp_specialize([
+        (compute, (given, 0, DA, EA, BM, GROUPS, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
+        (compute, (given, 1, DA, EA, BM, GROUPS, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
+        (copy, (given, DA, EA, BM, GROUPS, STAGES, MASK)),
+        (add, (given, 0, BM, GROUPS, MASK)),
+        (add, (given, 1, BM, GROUPS, MASK)),
+    ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
+
+
+@triton.jit(do_not_specialize=["n", "D"])
+def finish(sums, counters, dq, scale, n, D, BM: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr):
+    """A block of rows of dQ from its sums; zeros if nothing was added."""
+    at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    some = tl.load(counters + at) > 0
+    r = tl.arange(0, BM)
+    i = tl.program_id(0) * BM + r
+    for g in tl.static_range(GROUPS):
+        c = tl.arange(0, C)
+        X = tl.load(sums + ((at.to(tl.int64) * GROUPS + g) * BM + r)[:, None] * C + c[None, :])  # [BM, C]
+        X = tl.where(some, X, 0.0) * scale
+        to = (tl.program_id(1).to(tl.int64) * n + i)[:, None] * D + (g * C + c)[None, :]
+        tl.store(dq + to, X.to(dq.dtype.element_ty), mask=(i < n)[:, None] & (g * C + c < D)[None, :])

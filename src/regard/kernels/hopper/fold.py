@@ -1,0 +1,141 @@
+"""What a warp group does to a tile of logits and to what it has of its rows: hide, exponentiate, fold, rescale, pack."""
+# Written for Triton's compiler, which has types of its own.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..tile import _BITS, _NONE, DEEP, LN2, LOG2E, kept
+from . import asm
+from .walk import ROWS
+
+EIGHT = gl.constexpr(8)
+BEHIND, OUTSIDE, UNSET = gl.constexpr(asm.BEHIND), gl.constexpr(asm.OUTSIDE), gl.constexpr(asm.UNSET)
+BF16, FP16 = gl.constexpr(asm.pair("bf16")), gl.constexpr(asm.pair("f16"))
+_rescale = gluon.constexpr_function(asm.rescale)
+_rescale_constraints = gluon.constexpr_function(asm.rescale_constraints)
+_exp2 = gluon.constexpr_function(asm.exp2)
+_exp2_constraints = gluon.constexpr_function(asm.exp2_constraints)
+
+
+@gluon.jit
+def power(T, POLY: gl.constexpr):
+    """2ᵀ, of each eight numbers POLY without the unit for exponentials."""
+    if POLY > 0:
+        P = gl.inline_asm_elementwise(_exp2(EIGHT, POLY), _exp2_constraints(EIGHT), [T], gl.float32, True, 8)
+    else:
+        P = gl.exp2(T)
+    return P
+
+
+@gluon.jit
+def parts(X):
+    """Sums of X [ROWS, BN] over every eighth key, [ROWS, 8]: a thread holds all that it adds up."""
+    return gl.sum(X.reshape([ROWS, X.shape[1] // EIGHT, EIGHT]), 1)
+
+
+@gluon.jit
+def summed(X, like):
+    """The rows of parts X [ROWS, 8], added up as `like` [ROWS] lies."""
+    return gl.convert_layout(gl.sum(X, 1), like.type.layout)
+
+
+@gluon.jit
+def fold(S, m, top, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr):
+    """Fold logits S [ROWS, BN], −inf where hidden, into m [ROWS] and l, e [ROWS, 8]: the weights P, and what rescales the past.
+
+    l and e stay in parts, each the sum over its keys: a thread adds them up by itself, and rows meet once, at the end.
+
+    LAZY keeps an m that is lower than the largest logit by no more than 2^LAZY, and the largest itself in `top`.
+    """
+    peak = gl.max(S, 1)  # [ROWS]
+    if FAST:
+        peak = peak * unit  # log2 units; else natural ones
+    if LAZY > 0:
+        top = gl.maximum(top, peak)
+        m_new = gl.where(peak > m + (LAZY if FAST else LAZY * LN2), peak, m)
+    else:
+        m_new = gl.maximum(m, peak)
+    if FAST:
+        T = S * unit - m_new[:, None]  # [ROWS, BN]
+        down = m - m_new  # [ROWS]
+    else:
+        T = (S - m_new[:, None]) * LOG2E
+        down = (m - m_new) * LOG2E
+    if HIDES and ENTROPY:
+        T = gl.maximum(T, DEEP)  # finite, so that P·T is 0 and not NaN
+    down = gl.maximum(down, DEEP)
+    P = power(T, 0 if HIDES else POLY)  # [ROWS, BN]
+    a = gl.exp2(down)  # [ROWS]
+    each = gl.convert_layout(a, gl.SliceLayout(1, l.type.layout))[:, None]  # [ROWS, 1]
+    if ENTROPY:
+        by = gl.convert_layout(down, gl.SliceLayout(1, l.type.layout))[:, None]
+        e = each * (e + by * l) + parts(P * T)
+    l = each * l + parts(P)
+    return P, m_new, top, l, e, a
+
+
+@gluon.jit
+def shrink(O, a, C: gl.constexpr, LAZY: gl.constexpr, OL: gl.constexpr):
+    """O [ROWS, C] times a [ROWS]."""
+    a = gl.convert_layout(a, gl.SliceLayout(1, OL))[:, None]
+    if LAZY > 0:
+        COUNT: gl.constexpr = C // 2
+        O = gl.inline_asm_elementwise(_rescale(COUNT), _rescale_constraints(COUNT), [O, gl.broadcast(O, a)[1]], gl.float32, True, COUNT)
+    else:
+        O = O * a
+    return O
+
+
+@gluon.jit
+def veil(S, where, lo, hi, slot, i, j0, MASK: gl.constexpr):
+    """S [ROWS, BN], −inf where the mask hides; slot −1 hides all.
+
+    A key is its place among the keys of its thread, a constant, and where the thread begins: two of eight keys are a
+    thread's. So a bound costs a comparison with a constant, and a bit a test with one. The selection is one piece of
+    PTX, which the compiler cannot tear apart to keep the comparisons of a whole tile.
+    """
+    BN: gl.constexpr = S.shape[1]
+    c = gl.arange(0, BN, gl.SliceLayout(0, S.type.layout))  # [BN]
+    begin = j0 + (c & 6)  # [BN]
+    c = gl.broadcast(S, (c & -7)[None, :])[1]  # [ROWS, BN]
+    if MASK == _BITS:
+        row = where.bits + gl.maximum(slot, 0).to(gl.int64) * 512 + (i % 128) * 4  # [ROWS]
+        first = j0 % 128 // 32
+        word = c * 0
+        for k in gl.static_range(BN // 32):
+            w = gl.load(row + first + k)  # [ROWS]
+            word = gl.where(c // 32 == k, gl.where(slot >= 0, w, 0)[:, None], word)
+        word = word >> (begin % 8)[None, :]
+        bit = (c * 0 + 1) << (c % 32)
+        S = gl.inline_asm_elementwise(UNSET, "=f,f,r,r", [S, word, bit], gl.float32, True, 1)
+    elif MASK == _NONE:
+        S = gl.inline_asm_elementwise(BEHIND, "=f,f,r,r", [S, c, hi[:, None] - begin[None, :]], gl.float32, True, 1)
+    else:
+        S = gl.inline_asm_elementwise(OUTSIDE, "=f,f,r,r,r", [S, c, lo[:, None] - begin[None, :], hi[:, None] - begin[None, :]], gl.float32, True, 1)
+    return S
+
+
+@gluon.jit
+def packed(P, keys, j, drop, like, DROP: gl.constexpr):
+    """P [ROWS, BN] after dropout, two neighbours in an int32: [ROWS, BN / 2].
+
+    So a loop carries it in the registers that a product reads. Halves on their own would be put together in each block.
+    """
+    if DROP:
+        P = gl.where(kept(keys[0], keys[1], j, drop.bound), P, 0.0)
+    even, odd = P.reshape([ROWS, P.shape[1] // 2, 2]).split()  # [ROWS, BN / 2]
+    if like == gl.bfloat16:
+        pairs = gl.inline_asm_elementwise(BF16, "=r,f,f", [even, odd], gl.int32, True, 1)
+    else:
+        pairs = gl.inline_asm_elementwise(FP16, "=r,f,f", [even, odd], gl.int32, True, 1)
+    return pairs
+
+
+@gluon.jit
+def operand(P, like: gl.constexpr, PL: gl.constexpr):
+    """Packed P as the left side of a product, [ROWS, BN]; no instruction comes of it."""
+    even, odd = (P & 0xFFFF).to(gl.int16).to(like, bitcast=True), (P >> 16).to(gl.int16).to(like, bitcast=True)
+    return gl.convert_layout(gl.join(even, odd).reshape([ROWS, P.shape[1] * 2]), PL, assert_trivial=True)

@@ -1,0 +1,152 @@
+"""From a `Work` to the Hopper backward: what it refuses, its memory, and its start."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import pad
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..parts import RELATIVE, TENSOR
+from ..turns import turns
+from ..work import Slopes, Work
+from . import launch as forward
+from .backward import backward, finish
+from .configs import ROWS
+
+__all__ = ["Blocks", "backward_arguments", "blocks_for", "memory_for", "refuses", "slopes"]
+
+_WIDEST = 128
+_MULTIPROCESSORS = 132
+
+
+class Blocks(NamedTuple):
+    """Rows of a block, warp groups (each with 64 keys), blocks in flight, registers a thread."""
+
+    BM: int = 64
+    groups: int = 2
+    stages: int = 2
+    registers: int = 240
+    held: bool = False  # whether a group has its keys and values in registers
+    section: int = 0  # key heads that are worked on together; 0: as many as fill the chip
+
+    @property
+    def BN(self) -> int:
+        return ROWS * self.groups
+
+
+class Memory(NamedTuple):
+    """What the kernel writes."""
+
+    dk: Tensor
+    dv: Tensor
+    sums: Tensor  # float32 (blocks of rows · groups · BM, columns): dQ, unscaled
+    counters: Tensor  # int32 (blocks of rows,): how many blocks of keys have added
+
+
+def refuses(w: Work, s: Slopes) -> list[str]:
+    """Why the kernel cannot do this work; empty if it can."""
+    reasons = forward.refuses(w)
+    if max(w.query.shape[3], w.value.shape[3]) > _WIDEST:
+        reasons.append(f"dims are at most {_WIDEST}; got {w.query.shape[3]} and {w.value.shape[3]}")
+    if w.kind in (TENSOR, RELATIVE):
+        reasons.append("a bias may hide keys from single blocks of rows, and all blocks share one copy of the keys")
+    if s.dO.dtype != w.query.dtype or not forward._describable(s.dO):
+        reasons.append(f"the copy engine cannot describe the output's gradient: {s.dO.dtype}, strides {tuple(s.dO.stride())}")
+    if 2 * w.query.shape[0] * w.heads * (w.n + 127) >= 2**31:
+        reasons.append(f"rows are counted in 31 bits; got {tuple(w.query.shape[:3])}")
+    return reasons
+
+
+def blocks_for(w: Work) -> Blocks:
+    """By dims alone: where there is room, a group has its keys and values in registers, which spares shared memory."""
+    return Blocks(held=max(w.query.shape[3], w.value.shape[3]) <= 64)
+
+
+def slopes(w: Work, s: Slopes, blocks: Blocks | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ (in float32 and not yet scaled where there is a tensor of scales), dK and dV."""
+    blocks = blocks or blocks_for(w)
+    memory = memory_for(w, blocks)
+    args, options = backward_arguments(w, s, memory, blocks)
+    L, K, M, _ = w.key.shape
+    backward[(triton.cdiv(M, blocks.BN) * L * K,)](*args, **options)
+    return finished(w, memory, blocks), memory.dk, memory.dv
+
+
+def memory_for(w: Work, blocks: Blocks) -> Memory:
+    L, H, N = w.rows
+    rows = L * H * triton.cdiv(N, blocks.BM)
+    DA = _padded(w.query.shape[3])
+    sums = w.query.new_empty(rows * blocks.BM * blocks.groups, DA // blocks.groups, dtype=torch.float32)
+    counters = torch.zeros(rows, dtype=torch.int32, device=w.query.device)
+    return Memory(torch.empty_like(w.key, memory_format=torch.contiguous_format), torch.empty_like(w.value, memory_format=torch.contiguous_format), sums, counters)
+
+
+def backward_arguments(w: Work, s: Slopes, memory: Memory, blocks: Blocks) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the kernel is called with."""
+    (L, H, N), D, E = w.rows, w.query.shape[3], w.value.shape[3]
+    DA, EA = _padded(D), _padded(E)
+    BM, BN = blocks.BM, blocks.BN
+    NP = -(-N // BM) * BM
+    entropy = s.g_entropy is not None
+    described = DA == EA and forward._describable(memory.dk) and forward._describable(memory.dv)
+    where = w.layout.by_keys(BM, BN)
+    q, k, v, do = (forward._described(x, rows, width)[0] for x, rows, width in (
+        (w.query, BM, DA), (w.key, ROWS, DA), (w.value, ROWS, EA), (s.dO, BM, EA)))
+    facts = (_row(_rows(s.peak, NP, torch.inf), BM), _row(_rows(s.delta, NP), BM), _rows(s.g_entropy, NP), _rows(s.mean, NP))
+    out = [forward._described(x, ROWS, DA)[0] if described else None for x in (memory.dk, memory.dv)]
+    args = (
+        q, k, v, do, *facts, _summed(memory.sums, BM), *out, _row(where.lo, BM), _row(where.hi, BM), memory.dk, memory.dv, (memory.dk.stride()[:3], memory.dv.stride()[:3]),
+        w.scale, w.scales, w.softcap or 0.0, w.bias, where, turns(w.layout, BM, BN), w.drop, memory.counters, N, w.m, D, E, NP,
+        triton.cdiv(w.m, BN), L * H // w.groups, H, w.groups, _section(w, blocks),
+    )  # fmt: skip
+    options = {
+        "DA": DA, "EA": EA, "BM": BM, "GROUPS": blocks.groups, "STAGES": blocks.stages, "REGISTERS": blocks.registers, "HELD": blocks.held,
+        **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": entropy,
+        "DROP": w.drop.keys is not None, "DESCRIBED": described, "num_warps": 4,
+    }  # fmt: skip
+    return args, options
+
+
+def finished(w: Work, memory: Memory, blocks: Blocks) -> Tensor:
+    """dQ from its sums."""
+    (L, H, N), D = w.rows, w.query.shape[3]
+    exact = w.scales is not None
+    dq = w.query.new_empty(L, H, N, D, dtype=torch.float32 if exact else w.query.dtype)
+    scale = 1.0 if exact else w.scale
+    finish[(triton.cdiv(N, blocks.BM), L * H)](
+        memory.sums, memory.counters, dq, scale, N, D, BM=blocks.BM, GROUPS=blocks.groups, C=memory.sums.shape[1], num_warps=4
+    )
+    return dq
+
+
+def _section(w: Work, blocks: Blocks) -> int:
+    """How many key heads are worked on together: enough for a program on every multiprocessor."""
+    owners = w.key.shape[0] * w.key.shape[1]
+    return min(owners, blocks.section or triton.cdiv(_MULTIPROCESSORS, triton.cdiv(w.m, blocks.BN)))
+
+
+def _padded(dim: int) -> int:
+    return 64 if dim <= 64 else 128
+
+
+def _rows(x: Tensor | None, padded: int, beyond: float = 0.0) -> Tensor | None:
+    """A number a row, up to `padded` rows; those beyond the last have `beyond`."""
+    return x if x is None or x.shape[-1] == padded else pad(x, (0, padded - x.shape[-1]), value=beyond)
+
+
+def _row(x: Tensor | None, BM: int) -> Any:
+    """Numbers one behind the other to the copy engine, in blocks of BM."""
+    if x is None:
+        return None
+    kind = gl.int32 if x.dtype == torch.int32 else gl.float32
+    return TensorDescriptor(x, [x.numel()], [1], [BM], gl.NVMMASharedLayout.get_default_for([BM], kind))
+
+
+def _summed(sums: Tensor, BM: int) -> Any:
+    block = [BM, sums.shape[1]]
+    return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), block, gl.NVMMASharedLayout.get_default_for(block, gl.float32))
