@@ -8,24 +8,33 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HERE = Path(__file__).resolve().parent / "distributed"
 PATIENCE = 120.0  # seconds for one job
+Case = Callable[[int, Path], None]
+"""What one rank does, given its number and a folder that all ranks share; nothing is raised where all is well."""
 
 
 class World:
-    """So many ranks over gloo; `run` has all of them do one of the jobs in `distributed/jobs_of_*.py`."""
+    """So many ranks over gloo; `run` has all of them do one job.
+
+    A job is a function of `distributed/jobs_of_*.py`, by its name, or one of a module's CASES: "nn.over_group:dropout".
+    """
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         context = get_context("forkserver")  # which imports torch once, and forks before anything runs
         context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "regard.distributed"])
         self.size = size
+        self.sound = True  # until a job fails: then ranks may still wait for each other
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self.processes = [], []
         for rank in range(size):
@@ -58,7 +67,9 @@ class World:
         until = time.monotonic() + patience
         first = range(self.size) if awaited is None else awaited
         found = {rank: self._answer(rank, until) for rank in first}
-        return [found[rank] if rank in found else self._answer(rank, 0.0) for rank in range(self.size)]
+        every = [found[rank] if rank in found else self._answer(rank, 0.0) for rank in range(self.size)]
+        self.sound = self.sound and not any(isinstance(answer, Failed) for answer in every)
+        return every
 
     def _answer(self, rank: int, until: float) -> Any:
         try:
@@ -92,7 +103,6 @@ def _serve(pipe: Any, store: str, rank: int, size: int, timeout: float) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    modules = [importlib.import_module(file.stem) for file in sorted(HERE.glob("jobs_of_*.py"))]
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
@@ -100,7 +110,16 @@ def _serve(pipe: Any, store: str, rank: int, size: int, timeout: float) -> None:
         job, args = pipe.recv()
         torch.manual_seed(0)
         try:
-            answer = next(getattr(module, job) for module in modules if hasattr(module, job))(*args)
-        except Exception:  # noqa: BLE001  (the test tells it)
+            answer = _job(job, rank)(*args)
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001  (the test tells it)
             answer = Failed(f"rank {rank}: {traceback.format_exc()}")
         pipe.send(answer)
+
+
+def _job(name: str, rank: int) -> Callable[..., Any]:
+    module, _, case = name.rpartition(":")
+    if module:
+        return partial(importlib.import_module(module).CASES[case], rank)
+    jobs = [importlib.import_module(file.stem) for file in sorted(HERE.glob("jobs_of_*.py"))]
+    found: Callable[..., Any] = next(getattr(module, name) for module in jobs if hasattr(module, name))
+    return found

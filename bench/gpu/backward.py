@@ -9,13 +9,15 @@ from _device import Bars, Peer, Row, at_least, attempt, each, measured, over, re
 from _peers import HIDDEN, SHAPES, TOKENS, Plain, peers, plain
 
 KERNELS = ("regard", "FlexAttention", "cuDNN", "flash")
+MUST = 1.15  # of FlexAttention's speed
 
 
 def main() -> None:
-    rows = each({name: partial(row, name) for name in SHAPES})
+    rows = each(CASES)
     note = (
         "TFLOP/s of 2.5 times the forward's work, the backward alone, medians by CUDA events, the kernels in turns. "
-        "`apart` is the largest difference of the queries' gradients. Must: regard ≥ 0.95 × FlexAttention."
+        "`apart` is the largest difference of the queries' gradients. "
+        f"Must: regard ≥ {MUST} × FlexAttention; the aim is to pass cuDNN."
     )
     question = f"Backward, bf16, {TOKENS:,} tokens, hidden {HIDDEN:,}: TFLOP/s"
     report("backward", question, rows, note, Bars(KERNELS, "TFLOP/s"))
@@ -34,19 +36,21 @@ def row(shape: str) -> Row:
         "regard / Flex": ratio,
         "regard / cuDNN": over(speed["regard"], speed["cuDNN"]),
         "apart": apart,
-        "must": "≥ 0.95",
-        "holds": verdict({"regard": at_least(ratio, 0.95)}),
+        "must": f"≥ {MUST} × Flex",
+        "holds": verdict({"regard": at_least(ratio, MUST)}),
     }
 
 
-def slopes(x: Plain, name: str, forward: Peer, dO: torch.Tensor) -> Peer | None:
+def slopes(x: Plain, name: str, forward: Peer | None, dO: torch.Tensor) -> Peer | None:
     """The backward of a forward that was run once."""
-    output = attempt(f"{x.name}, forward of {name}", forward)
+    output = None if forward is None else attempt(f"{x.name}, forward of {name}", forward)
     if not isinstance(output, torch.Tensor):
         return None
     slope = torch.empty_like(output).copy_(dO)  # in the output's own layout, so that nobody pays for another
     return Peer(lambda: torch.autograd.grad(output, (x.query, x.key, x.value), slope, retain_graph=True))
 
 
+CASES = {name: partial(row, name) for name in SHAPES}
+
 if __name__ == "__main__":
-    start(main)
+    start(main, CASES)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import regard
+from regard import distributed
 from world import World
 
 DEVICE = "cuda"

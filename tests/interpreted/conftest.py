@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -26,3 +28,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_spec("triton") is None:
         for item in items:
             item.add_marker(pytest.mark.skip(reason="triton has no wheel for this system"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def looked_up_once() -> Iterator[None]:
+    """Let the interpreter look through Triton's language once a launch, and not at every call within a kernel.
+
+    That search takes a third of its time, and finds everything in its place.
+    """
+    if find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    search: Callable[[Any], Any] = interpreter._patch_lang
+    languages = (interpreter.tl, interpreter.tl.core)
+    found: set[frozenset[int]] = set()
+
+    def once(fn: Any) -> Any:
+        seen = frozenset(at for x in fn.__globals__.values() for at, tl in enumerate(languages) if x is tl)
+        if seen in found:
+            return None  # asked for within a kernel, where nobody takes the answer
+        scope = search(fn)
+        restore = scope.restore
+
+        def ended() -> None:
+            found.clear()
+            restore()
+
+        scope.restore = ended
+        found.add(seen)
+        return scope
+
+    interpreter._patch_lang = once
+    yield
+    interpreter._patch_lang = search

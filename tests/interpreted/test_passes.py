@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ import regard
 from contract_cases import BY_NAME, Case, Shape, as_double
 
 FEW = Shape(batch=2, heads=2, kv_heads=1)
-SEVERAL = Shape(batch=1, heads=1, kv_heads=1, n=130, m=260, d=8, dv=4)
+STRIPS = Shape(batch=1, heads=1, kv_heads=1, n=70, m=100, d=8, dv=4)
+LISTS = replace(STRIPS, n=130, m=260)  # several blocks of 128
 NAMES = (
     *("plain", "causal", "causal offset per item", "padding", "strided", "dense per head", "predicate", "nothing"),
     *("scale per head", "softcap", "sink", "bias", "bias with −inf", "alibi", "relative", "all together"),
@@ -18,8 +21,8 @@ NAMES = (
 )
 CASES = [
     *(Case(name, BY_NAME[name].make, FEW) for name in NAMES),
-    Case("several strips", lambda s: {"mask": regard.causal()}, SEVERAL),
-    Case("several lists", lambda s: {"mask": regard.blocks(60) | regard.global_tokens([129])}, SEVERAL),
+    Case("several strips", lambda s: {"mask": regard.causal()}, STRIPS),
+    Case("several lists", lambda s: {"mask": regard.blocks(60) | regard.global_tokens([129])}, LISTS),
 ]
 
 
@@ -44,7 +47,7 @@ def test_every_pass_agrees(case: Case) -> None:
     close(found.gradient_health, true.gradient_health)
     close(found.distance, true.distance)
     n, m = case.shape.n, case.shape.m
-    for height, width in ((2, m // 3), (n, m // 2)):  # coarse, and too fine for a kernel
+    for height, width in ((2, 15), (n, m // 2)):  # coarse, and too fine for a kernel
         close(found.map(height, width), true.map(height, width))
     (values, index), (true_values, true_index) = found.top(4), true.top(4)
     close(values, true_values)

@@ -84,11 +84,11 @@ def several(*lead: int, heads: int = 2) -> list[Tensor]:
 
 keep = random(2, 2, N, M, seed=9) > -0.5
 SEVERAL: dict[str, Callable[[], tuple[list[Tensor], dict[str, Any]]]] = {
-    "a length for each of the first": lambda: (several(2, 3), {"mask": regard.padding([40, 9])}),
-    "bits for each of the first": lambda: (several(2, 3), {"mask": regard.padding(keep[:, 0, 0])}),
+    "a length for each of the first": lambda: (several(2, 3, heads=1), {"mask": regard.padding([40, 9])}),
+    "bits for each of the first": lambda: (several(2, 3, heads=1), {"mask": regard.padding(keep[:, 0, 0])}),
     "bits for each of the first and head": lambda: (several(2, 3), {"mask": regard.dense(keep)}),
-    "a tensor for each of the second": lambda: (several(3, 2), {"mask": keep[:, :1]}),
-    "a bias for each of the first": lambda: (several(2, 3), {"bias": random(2, 1, 1, N, M).requires_grad_()}),
+    "a tensor for each of the second": lambda: (several(3, 2, heads=1), {"mask": keep[:, :1]}),
+    "a bias for each of the first": lambda: (several(2, 3, heads=1), {"bias": random(2, 1, 1, N, M).requires_grad_()}),
     "a bias for each of the second": lambda: (several(2, 3), {"bias": random(3, 2, N, 1).requires_grad_()}),
 }
 

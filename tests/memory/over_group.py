@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import regard
-from group_work import Case
 from regard.errors import ArgumentError, DistributedError
 from regard.memory import Memory, Reading, stream
 from regard.scores import Additive, Bilinear, Cosine, Gaussian, Score, Temperature
+from world import Case
 
 RANKS = 3
 ROWS = (17, 0, 30)  # one rank holds nothing

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 
-from group_work import once, run
 from memory.over_group import CASES, RANKS
 from regard.errors import ArgumentError, DtypeError
 from regard.memory import Memory
+from world import World
 
 FATAL = ["a_rank_that_dies_before_the_backward_pass", "a_rank_that_does_not_come"]
-TOGETHER = [name for name in CASES if name not in FATAL]
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What three ranks said of all cases, which they worked through one after the other; once for all test workers."""
-    return once("memory.over_group", TOGETHER, RANKS, tmp_path_factory.getbasetemp())
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_a_read_over_a_group_is_that_of_one_memory(name: str, said: dict[str, list[str]]) -> None:
-    assert said[name] == [""] * RANKS, "\n".join(said[name])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FATAL])
+def test_a_read_over_a_group_is_that_of_one_memory(name: str, world: Callable[[int], World], tmp_path: Path) -> None:
+    world(RANKS).run(f"memory.over_group:{name}", tmp_path)
 
 
 @pytest.mark.parametrize("name", FATAL)
-def test_a_rank_that_is_gone_gives_the_others_one_error(name: str) -> None:
-    found = run("memory.over_group", [name], RANKS, timeout=4.0)[name]
-    assert found[:2] == ["", ""], "\n".join(found)
+def test_a_rank_that_is_gone_gives_the_others_one_error(name: str, tmp_path: Path) -> None:
+    lost = World(RANKS, timeout=4.0)
+    lost.send(f"memory.over_group:{name}", tmp_path)
+    said = lost.answers(awaited=(0, 1))
+    lost.close()
+    assert list(map(str, said[:2])) == ["None", "None"]
 
 
 def test_a_group_needs_a_process_group() -> None:

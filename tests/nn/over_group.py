@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from group_work import Case
 from regard.distributed import gather, over, shard
 from regard.errors import ArgumentError
 from regard.nn import KVCache, MultiheadAttention, ScaledDotProductAttention
+from world import Case
 
 RANKS = 4
 CASES: dict[str, Case] = {}

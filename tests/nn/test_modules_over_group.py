@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from group_work import once
 from nn.over_group import CASES, RANKS
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What four ranks said of all cases."""
-    return once("nn.over_group", list(CASES), RANKS, tmp_path_factory.getbasetemp())
+from world import World
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_module_over_a_group_is_that_of_one_process(name: str, said: dict[str, list[str]]) -> None:
-    assert said[name] == [""] * RANKS, "\n".join(said[name])
+def test_a_module_over_a_group_is_that_of_one_process(name: str, world: Callable[[int], World], tmp_path: Path) -> None:
+    world(RANKS).run(f"nn.over_group:{name}", tmp_path)

@@ -25,7 +25,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile import _BITS, _NONE, _PLAIN, _SPANS, DEEP, LN2, LOG2E, bias_rows, drop_keys, kept, logits, seat, shown, tanh
+from ..tile import (
+    _BITS,
+    _NONE,
+    _PLAIN,
+    _SPANS,
+    DEEP,
+    LOG2E,
+    bias_rows,
+    drop_keys,
+    kept,
+    logits,
+    seat,
+    shown,
+    span_rows,
+    tanh,
+)
 from .exchange import ACQUIRE, RELEASE, SETTLED, tma_add
 from .forward import PIECE, flat, group_barrier, tma_store
 from .layouts import turned as turned_layout
@@ -86,12 +101,13 @@ def place(blocks, owners, section):
 
 
 @gluon.jit
-def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr):
+def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+         ENTROPY: gl.constexpr):
     """The warp that copies: K and V once, then of each block of rows Q, dO and the facts."""
-    (described, X, barriers, facts, g_entropy, mean, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
      groups, section) = given
-    q, k, v, do, level, delta, _, _, _, lo, hi = described
-    FACTS: gl.constexpr = 4 if MASK == _SPANS else 2
+    q, k, v, do, level, delta, g_entropy, _, _, _, lo, hi = described
+    FACTS: gl.constexpr = 3 if ENTROPY else 4 if MASK == _SPANS else 2
     Q, K, V, dO, dS, dQ = X
     k_ready, ready, free, s_ready, d_ready, d_free = barriers
     block, own = place(blocks, owners, section)
@@ -120,7 +136,9 @@ def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl
             tma_load(level, [at + b * BM], now, facts[0].index(stage))
             tma_load(do, [item, h, b * BM, 0], now, dO.index(stage))
             tma_load(delta, [at + b * BM], now, facts[1].index(stage))
-            if MASK == _SPANS:
+            if ENTROPY:
+                tma_load(g_entropy, [at + b * BM], now, facts[2].index(stage))
+            elif MASK == _SPANS:
                 tma_load(lo, [spans + b * BM], now, facts[2].index(stage))
                 tma_load(hi, [spans + b * BM], now, facts[3].index(stage))
             stage, parity = advance(stage, parity, STAGES)
@@ -129,9 +147,9 @@ def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl
 @gluon.jit
 def add(given, ODD: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr):
     """One of two warps that add dQ to memory when its turn has come: this one every other block of rows."""
-    (described, X, barriers, facts, g_entropy, mean, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
      groups, section) = given
-    sums = described[6]
+    sums = described[7]
     dQ = X[5]
     d_ready, d_free = barriers[4], barriers[5]
     block, own = place(blocks, owners, section)
@@ -173,7 +191,7 @@ def turned(X, L: gl.constexpr):
 
 @gluon.jit
 def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, facts, stage, n, M, partial, BM: gl.constexpr, MASK: gl.constexpr,
-            BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, TL: gl.constexpr):
+            BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, TL: gl.constexpr):
     """P [BM, ROWS] of products S; 0 where the pair is hidden."""
     if not FAST:
         i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
@@ -187,14 +205,17 @@ def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, facts,
             i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))
             lo, hi = i, i
             if MASK == _SPANS:
-                lo, hi = facts[2].index(stage).load(gl.SliceLayout(1, TL)), facts[3].index(stage).load(gl.SliceLayout(1, TL))
-            S = gl.where(shown(where, lo, hi, slot, i, j, MASK) & (j < M)[None, :], S, float("-inf"))
+                if ENTROPY:  # whose own fact takes their place
+                    lo, hi = span_rows(where, item, h, i, n, M, MASK)
+                else:
+                    lo, hi = facts[2].index(stage).load(gl.SliceLayout(1, TL)), facts[3].index(stage).load(gl.SliceLayout(1, TL))
+            S = gl.where(shown(where, lo, hi, gl.maximum(slot, 0), i, j, MASK) & (j < M)[None, :], S, float("-inf"))  # slot 0 shows all
     T = S * unit - level[:, None] if FAST else (S - level[:, None]) * LOG2E
     return gl.exp2(T)
 
 
 @gluon.jit
-def slopes(P, dP, raw, g, e, scale, cap, partial, BIAS: gl.constexpr, ENTROPY: gl.constexpr, CAP: gl.constexpr):
+def slopes(P, dP, raw, g, scale, cap, partial, BIAS: gl.constexpr, ENTROPY: gl.constexpr, CAP: gl.constexpr):
     """dS [BM, ROWS] of the scaled products from dP − δ."""
     if BIAS != _PLAIN:
         dP = gl.where(P > 0.0, dP, 0.0)
@@ -202,7 +223,7 @@ def slopes(P, dP, raw, g, e, scale, cap, partial, BIAS: gl.constexpr, ENTROPY: g
         if partial:
             dP = gl.where(P > 0.0, dP, 0.0)  # a hidden value may be NaN
     if ENTROPY:
-        dP -= g[:, None] * (gl.maximum(gl.log2(P), DEEP) * LN2 - e[:, None])
+        dP -= g[:, None] * gl.maximum(gl.log2(P), DEEP)
     dS = P * dP
     if CAP:
         t = tanh(raw * scale / cap)
@@ -232,6 +253,12 @@ def clean(X, where, item, kv, j0, M, groups, C: gl.constexpr):
             seen = seen | gl.load(where.seen + at + (kv * groups + u) * where.seen_head + j, mask=j < M, other=0).to(gl.int32)
         part = X.slice(r, PIECE)
         part.store(gl.where((seen != 0)[:, None], part.load(L), 0.0))
+
+
+@gluon.jit
+def fresh(X, zero):
+    """X, in registers of its own. The assembler of Triton 3.6 overwrites an operand in registers that a loop uses again."""
+    return gl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r,r", [X, zero], X.dtype, True, 2)
 
 
 @gluon.jit
@@ -297,7 +324,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
             DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
     """A warp group: its ROWS keys against all rows that see the block. dQ of a block is made in the next block's step."""
-    (described, X, barriers, facts, g_entropy, mean, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
      groups, section) = given
     Q, K, V, dO, dS, dQ = X
     k_ready, ready, free, s_ready, d_ready, d_free = barriers
@@ -345,15 +372,20 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             mbarrier.wait(s_ready.index(turn ^ 1), phase, pred=late)
             share = shared_out(X, turn ^ 1, no_dQ, G, GROUPS, DA)
             mbarrier.wait(ready.index(stage), parity)
-            S = scored(own_k, X, stage, none, DA, BM)
+            keys, values = own_k, own_v
+            if HELD:
+                zero = (t + NP) >> 30
+                keys, values = fresh(own_k, zero), fresh(own_v, zero)
+            S = scored(keys, X, stage, none, DA, BM)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
                 hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G, GROUPS)
-            dP = valued(own_v, X, facts, stage, none, EA, BM, DROP, SL)
+            dP = valued(values, X, facts, stage, none, EA, BM, DROP, SL)
             level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             raw = turned(warpgroup_mma_wait(1, deps=[S]), TL)
-            P = weights(raw, level, b, j, slot, item, h, scale, unit, cap, bias, where, facts, stage, n, M, partial, BM, MASK, BIAS, CAP, FAST, TL)
+            P = weights(raw, level, b, j, slot, item, h, scale, unit, cap, bias, where, facts, stage, n, M, partial, BM, MASK, BIAS, CAP, FAST, ENTROPY,
+                        TL)
             Pd = P
             if DROP:
                 i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
@@ -364,11 +396,10 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             slope = turned(warpgroup_mma_wait(1, deps=[dP]), TL)
             if DROP:
                 slope = gl.where(keep, slope * drop.factor, 0.0) - facts[1].index(stage).load(gl.SliceLayout(1, TL))[:, None]
-            g, e = level, level
+            g = level
             if ENTROPY:
-                at = (item * heads + h).to(gl.int64) * NP + b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))
-                g, e = gl.load(g_entropy + at), gl.load(mean + at)
-            slope = slopes(P, slope, raw, g, e, scale, cap, partial, BIAS, ENTROPY, CAP)
+                g = facts[2].index(stage).load(gl.SliceLayout(1, TL))
+            slope = slopes(P, slope, raw, g, scale, cap, partial, BIAS, ENTROPY, CAP)
             of_keys = slope
             if SCALES:  # each query head has its own, and dK is of them all
                 of_keys = slope * scale
@@ -393,12 +424,12 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
         share = shared_out(X, turn ^ 1, no_dQ, G, GROUPS, DA)
         share = warpgroup_mma_wait(0, deps=[share])
         hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G, GROUPS)
-    put(dV, described[8], dv, strides[1], item, kv, row, M, E, 1.0, V.index(G), EA, DESCRIBED, VL)
-    put(dK, described[7], dk, strides[0], item, kv, row, M, D, 1.0 if SCALES else scale, V.index(G), DA, DESCRIBED, KL)
+    put(dV, described[9], dv, strides[1], item, kv, row, M, E, 1.0, V.index(G), EA, DESCRIBED, VL)
+    put(dK, described[8], dk, strides[0], item, kv, row, M, D, 1.0 if SCALES else scale, V.index(G), DA, DESCRIBED, KL)
 
 
 @gluon.jit(do_not_specialize=["where", "turns", "drop", "n", "M", "D", "E", "NP", "blocks", "owners", "heads", "groups", "section"])
-def backward(q, k, v, do, level, delta, g_entropy, mean, sums, dk_desc, dv_desc, lo, hi, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
+def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, lo, hi, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
              counters, n, M, D, E, NP, blocks, owners, heads, groups, section,
              DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
              HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
@@ -412,11 +443,13 @@ def backward(q, k, v, do, level, delta, g_entropy, mean, sums, dk_desc, dv_desc,
     dQ = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BM, DA // GROUPS], sums.layout)
     levels = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
-    los = deltas
-    his = deltas
-    if MASK == _SPANS:
-        los = gl.allocate_shared_memory(gl.int32, [STAGES, BM], lo.layout)
-        his = gl.allocate_shared_memory(gl.int32, [STAGES, BM], hi.layout)
+    third = deltas
+    fourth = deltas
+    if ENTROPY:
+        third = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
+    elif MASK == _SPANS:
+        third = gl.allocate_shared_memory(gl.int32, [STAGES, BM], lo.layout)
+        fourth = gl.allocate_shared_memory(gl.int32, [STAGES, BM], hi.layout)
     BL: gl.constexpr = mbarrier.MBarrierLayout()
     k_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
     d_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
@@ -433,16 +466,16 @@ def backward(q, k, v, do, level, delta, g_entropy, mean, sums, dk_desc, dv_desc,
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=GROUPS)
     fence_async_shared()
-    described = (q, k, v, do, level, delta, sums, dk_desc, dv_desc, lo, hi)
+    described = (q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, lo, hi)
     X = (Q, K, V, dO, dS, dQ)
     barriers = (k_ready, ready, free, s_ready, d_ready, d_free)
-    facts = (levels, deltas, los, his)
-    given = (described, X, barriers, facts, g_entropy, mean, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners,
+    facts = (levels, deltas, third, fourth)  # then g_H of the entropy, or both ends of the spans
+    given = (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners,
              heads, groups, section)
     gl.warp_specialize([
         (compute, (given, 0, DA, EA, BM, GROUPS, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
         (compute, (given, 1, DA, EA, BM, GROUPS, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
-        (copy, (given, DA, EA, BM, GROUPS, STAGES, MASK)),
+        (copy, (given, DA, EA, BM, GROUPS, STAGES, MASK, ENTROPY)),
         (add, (given, 0, BM, GROUPS, MASK)),
         (add, (given, 1, BM, GROUPS, MASK)),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ROWS", "Tile", "chunks", "config", "copying", "overridden"]
+__all__ = ["ROWS", "Tile", "cdiv", "chunks", "config", "copying", "overridden"]
 
 ROWS = 64  # query rows of one warp group
 
@@ -59,6 +59,15 @@ def copying(groups: int, registers: int) -> int:
     32
     """
     return 65536 // (groups + 1) // 128 // 8 * 8 * (groups + 1) - groups * registers
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own is made for kernels, and slow outside of them.
+
+    >>> cdiv(7, 2)
+    4
+    """
+    return -(-a // b)
 
 
 def padded(dim: int) -> int:

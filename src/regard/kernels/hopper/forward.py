@@ -37,7 +37,6 @@ from ..tile import (
 )
 from .configs import copying
 from .fold import fold, operand, packed, parts, shrink, summed, veil
-from .fold import power as power
 from .walk import ROWS, advance, block_at, copy, place, walk_of
 
 PIECE = gl.constexpr(16)  # values that are cleaned together
@@ -174,10 +173,14 @@ def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barr
     O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
     S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
     mbarrier.arrive(k_free.index(stage))
+    BESIDE: gl.constexpr = GROUPS == 2 or not ENTROPY  # whether the fold runs beside the group's own product
+    if not BESIDE:
+        mbarrier.wait(v_ready.index(stage), parity)
     S, show = judge(S, i, j, b * BN, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, MASKED)
     seen, dirty = unseen(show, where, item, h, j0, M, BN, MASK, BIAS, MASKED)
     P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, HIDES, LAZY, POLY)
-    mbarrier.wait(v_ready.index(stage), parity)  # for the next turn; a loop here also keeps the assembler from waiting for O before the fold
+    if BESIDE:
+        mbarrier.wait(v_ready.index(stage), parity)  # for the next turn; a loop here also keeps the assembler from waiting for O before the fold
     O, R = ended(O, R, EB)
     mbarrier.arrive(v_free.index(before))
     O = shrink(O, a, EA, LAZY, OL)

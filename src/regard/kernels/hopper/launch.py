@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..blocks import BITS, SIDE
 from ..parts import INTERPRETED, PLAIN
 from ..work import Found, Work
-from .configs import ROWS, Tile, chunks, config
+from .configs import ROWS, Tile, cdiv, chunks, config
 from .forward import forward
 
 __all__ = ["attend", "forward_arguments", "refuses", "room", "tile_for"]
@@ -57,7 +57,7 @@ def attend(w: Work, entropy: bool, tile: Tile | None = None, section: int | None
     found = Found(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), peak, spread)
     tile = tile or tile_for(w)
     args, options = forward_arguments(w, found, entropy, tile, section)
-    programs = triton.cdiv(N, tile.BM) * L * H
+    programs = cdiv(N, tile.BM) * L * H
     if tile.persistent:
         programs = min(programs, torch.cuda.get_device_properties(w.query.device).multi_processor_count)
     forward[(programs,)](*args, **options)
@@ -72,7 +72,7 @@ def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section:
     (DA, DB), (EA, EB) = chunks(w.query.shape[3]), chunks(E)
     described = (DA, DB) == (EA, EB) and _describable(found.output)
     out = _described(found.output, ROWS, EA, EB) if described else (None, None)
-    blocks = triton.cdiv(N, tile.BM)
+    blocks = cdiv(N, tile.BM)
     args = (
         *_described(w.query, ROWS, DA, DB), *_described(w.key, tile.BN, DA, DB), *_described(w.value, tile.BN, EA, EB), *out,
         found.output, found.lse, found.max_logit, found.spread, found.entropy, found.output.stride()[:3], w.scale, w.scales, w.softcap or 0.0,
@@ -110,5 +110,6 @@ def _described(x: Tensor, rows: int, *widths: int) -> tuple[Any, Any]:
     )  # type: ignore[return-value]
 
 
+@lru_cache
 def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], _KINDS[dtype])

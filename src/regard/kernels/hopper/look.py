@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..blocks import SPANS, Where, _four, _strides, pad_to_even
 from ..parts import PLAIN
 from ..work import Work
-from .configs import ROWS, chunks, padded
+from .configs import ROWS, cdiv, chunks, padded
 from .launch import _described, refuses, room
 from .passes import pooled as pooled_kernel
 from .passes import received as received_kernel
@@ -62,7 +61,7 @@ def received(w: Work, peak: Tensor, spread: Tensor, look: Look | None = None) ->
     out = peak.new_empty(L, H, w.m)
     look = look or look_for(w)
     args, options = received_arguments(w, out, peak, spread, look)
-    received_kernel[(triton.cdiv(w.m, look.BN) * L * H,)](*args, **options)
+    received_kernel[(cdiv(w.m, look.BN) * L * H,)](*args, **options)
     return out
 
 
@@ -70,7 +69,7 @@ def received_arguments(w: Work, out: Tensor, peak: Tensor, spread: Tensor, look:
     """What the kernel is called with."""
     L, H, N = w.rows
     where = w.layout.by_keys(_BLOCK, look.BN)
-    args = (*_facts(w, out, peak, spread, look), where, N, w.m, triton.cdiv(w.m, look.BN), L * H, H, w.groups, room(w))
+    args = (*_facts(w, out, peak, spread, look), where, N, w.m, cdiv(w.m, look.BN), L * H, H, w.groups, room(w))
     return args, _options(w, look)
 
 
@@ -91,7 +90,7 @@ def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int, look:
     grid = grid or grid_for(w, height, width, look)
     out = peak.new_zeros(L, H, height, width, grid.parts)
     args, options = pooled_arguments(w, out, peak, spread, grid, look)
-    pooled_kernel[(grid.columns * triton.cdiv(height, grid.bands) * L * H,)](*args, **options)
+    pooled_kernel[(grid.columns * cdiv(height, grid.bands) * L * H,)](*args, **options)
     return out.sum(-1) if grid.parts > 1 else out[..., 0]
 
 
@@ -100,18 +99,18 @@ def grid_for(w: Work, height: int, width: int, look: Look) -> Grid:
 
     How rows are cut does not change the bits of a result: each cell is summed by one program, in the order of its rows.
     """
-    widest = triton.cdiv(w.m, width)
-    grid = Grid(height, width, max(1, look.BN // widest), triton.cdiv(widest, look.BN), height)
+    widest = cdiv(w.m, width)
+    grid = Grid(height, width, max(1, look.BN // widest), cdiv(widest, look.BN), height)
     programs = grid.columns * w.rows[0] * w.rows[1]
     cuts = max(1, min(height, _FILLED // programs, w.n // (4 * _BLOCK)))
-    return grid._replace(bands=triton.cdiv(height, cuts))
+    return grid._replace(bands=cdiv(height, cuts))
 
 
 def pooled_arguments(w: Work, out: Tensor, peak: Tensor, spread: Tensor, grid: Grid, look: Look) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the kernel is called with."""
     L, H, N = w.rows
     counts = (grid.columns, L * H, H, w.groups, room(w))
-    args = (*_facts(w, out, peak, spread, look), _where(w, grid, look), N, w.m, *grid, triton.cdiv(w.m, _BLOCK), *counts)
+    args = (*_facts(w, out, peak, spread, look), _where(w, grid, look), N, w.m, *grid, cdiv(w.m, _BLOCK), *counts)
     return args, _options(w, look)
 
 
@@ -142,7 +141,7 @@ def _bounds(w: Work, grid: Grid, look: Look) -> Tensor:
     full = torch.searchsorted(hi, right)  # the first row with hi ≥ right
     until = torch.searchsorted(lo, left, right=True)  # one behind the last row with lo ≤ left
     some = (behind > first) & (right > left)
-    whole = torch.where(until == n, triton.cdiv(n, _BLOCK), until // _BLOCK)
+    whole = torch.where(until == n, cdiv(n, _BLOCK), until // _BLOCK)
     first, behind = (torch.where(some, x, 0) for x in (first // _BLOCK, (behind + _BLOCK - 1) // _BLOCK))
     return _four(first, (full + _BLOCK - 1) // _BLOCK, whole, behind)
 

@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..tile import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, logits, met, seat, shown, span_rows
-from .forward import flat, power
+from .fold import power
+from .forward import flat
 from .walk import ROWS, advance, place, tma_load
 
 PAIR = gl.constexpr(2 * ROWS.value)  # rows of a block in the lists: two tiles

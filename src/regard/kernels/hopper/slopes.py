@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
@@ -16,7 +17,7 @@ from ..turns import turns
 from ..work import Slopes, Work
 from . import launch as forward
 from .backward import backward, finish
-from .configs import ROWS
+from .configs import ROWS, cdiv
 
 __all__ = ["Blocks", "backward_arguments", "blocks_for", "memory_for", "refuses", "slopes"]
 
@@ -53,6 +54,8 @@ def refuses(w: Work, s: Slopes) -> list[str]:
     reasons = forward.refuses(w)
     if max(w.query.shape[3], w.value.shape[3]) > _WIDEST:
         reasons.append(f"dims are at most {_WIDEST}; got {w.query.shape[3]} and {w.value.shape[3]}")
+    if w.drop.keys is not None and max(w.query.shape[3], w.value.shape[3]) > 64:
+        reasons.append("with dropout and dims above 64 the portable kernels are faster")
     if w.kind in (TENSOR, RELATIVE):
         reasons.append("a bias may hide keys from single blocks of rows, and all blocks share one copy of the keys")
     if s.dO.dtype != w.query.dtype or not forward._describable(s.dO):
@@ -63,8 +66,8 @@ def refuses(w: Work, s: Slopes) -> list[str]:
 
 
 def blocks_for(w: Work) -> Blocks:
-    """By dims alone: where there is room, a group has its keys and values in registers, which spares shared memory."""
-    return Blocks(held=max(w.query.shape[3], w.value.shape[3]) <= 64)
+    """By nothing yet: one shape is used for all dims."""
+    return Blocks()
 
 
 def slopes(w: Work, s: Slopes, blocks: Blocks | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,13 +76,13 @@ def slopes(w: Work, s: Slopes, blocks: Blocks | None = None) -> tuple[Tensor, Te
     memory = memory_for(w, blocks)
     args, options = backward_arguments(w, s, memory, blocks)
     L, K, M, _ = w.key.shape
-    backward[(triton.cdiv(M, blocks.BN) * L * K,)](*args, **options)
+    backward[(cdiv(M, blocks.BN) * L * K,)](*args, **options)
     return finished(w, memory, blocks), memory.dk, memory.dv
 
 
 def memory_for(w: Work, blocks: Blocks) -> Memory:
     L, H, N = w.rows
-    rows = L * H * triton.cdiv(N, blocks.BM)
+    rows = L * H * cdiv(N, blocks.BM)
     DA = _padded(w.query.shape[3])
     sums = w.query.new_empty(rows * blocks.BM * blocks.groups, DA // blocks.groups, dtype=torch.float32)
     counters = torch.zeros(rows, dtype=torch.int32, device=w.query.device)
@@ -97,12 +100,12 @@ def backward_arguments(w: Work, s: Slopes, memory: Memory, blocks: Blocks) -> tu
     where = w.layout.by_keys(BM, BN)
     q, k, v, do = (forward._described(x, rows, width)[0] for x, rows, width in (
         (w.query, BM, DA), (w.key, ROWS, DA), (w.value, ROWS, EA), (s.dO, BM, EA)))
-    facts = (_row(_rows(s.peak, NP, torch.inf), BM), _row(_rows(s.delta, NP), BM), _rows(s.g_entropy, NP), _rows(s.mean, NP))
+    facts = [_row(_rows(x, NP, beyond), BM) for x, beyond in zip(_facts(s), (torch.inf, 0.0, 0.0), strict=True)]
     out = [forward._described(x, ROWS, DA)[0] if described else None for x in (memory.dk, memory.dv)]
     args = (
         q, k, v, do, *facts, _summed(memory.sums, BM), *out, _row(where.lo, BM), _row(where.hi, BM), memory.dk, memory.dv, (memory.dk.stride()[:3], memory.dv.stride()[:3]),
         w.scale, w.scales, w.softcap or 0.0, w.bias, where, turns(w.layout, BM, BN), w.drop, memory.counters, N, w.m, D, E, NP,
-        triton.cdiv(w.m, BN), L * H // w.groups, H, w.groups, _section(w, blocks),
+        cdiv(w.m, BN), L * H // w.groups, H, w.groups, _section(w, blocks),
     )  # fmt: skip
     options = {
         "DA": DA, "EA": EA, "BM": BM, "GROUPS": blocks.groups, "STAGES": blocks.stages, "REGISTERS": blocks.registers, "HELD": blocks.held,
@@ -118,7 +121,7 @@ def finished(w: Work, memory: Memory, blocks: Blocks) -> Tensor:
     exact = w.scales is not None
     dq = w.query.new_empty(L, H, N, D, dtype=torch.float32 if exact else w.query.dtype)
     scale = 1.0 if exact else w.scale
-    finish[(triton.cdiv(N, blocks.BM), L * H)](
+    finish[(cdiv(N, blocks.BM), L * H)](
         memory.sums, memory.counters, dq, scale, N, D, BM=blocks.BM, GROUPS=blocks.groups, C=memory.sums.shape[1], num_warps=4
     )
     return dq
@@ -127,11 +130,18 @@ def finished(w: Work, memory: Memory, blocks: Blocks) -> Tensor:
 def _section(w: Work, blocks: Blocks) -> int:
     """How many key heads are worked on together: enough for a program on every multiprocessor."""
     owners = w.key.shape[0] * w.key.shape[1]
-    return min(owners, blocks.section or triton.cdiv(_MULTIPROCESSORS, triton.cdiv(w.m, blocks.BN)))
+    return min(owners, blocks.section or cdiv(_MULTIPROCESSORS, cdiv(w.m, blocks.BN)))
 
 
 def _padded(dim: int) -> int:
     return 64 if dim <= 64 else 128
+
+
+def _facts(s: Slopes) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of each row its level, δ, and g_H by the units of the exponent: dS = P ∘ (dP − (δ − g_H·mean) − g_H·(S − level))."""
+    if s.g_entropy is None or s.mean is None:
+        return s.peak, s.delta, None
+    return s.peak, s.delta - s.g_entropy * s.mean, s.g_entropy * math.log(2)
 
 
 def _rows(x: Tensor | None, padded: int, beyond: float = 0.0) -> Tensor | None:
@@ -143,10 +153,14 @@ def _row(x: Tensor | None, BM: int) -> Any:
     """Numbers one behind the other to the copy engine, in blocks of BM."""
     if x is None:
         return None
-    kind = gl.int32 if x.dtype == torch.int32 else gl.float32
-    return TensorDescriptor(x, [x.numel()], [1], [BM], gl.NVMMASharedLayout.get_default_for([BM], kind))
+    return TensorDescriptor(x, [x.numel()], [1], [BM], _layout((BM,), x.dtype))
+
+
+@lru_cache
+def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.int32 if dtype == torch.int32 else gl.float32)
 
 
 def _summed(sums: Tensor, BM: int) -> Any:
     block = [BM, sums.shape[1]]
-    return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), block, gl.NVMMASharedLayout.get_default_for(block, gl.float32))
+    return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), block, _layout(tuple(block), sums.dtype))

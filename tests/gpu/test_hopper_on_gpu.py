@@ -1,0 +1,333 @@
+"""The Hopper kernels on their chip: they run, give the same bits always, are exact, and touch nothing beside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from contract_cases import CASES, Case, agree, plain_results, results, truth
+from gpu.test_core_on_gpu import moved
+from gpu.test_kernels_on_gpu import DEVICE, guarded, inputs, of_bits, random, rows_and_gradients, same_bits
+from regard import biases, scores
+from regard.kernels.blocks import BITS
+from regard.layout import layout
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="the Hopper kernels need a GPU of compute capability 9.0"),
+]
+N, M = 1025, 1150  # of 8 heads and two items: more blocks than the chip has multiprocessors
+FORWARD, BACKWARD = "regard.kernels.hopper.forward.forward", "regard.kernels.hopper.backward.backward"
+PASSES = "regard.kernels.hopper.passes"
+PORTABLE = {"regard.kernels.forward.forward", "regard.kernels.backward.keys", "regard.kernels.backward.queries"}
+
+MADE: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "full": lambda n, m: {},
+    "causal": lambda n, m: {"mask": regard.causal()},
+    "window": lambda n, m: {"mask": regard.window(170, 9)},
+    "padding": lambda n, m: {"mask": regard.padding([m - 30, 0])},
+    "bits": lambda n, m: {"mask": of_bits(n, m)},
+    "bias": lambda n, m: {"bias": random(8, n, m, dtype=torch.float32, seed=4).requires_grad_()},
+    "alibi": lambda n, m: {"bias": biases.alibi(torch.linspace(0.01, 0.2, 8, device=DEVICE))},
+    "gqa": lambda n, m: {"mask": regard.causal()},
+    "dropout": lambda n, m: {"dropout": 0.3},
+}
+HEADS = {"gqa": 2}  # of keys; all others have as many as queries
+
+
+def made(name: str, d: int, n: int = N, m: int = M, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], Any]:
+    return inputs(n, m, d, heads=8, kv_heads=HEADS.get(name, 8), dtype=dtype), MADE[name](n, m)
+
+
+def learnt(kwargs: dict[str, Any]) -> list[Tensor]:
+    return [x for x in kwargs.values() if isinstance(x, Tensor) and x.requires_grad]
+
+
+def upstream(tensors: list[Tensor]) -> Tensor:
+    query, _, value = tensors
+    return random(*query.shape[:3], value.shape[3], dtype=query.dtype, seed=8)
+
+
+def output_and_gradients(tensors: list[Tensor], dO: Tensor, **kwargs: Any) -> list[Tensor]:
+    """What a forward and a backward pass without statistics give, as in training."""
+    torch.manual_seed(11)
+    output = regard.attention(*tensors, **kwargs, backend="triton")
+    return [output.detach(), *torch.autograd.grad(output, [*tensors, *learnt(kwargs)], dO)]
+
+
+def everything(tensors: list[Tensor], **kwargs: Any) -> list[Tensor]:
+    """The same, and then with every statistic and its part in the gradients."""
+    plain = output_and_gradients(tensors, upstream(tensors), **kwargs)
+    torch.manual_seed(11)
+    return [*plain, *rows_and_gradients(tensors, learnt(kwargs), **kwargs)]
+
+
+# They run.
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are started, by module and name."""
+    from triton.runtime.jit import JITFunction
+
+    names: list[str] = []
+    run = JITFunction.run
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        names.append(f"{self.fn.__module__}.{self.fn.__name__}")
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", noted)
+    return names
+
+
+@pytest.mark.parametrize(("name", "d"), [*((name, 64) for name in MADE), ("full", 40), ("full", 96), ("full", 128)])
+def test_the_chips_own_kernels_run(name: str, d: int, started: list[str]) -> None:
+    tensors, kwargs = made(name, d)
+    output = regard.attention(*tensors, **kwargs, backend="triton")
+    assert set(started) == {FORWARD}
+    started.clear()
+    torch.autograd.grad(output, [*tensors, *learnt(kwargs)], upstream(tensors))
+    refused = name == "bias"  # which may hide a key from some blocks of rows alone
+    assert (BACKWARD in started) is not refused
+    assert bool(PORTABLE.intersection(started)) is refused
+
+
+@pytest.mark.parametrize("d", [192, 256])
+def test_a_wide_forward_runs_on_the_chips_own_kernel(d: int, started: list[str]) -> None:
+    regard.attention(*(x.detach() for x in inputs(N, M, d)), backend="triton")
+    assert set(started) == {FORWARD}
+
+
+def test_what_each_key_receives_and_maps_have_kernels_of_the_chip(started: list[str]) -> None:
+    seen = regard.observe(*(x.detach() for x in inputs(N, M, 128)), mask=regard.causal(), backend="triton")
+    seen.received, seen.map(16, 16)
+    assert set(started) == {FORWARD, f"{PASSES}.received", f"{PASSES}.pooled"}
+
+
+def test_what_the_chips_own_kernels_refuse_runs_on_the_portable_ones(started: list[str]) -> None:
+    whole = inputs(N, M, 64, heads=8, kv_heads=8, dtype=torch.float32)
+    beside = [guarded(x, 1, 2)[0].requires_grad_() for x in inputs(N, M, 64, heads=8, kv_heads=8)]
+    added = scores.Additive(64, 64, 16).to(DEVICE, torch.bfloat16)
+    for tensors, score in ((whole, None), (beside, None), (inputs(33, 40, 64), added)):
+        output = regard.attention(*tensors, score=score, backend="triton")
+        torch.autograd.grad(output, tensors, upstream(tensors))
+    assert not any(".hopper." in kernel for kernel in started)
+    assert PORTABLE.issubset(started)
+
+
+# The same bits: at every run, in every batch, in whatever form the mask is given.
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", MADE)
+def test_two_hundred_runs_give_the_same_bits(name: str, d: int) -> None:
+    tensors, kwargs = made(name, d)
+    first = everything(tensors, **kwargs)
+    assert all(x.isfinite().all() for x in first if name not in ("padding", "bits"))
+    assert all(same_bits(everything(tensors, **kwargs), first) for _ in range(199))
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "bits"])
+def test_two_hundred_looks_at_the_weights_give_the_same_bits(name: str) -> None:
+    tensors, kwargs = made(name, 128)
+
+    def look() -> list[Tensor]:
+        seen = regard.observe(*(x.detach() for x in tensors), **kwargs, backend="triton")
+        return [seen.received, seen.map(37, 64), seen.gradient_health]
+
+    first = look()
+    assert all(same_bits(look(), first) for _ in range(199))
+
+
+BATCHED: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    **{name: MADE[name] for name in ("full", "causal", "window", "gqa")},
+    "padding": lambda n, m: {"mask": regard.padding([m - 30, 0, 77])},
+    "bits": lambda n, m: {
+        "mask": torch.stack([of_bits(n, m), of_bits(n, m).roll(5, 0), of_bits(n, m).roll(9, 1)])[:, None]
+    },
+    "bias": lambda n, m: {"bias": random(3, 8, n, m, dtype=torch.float32, seed=4).requires_grad_()},
+}
+
+
+def item(x: Any, at: int) -> Any:
+    """The part of one item in tensors, and in what is told of three items."""
+    if isinstance(x, Tensor) and x.dim() == 4 and len(x) == 3:
+        return x.detach()[at : at + 1].clone().requires_grad_(x.requires_grad)
+    if isinstance(x, regard.Mask) and x.lead[0] == 3:
+        return x.restrict(slice(at, at + 1), slice(None))
+    return x
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_sequence_does_not_depend_on_its_batch(name: str, d: int) -> None:
+    n, m = 513, 640
+    tensors = inputs(n, m, d, batch=3, heads=8, kv_heads=HEADS.get(name, 8))
+    kwargs = BATCHED[name](n, m)
+    whole = everything(tensors, **kwargs)
+    for at in (0, 2):
+        part = [item(x, at) for x in tensors], {key: item(x, at) for key, x in kwargs.items()}
+        dO = upstream(tensors)[at : at + 1]
+        torch.manual_seed(11)
+        alone = [
+            *output_and_gradients(part[0], dO, **part[1]),
+            *rows_and_gradients(part[0], learnt(part[1]), **part[1]),
+        ]
+        assert same_bits([x[at : at + 1] for x in whole], alone)
+
+
+SPANS: dict[str, regard.Mask] = {
+    "everything": regard.everything(),
+    "causal": regard.causal(),
+    "window": regard.window(170, 9),
+    "padding": regard.padding([600]),
+    "blocks": regard.blocks(90),
+    "prefix": regard.prefix(257),
+}
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", SPANS)
+def test_a_mask_has_the_same_bits_as_spans_and_as_a_tensor(name: str, d: int) -> None:
+    """Beside an item with holes, which no spans can tell, a tensor's bits are read for all items."""
+    tensors = inputs(N, M, d, heads=8, kv_heads=8)
+    written = SPANS[name].dense(N, M, device=DEVICE).expand(1, 1, N, M)
+    beside = torch.cat((written, of_bits(N, M).expand(1, 1, N, M)))
+    assert layout(regard.dense(beside), N, M, torch.device(DEVICE)).kind == BITS
+    spans = everything(tensors, mask=SPANS[name])
+    assert same_bits(everything(tensors, mask=written), spans)
+    assert same_bits([x[:1] for x in everything(tensors, mask=beside)], [x[:1] for x in spans])
+
+
+# Memory: nothing is read that was not written, and nothing is touched beside the tensors.
+
+BAND = 2**17  # bytes on either side: more than a block of rows has
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Buffers around all memory that kernels are given to write, every bit of them set: NaN for all floats."""
+    found: list[Tensor] = []
+
+    def fresh(make: Callable[..., Tensor], inside: int) -> Callable[..., Tensor]:
+        def made(*args: Any, **options: Any) -> Tensor:
+            like = make(*args, **options)
+            size = like.numel() * like.element_size()
+            found.append(torch.full((2 * BAND + size,), 255, dtype=torch.uint8, device=like.device))
+            room = found[-1][BAND : BAND + size]
+            return room.fill_(inside).view(like.dtype).view(like.shape)
+
+        return made
+
+    for owner, name, inside in (
+        (torch.Tensor, "new_empty", 255),
+        (torch.Tensor, "new_zeros", 0),
+        (torch, "empty", 255),
+        (torch, "empty_like", 255),
+        (torch, "zeros", 0),
+        (torch, "zeros_like", 0),
+    ):
+        monkeypatch.setattr(owner, name, fresh(getattr(owner, name), inside))
+    return found
+
+
+def unharmed(room: Tensor) -> bool:
+    return bool((room[:BAND] == 255).all()) and bool((room[-BAND:] == 255).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "d"),
+    [
+        *((name, d) for name in MADE for d in (64, 128)),
+        ("full", 40),
+        ("causal", 72),
+        ("bits", 96),
+        ("bias", 96),
+        ("full", 256),
+    ],
+)
+def test_poisoned_memory_and_guard_bands_change_no_bit(name: str, d: int, request: pytest.FixtureRequest) -> None:
+    """Query, key, value and dO lie in the midst of NaN, and so does all that is written."""
+    tensors, kwargs = made(name, d, 301, 333)
+    dO = upstream(tensors)
+    clean = output_and_gradients(tensors, dO, **kwargs)
+    views, around = zip(*(guarded(x, 8, 8) for x in (*tensors, dO)), strict=True)
+    leaves = [x.requires_grad_() for x in views[:3]]
+    rooms: list[Tensor] = request.getfixturevalue("rooms")
+    found = output_and_gradients(leaves, views[3], **kwargs)
+    assert same_bits(found, clean)
+    assert found[0].untyped_storage().data_ptr() in {x.untyped_storage().data_ptr() for x in rooms}
+    assert all(map(unharmed, rooms))
+    for view, room, x in zip(views, around, (*tensors, dO), strict=True):
+        assert torch.equal(view, x)
+        assert int(room.isfinite().sum()) == x.numel()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_statistics_in_poisoned_memory_have_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
+    tensors, kwargs = made(name, 64, 301, 333)
+    torch.manual_seed(11)
+    clean = rows_and_gradients(tensors, learnt(kwargs), **kwargs)
+    leaves = [guarded(x, 8, 8)[0].requires_grad_() for x in tensors]
+    rooms: list[Tensor] = request.getfixturevalue("rooms")
+    torch.manual_seed(11)
+    assert same_bits(rows_and_gradients(leaves, learnt(kwargs), **kwargs), clean)
+    assert rooms
+    assert all(map(unharmed, rooms))
+
+
+def test_values_that_nobody_may_see_leave_no_trace() -> None:
+    tensors = inputs(301, 333, 64)
+    mask = regard.causal() & regard.padding([100, 333])
+    clean = everything(tensors, mask=mask)
+    with torch.no_grad():
+        for x in tensors[1:]:
+            x[0, :, 100:] = math.nan
+    assert same_bits(everything(tensors, mask=mask), clean)
+
+
+# Exact: the contract, against float64.
+
+WIDE = [replace(case, shape=replace(case.shape, d=64, dv=64)) for case in CASES]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
+def test_every_case_of_the_contract_agrees_with_float64(case: Case) -> None:
+    tensors, kwargs = case.inputs(torch.bfloat16)
+    true, true_grads = truth(tensors, kwargs)
+    ordinary, ordinary_grads = plain_results(tensors, kwargs)
+    there = (
+        [moved(x, DEVICE, x.dtype) for x in tensors],
+        {k: moved(x, DEVICE, torch.bfloat16) for k, x in kwargs.items()},
+    )
+    found, grads = ([x.cpu() for x in part] for part in results("triton", *there))
+    agree(found, true, ordinary, 2, "result")
+    agree(grads, true_grads, ordinary_grads, 3, "gradient")
+
+
+SEVERAL = [
+    *((name, d, torch.bfloat16) for name in MADE if name != "dropout" for d in (64, 96, 128)),
+    *((name, d, torch.float16) for name in ("causal", "bias") for d in (64, 128)),
+]
+
+
+@pytest.mark.parametrize(("name", "d", "dtype"), SEVERAL, ids=str)
+def test_several_blocks_agree_with_float64(name: str, d: int, dtype: torch.dtype) -> None:
+    tensors, kwargs = made(name, d, 301, 333, dtype)
+    kwargs = {key: moved(x, DEVICE, dtype) for key, x in kwargs.items()}
+    mask = kwargs.get("mask")
+    written = {"mask": mask.dense(301, 333, device=DEVICE)} if isinstance(mask, regard.Mask) else {}
+    true, true_grads = truth(tensors, kwargs)
+    ordinary, ordinary_grads = plain_results(tensors, kwargs | written)
+    found, grads = results("triton", tensors, kwargs)
+    agree(found, true, ordinary, 2, "result")
+    agree(grads, true_grads, ordinary_grads, 3, "gradient")

@@ -1,0 +1,226 @@
+"""The Hopper kernels that look at the weights, without a GPU: they compile for sm_90, and no cell of a map is lost."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+import regard  # noqa: E402
+from regard.kernels.blocks import Layout, Words  # noqa: E402
+from regard.kernels.parts import INTERPRETED, TENSOR, Added  # noqa: E402
+from regard.kernels.work import Work  # noqa: E402
+from regard.layout import layout  # noqa: E402
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
+
+from regard.kernels.hopper import look  # noqa: E402
+
+SHARED = 227 * 1024 // 2 - 1024  # two programs share a multiprocessor
+N = 300
+DIMS = (64, 96, 128, 192, 256)
+KINDS = ("plain", "spans", "bits", "bias")
+EVERY_DAY = [("received", "spans", 128), ("pooled", "plain", 64)]  # what each run compiles, some 5 s each
+# Bytes of a thread that find no register, at most, by Triton 3.6 and 3.9; all others have room.
+SPILLED = {
+    ("received", "spans", 192): 160,
+    ("received", "bits", 128): 16, ("received", "bits", 192): 184,
+    ("pooled", "plain", 64): 80, ("pooled", "plain", 96): 104, ("pooled", "plain", 128): 144,
+    ("pooled", "plain", 192): 296,
+    ("pooled", "spans", 64): 104, ("pooled", "spans", 96): 144, ("pooled", "spans", 128): 184,
+    ("pooled", "spans", 192): 344,
+    ("pooled", "bits", 64): 552, ("pooled", "bits", 96): 584, ("pooled", "bits", 128): 608,
+    ("pooled", "bits", 192): 776, ("pooled", "bits", 256): 104,
+    ("pooled", "bias", 192): 32, ("pooled", "bias", 256): 32,
+}  # fmt: skip
+
+
+class Hopper:
+    """What Triton asks of a driver to compile, as if a Hopper GPU were there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    from triton.runtime.driver import driver
+
+    before = driver._active
+    driver.set_active(Hopper())
+    yield
+    driver._active = before
+
+
+def masked(kind: str) -> Layout:
+    if kind == "spans":
+        return layout(regard.causal(), N, N, torch.device("cpu"))
+    if kind == "bits":
+        blocks = -(-N // 128)
+        table = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32)
+        return Layout(N, N, words=Words(table, torch.full((1, 128, 4), -1, dtype=torch.int32)))
+    return Layout(N, N)
+
+
+def work(dim: int, kind: str, **more: Any) -> Work:
+    q, k, v = (torch.zeros(2, heads, N, dim, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    if kind == "bias":
+        more |= {"kind": TENSOR, "bias": Added(torch.zeros(4, N, N), 0, N * N, N, 1)}
+    return Work(q, k, v, masked(kind), scale=0.1, **more)
+
+
+def compiled(which: str, w: Work, how: look.Look | None = None) -> tuple[Any, dict[str, int]]:
+    """A kernel for a work, and the registers, stack and local memory of a thread."""
+    how = how or look.look_for(w)
+    rows = [torch.empty(w.rows) for _ in range(2)]
+    if which == "received":
+        args, options = look.received_arguments(w, torch.empty(2, 4, N), *rows, how)
+        kernel = look.received_kernel.warmup(*args, grid=(1,), **options)
+    else:
+        grid = look.grid_for(w, 7, 5, how)
+        args, options = look.pooled_arguments(w, torch.empty(2, 4, 7, 5, grid.parts), *rows, grid, how)
+        kernel = look.pooled_kernel.warmup(*args, grid=(1,), **options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return kernel, {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout)}
+
+
+def fits(kernel: Any, usage: dict[str, int], stack: int = 0) -> None:
+    assert kernel.metadata.shared <= SHARED
+    assert usage["REG"] <= 128
+    assert usage["STACK"] <= stack, f"STACK is {usage['STACK']} bytes, {stack} are known"
+    assert usage["LOCAL"] == 0
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+
+
+compiles = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no Gluon")
+
+
+@pytest.fixture(autouse=True)
+def asked_for(request: pytest.FixtureRequest) -> None:
+    """`pytest -m slow tests/test_hopper_passes.py` asks for all kernels, which take minutes to compile."""
+    if request.node.get_closest_marker("slow") and "slow" not in request.config.getoption("-m"):
+        pytest.skip("run by -m slow")
+
+
+def every() -> Iterator[Any]:
+    yield from EVERY_DAY
+    for which in ("received", "pooled"):
+        for kind in KINDS:
+            for dim in DIMS:
+                if (which, kind, dim) not in EVERY_DAY:
+                    yield pytest.param(which, kind, dim, marks=pytest.mark.slow)
+
+
+@compiles
+@pytest.mark.parametrize(("which", "kind", "dim"), every())
+def test_a_pass_compiles_for_hopper_and_spills_no_more_than_is_pinned(
+    which: str, kind: str, dim: int, hopper: None
+) -> None:
+    fits(*compiled(which, work(dim, kind)), stack=SPILLED.get((which, kind, dim), 0))
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["received", "pooled"])
+def test_all_else_compiles_for_hopper_together(which: str, hopper: None) -> None:
+    fits(*compiled(which, work(64, "spans", softcap=9.0, scales=torch.ones(4))), stack=256)
+
+
+@compiles
+def test_a_product_is_computed_while_the_tile_before_it_is_exponentiated(hopper: None) -> None:
+    kernel, _ = compiled("received", work(128, "plain"))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    waits = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", code)
+    assert len(waits) == 3  # one for the first tile, with the second in flight; one for the second
+    assert waits[1].count("MUFU.EX2") >= 64
+
+
+def edge(x: int, cells: int, length: int) -> int:
+    return -(-x * length // cells)
+
+
+def columns(w: Work, grid: look.Grid, how: look.Look) -> list[range]:
+    """The keys of each column of programs."""
+    found = []
+    for column in range(grid.columns):
+        x = column // grid.parts * grid.cells
+        start = edge(x, grid.width, w.m) + column % grid.parts * how.BN
+        found.append(range(start, min(start + how.BN, edge(min(x + grid.cells, grid.width), grid.width, w.m))))
+    return found
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (64, 300), (300, 64), (700, 513)])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (5, 3), (64, 64), (7, 100)])
+def test_every_key_of_a_map_belongs_to_one_program(n: int, m: int, height: int, width: int) -> None:
+    height, width = min(height, n), min(width, m)
+    q, k = torch.zeros(1, 2, n, 64), torch.zeros(1, 2, m, 64)
+    w, how = Work(q, k, k, Layout(n, m)), look.Look(128, 2)
+    grid = look.grid_for(w, height, width, how)
+    keys = [j for part in columns(w, grid, how) for j in part]
+    assert sorted(keys) == list(range(m))
+    assert grid.bands * -(-height // grid.bands) >= height
+    for part in columns(w, grid, how):
+        assert len({j * width // m for j in part}) <= grid.cells
+
+
+@pytest.mark.parametrize(
+    "mask", [regard.causal(), regard.window(40), regard.window(3) & regard.causal(), regard.window(0)]
+)
+@pytest.mark.parametrize(("n", "m"), [(300, 300), (700, 300), (300, 700), (1, 200)])
+@pytest.mark.parametrize("width", [1, 3, 64])
+def test_the_rows_that_a_column_of_programs_walks_are_all_that_see_it(
+    mask: regard.Mask, n: int, m: int, width: int
+) -> None:
+    q, k = torch.zeros(1, 1, n, 64), torch.zeros(1, 1, m, 64)
+    w, how = Work(q, k, k, layout(mask, n, m, torch.device("cpu"))), look.Look(128, 2)
+    grid = look.grid_for(w, 1, width, how)
+    seen = mask.dense(n, m)
+    for part, (first, full, until, behind) in zip(
+        columns(w, grid, how), look._bounds(w, grid, how)[0, 0].tolist(), strict=True
+    ):
+        pairs = seen[:, part.start : part.stop]
+        assert not pairs[: first * 128].any()
+        assert not pairs[behind * 128 :].any()
+        assert pairs[full * 128 : until * 128].all()
+
+
+def test_rows_are_cut_only_where_programs_are_few() -> None:
+    k = torch.zeros(1, 1, 8192, 64)
+    how = look.Look(128, 2)
+    few = look.grid_for(Work(k, k, k, Layout(8192, 8192)), 64, 64, how)
+    k = k.expand(1, 32, 8192, 64)
+    many = look.grid_for(Work(k, k, k, Layout(8192, 8192)), 64, 64, how)
+    assert few.bands < many.bands == 64
+
+
+def test_a_grid_that_cannot_be_counted_is_refused() -> None:
+    k = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, 1, 2**20, 64)
+    w = Work(k, k, k, Layout(2**20, 2**20))
+    assert any("31 bits" in r for r in look.refuses_grid(w, 2048, 64))
+    assert any("31 bits" in r for r in look.refuses_grid(w, 64, 2048))
+    assert not any("31 bits" in r for r in look.refuses_grid(w, 1024, 1024))
