@@ -118,12 +118,12 @@ def tidy(X, seen, dirty, where, item, h, j0, M, stage, G: gl.constexpr, BN: gl.c
 
 
 @gluon.jit
-def products(X, G: gl.constexpr, stage, none, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr):
+def products(X, mine, stage, none, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr):
     """S = Q Kᵀ, begun."""
     Q, QB, K, KB, V, VB = X
-    S = warpgroup_mma(flat(Q.index(G), ROWS, DA), flat(K.index(stage), BN, DA).permute((1, 0)), none, use_acc=False, is_async=True)
+    S = warpgroup_mma(flat(Q.index(mine), ROWS, DA), flat(K.index(stage), BN, DA).permute((1, 0)), none, use_acc=False, is_async=True)
     if DB > 0:
-        S = warpgroup_mma(flat(QB.index(G), ROWS, DB), flat(KB.index(stage), BN, DB).permute((1, 0)), S, is_async=True)
+        S = warpgroup_mma(flat(QB.index(mine), ROWS, DB), flat(KB.index(stage), BN, DB).permute((1, 0)), S, is_async=True)
     return S
 
 
@@ -149,7 +149,7 @@ def ended(O, R, EB: gl.constexpr):
 
 
 @gluon.jit
-def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, at, keys, item, h, met_by, scale, unit, cap,
+def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, scale, unit, cap,
          bias, where, drop, n, M, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr,
          STAGES: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
          ENTROPY: gl.constexpr, DROP: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
@@ -169,7 +169,7 @@ def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barr
         j0 = b * BN  # of a full block every value is clean
         lo, hi = span_rows(where, item, h, i, n, M, MASK)  # each time, so that they take no registers in full blocks
     mbarrier.wait(k_ready.index(stage), parity)
-    S = products(X, G, stage, none, DA, DB, BN)
+    S = products(X, mine, stage, none, DA, DB, BN)
     O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
     S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
     mbarrier.arrive(k_free.index(stage))
@@ -191,12 +191,12 @@ def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barr
 
 
 @gluon.jit
-def put(O, share, out, strides, item, h, row, n, E, first, X, G: gl.constexpr, D: gl.constexpr, C: gl.constexpr, DESCRIBED: gl.constexpr,
+def put(O, share, out, strides, item, h, row, n, E, first, X, mine, D: gl.constexpr, C: gl.constexpr, DESCRIBED: gl.constexpr,
         OL: gl.constexpr):
     """O [ROWS, C], divided, into the place that the group's queries had, or by pointers to columns `first` … of the output."""
     O = (O * gl.convert_layout(share, gl.SliceLayout(1, OL))[:, None]).to(X.dtype)
     if DESCRIBED:
-        flat(X.index(G), ROWS, C).store(O)
+        flat(X.index(mine), ROWS, C).store(O)
     else:
         i = row + gl.arange(0, ROWS, gl.SliceLayout(1, OL))
         c = first + gl.arange(0, C, gl.SliceLayout(0, OL))
@@ -205,7 +205,7 @@ def put(O, share, out, strides, item, h, row, n, E, first, X, G: gl.constexpr, D
 
 
 @gluon.jit
-def write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, G: gl.constexpr, DA: gl.constexpr,
+def write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA: gl.constexpr,
           DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr,
           SINK: gl.constexpr, LAZY: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr):
     """The output of a group's rows, and what is told of each row."""
@@ -234,15 +234,15 @@ def write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks
     if SINK:
         whole = l + gl.exp2((gl.load(sinks + h) - natural) * LOG2E)  # the sink's share of the denominator
     share = share / whole
-    put(O, share, output, strides, item, h, row, n, E, 0, X[0], G, DA, EA, DESCRIBED, OL)
+    put(O, share, output, strides, item, h, row, n, E, 0, X[0], mine, DA, EA, DESCRIBED, OL)
     if EB > 0:
-        put(R, share, output, strides, item, h, row, n, E, EA, X[1] if DESCRIBED else X[0], G, DB, EB, DESCRIBED, RL)
+        put(R, share, output, strides, item, h, row, n, E, EA, X[1] if DESCRIBED else X[0], mine, DB, EB, DESCRIBED, RL)
     if DESCRIBED:
         fence_async_shared()
         group_barrier()
-        tma_store(described[6], [item, h, row, 0], X[0].index(G))
+        tma_store(described[6], [item, h, row, 0], X[0].index(mine))
         if EB > 0:
-            tma_store(described[7], [item, h, row, EA], X[1].index(G))
+            tma_store(described[7], [item, h, row, EA], X[1].index(mine))
     at = (item.to(gl.int64) * heads + h) * n + i
     ln_l = gl.log2(l) * LN2
     above = ln_l + off_by(m, natural, empty, FAST)
@@ -251,8 +251,6 @@ def write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks
     gl.store(spread + at, above, mask=i < n)
     if ENTROPY:
         gl.store(entropy + at, ln_l - e / l * LN2, mask=i < n)
-    if DESCRIBED:
-        tma.store_wait(0)
 
 
 @gluon.jit
@@ -271,7 +269,9 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
     none = gl.zeros([ROWS, BN], gl.float32, SL)
     stage = 0
     parity = 0
-    turn = 0
+    q_stage = 0
+    q_parity = 0
+    QS: gl.constexpr = 2 if PERSISTENT else 1
     step = gl.num_programs(0) if PERSISTENT else blocks * owners
     for tile in range(gl.program_id(0), blocks * owners, step):
         block, own = place(tile, blocks, owners, section)
@@ -300,10 +300,10 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         hi = gl.where(total > 0, hi, 0)
         j0 = b * BN
         j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
-        mbarrier.wait(q_ready, turn)
-        turn ^= 1
+        mine = q_stage * GROUPS + G
+        mbarrier.wait(q_ready.index(q_stage), q_parity)
         mbarrier.wait(k_ready.index(stage), parity)
-        S = products(X, G, stage, none, DA, DB, BN)
+        S = products(X, mine, stage, none, DA, DB, BN)
         S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
         S, show = judge(S, i, j, j0, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, BIAS != _PLAIN)
@@ -314,15 +314,19 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, True, LAZY, 0)
         P = packed(P, keys, j, drop, V.dtype, DROP)
         mbarrier.wait(v_ready.index(stage), parity)
+        if PERSISTENT:
+            if tile > gl.program_id(0):  # by now the rows before have been written from where their queries were
+                tma.store_wait(0)
+                mbarrier.arrive(q_free.index(q_stage ^ 1))
 
         met_by = (first, full, until, whole, total)
         for t in range(1, whole):
             O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, at, keys, item, h, met_by, scale, unit,
+                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, scale, unit,
                 cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, False)
         for t in range(gl.maximum(whole, 1), total):
             O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, none, X, barriers, i, at, keys, item, h, met_by, scale, unit,
+                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, scale, unit,
                 cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, True)
 
         clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, True)
@@ -334,10 +338,11 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             O = gl.where(total > 0, O, 0.0)  # the block that was met for nothing may hold NaN
             if EB > 0:
                 R = gl.where(total > 0, R, 0.0)
-        write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, G, DA, DB, EA, EB, FAST, ENTROPY, DROP,
+        write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, FAST, ENTROPY, DROP,
               SINK, LAZY, DESCRIBED, OL, RL)
-        if PERSISTENT:
-            mbarrier.arrive(q_free)
+        q_stage, q_parity = advance(q_stage, q_parity, QS)
+    if DESCRIBED:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["where", "drop", "n", "M", "E", "blocks", "owners", "heads", "groups", "section"])
@@ -349,26 +354,28 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
             PERSISTENT: gl.constexpr, DESCRIBED: gl.constexpr):
     """A program has one block of rows of one head, or in a persistent grid one after the other."""
     OWN: gl.constexpr = GROUPS if BIAS != _PLAIN else 0  # blocks of cleaned values
-    Q = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, ROWS, DA], q.layout)
+    QS: gl.constexpr = 2 if PERSISTENT else 1  # blocks of rows in flight
+    Q = gl.allocate_shared_memory(q.dtype, [QS * GROUPS, 1, 1, ROWS, DA], q.layout)
     K = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [STAGES + OWN, 1, 1, BN, EA], v.layout)
     QB = Q
     KB = K
     VB = V
     if DB > 0:
-        QB = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, ROWS, DB], qb.layout)
+        QB = gl.allocate_shared_memory(q.dtype, [QS * GROUPS, 1, 1, ROWS, DB], qb.layout)
         KB = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DB], kb.layout)
     if EB > 0:
         VB = gl.allocate_shared_memory(v.dtype, [STAGES + OWN, 1, 1, BN, EB], vb.layout)
     BL: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], BL)
+    q_ready = gl.allocate_shared_memory(gl.int64, [QS, 1], BL)
+    q_free = gl.allocate_shared_memory(gl.int64, [QS, 1], BL)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=GROUPS)
+    for s in gl.static_range(QS):
+        mbarrier.init(q_ready.index(s), count=1)
+        mbarrier.init(q_free.index(s), count=GROUPS)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(s), count=1)
         mbarrier.init(k_free.index(s), count=GROUPS)

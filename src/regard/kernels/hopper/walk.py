@@ -66,7 +66,9 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     stage = 0
     parity = 1  # of a free stage: the phase before the first counts as done
-    turn = 1
+    q_stage = 0
+    q_parity = 1
+    QS: gl.constexpr = 2 if PERSISTENT else 1
     step = gl.num_programs(0) if PERSISTENT else blocks * owners
     for t in range(gl.program_id(0), blocks * owners, step):
         block, own = place(t, blocks, owners, section)
@@ -74,14 +76,15 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
         kv = h // groups
         first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
         if PERSISTENT:
-            mbarrier.wait(q_free, turn)
-            turn ^= 1
-        mbarrier.expect(q_ready, GROUPS * ROWS * (DA + DB) * 2)
+            mbarrier.wait(q_free.index(q_stage), q_parity)
+        now = q_ready.index(q_stage)
+        mbarrier.expect(now, GROUPS * ROWS * (DA + DB) * 2)
         for g in gl.static_range(GROUPS):
             row = (block * GROUPS + g) * ROWS
-            tma_load(q, [item, h, row, 0], q_ready, Q.index(g))
+            tma_load(q, [item, h, row, 0], now, Q.index(q_stage * GROUPS + g))
             if DB > 0:
-                tma_load(qb, [item, h, row, DA], q_ready, QB.index(g))
+                tma_load(qb, [item, h, row, DA], now, QB.index(q_stage * GROUPS + g))
+        q_stage, q_parity = advance(q_stage, q_parity, QS)
         for s in range(gl.maximum(total, 1)):
             b, slot = block_at(where, s, first, full, until, whole, total, 0, GROUPS, MASK)
             mbarrier.wait(k_free.index(stage), parity)
