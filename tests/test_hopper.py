@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+import hopper_compiled
+import regard
+from hopper_compiled import RECENT, SHARED, N, biased, compiles, fits, machine_code, work
+from regard import warmup
+from regard.kernels.blocks import SPANS, Layout
+from regard.kernels.hopper import configs, launch
+from regard.kernels.parts import ALIBI, INTERPRETED, PLAIN, TENSOR, Dropped
+from regard.kernels.work import Found, Work
+from regard.layout import _words
+from regard.layout import layout as layout_of
 
-import regard  # noqa: E402
-from regard import warmup  # noqa: E402
-from regard.backends import Fused  # noqa: E402
-from regard.kernels.blocks import SPANS, Layout, Words  # noqa: E402
-from regard.kernels.parts import ALIBI, INTERPRETED, PLAIN, RELATIVE, TENSOR, Added, Dropped  # noqa: E402
-from regard.kernels.work import Found, Work  # noqa: E402
-from regard.layout import _words  # noqa: E402
-from regard.layout import layout as layout_of  # noqa: E402
-
-pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
-
-from regard.kernels.hopper import configs, launch  # noqa: E402
-
-SHARED = 227 * 1024
-N = 300
 DIMS = (64, 96, 128, 192, 256)
 KINDS = ("plain", "spans", "bits", "bias")
 # What each run compiles, some 10 s each: both loops of the plain kernel; and bits and bias in one.
@@ -43,90 +33,16 @@ SPILLED = {
     ("bits", 192): (24, 40), ("bits", 256): (16, 56),
     ("bias", 96): (0, 136), ("bias", 128): (0, 144), ("bias", 192): (40, 40), ("bias", 256): (80, 144),
 }  # fmt: skip
-RECENT = tuple(int(x) for x in triton.__version__.split(".")[:2]) > (3, 6)
+hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
 
 
-class Hopper:
-    """What Triton asks of a driver to compile, as if a Hopper GPU were there."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-@pytest.fixture
-def hopper() -> Iterator[None]:
-    from triton.runtime.driver import driver
-
-    before = driver._active
-    driver.set_active(Hopper())
-    yield
-    driver._active = before
-
-
-def masked(kind: str) -> Layout:
-    if kind == "spans":
-        ends = torch.arange(1, N + 1, dtype=torch.int32).expand(1, 1, N).contiguous()
-        return Layout(N, N, torch.zeros_like(ends), ends)
-    if kind == "bits":
-        blocks = -(-N // 128)
-        table = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32)
-        return Layout(N, N, words=Words(table, torch.full((1, 128, 4), -1, dtype=torch.int32)))
-    return Layout(N, N)
-
-
-def work(dim: int = 64, mask: str = "none", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Work:
-    q, k, v = (torch.zeros(2, heads, N, dim, dtype=dtype) for heads in (4, 2, 2))
-    return Work(q, k, v, masked(mask), scale=0.1, **more)
-
-
-def biased(kind: int) -> dict[str, Any]:
-    if kind == TENSOR:
-        return {"kind": kind, "bias": Added(torch.zeros(4, N, N), 0, N * N, N, 1)}
-    return {"kind": kind, "bias": Added(torch.zeros(4, 65), 0, 65 if kind == RELATIVE else 1, 0, 0, 0, 32)}
-
-
-def compiled(w: Work, tile: Any = None, entropy: bool = True) -> tuple[Any, dict[str, int]]:
-    """The kernel for a work, and the registers, stack and local memory of a thread."""
+def compiled(w: Work, tile: Any = None, entropy: bool = True) -> Any:
+    """The kernel for a work."""
     tile = tile or launch.tile_for(w)
     rows = [torch.empty(w.rows) for _ in range(4)]
     found = Found(w.value.new_empty(*w.rows, w.value.shape[3]), *rows)
     args, options = launch.forward_arguments(w, found, entropy, tile)
-    kernel = launch.forward.warmup(*args, grid=(1,), **options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        told = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return kernel, {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
-
-
-def fits(kernel: Any, usage: dict[str, int], stack: int = 0) -> None:
-    assert kernel.metadata.shared <= SHARED
-    assert usage["REG"] <= 168
-    assert usage["STACK"] <= stack, f"STACK is {usage['STACK']} bytes, {stack} are known"
-    assert usage["LOCAL"] == 0
-    assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
-
-
-compiles = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no Gluon")
-
-
-@pytest.fixture(autouse=True)
-def asked_for(request: pytest.FixtureRequest) -> None:
-    """All kernels take minutes to compile: `pytest -m slow tests/test_hopper.py` asks for those beyond EVERY_DAY."""
-    if request.node.get_closest_marker("slow") and "slow" not in request.config.getoption("-m"):
-        pytest.skip("run by -m slow")
+    return launch.forward.warmup(*args, grid=(1,), **options)
 
 
 @compiles
@@ -148,21 +64,21 @@ def test_a_forward_compiles_for_hopper_and_spills_no_more_than_is_pinned(kind: s
         w = work(dim, mask, torch.float16, **biased(TENSOR))
     else:
         w = work(dim, mask)
-    fits(*compiled(w), stack=SPILLED.get((kind, dim), (0, 0))[RECENT])
+    fits(compiled(w), stack=SPILLED.get((kind, dim), (0, 0))[RECENT])
 
 
 @compiles
 @pytest.mark.slow
 def test_all_else_compiles_for_hopper_together(hopper: None) -> None:
     keys = Dropped(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
-    fits(*compiled(work(64, "spans", softcap=9.0, sink=torch.zeros(4), scales=torch.ones(4), drop=keys)))
+    fits(compiled(work(64, "spans", softcap=9.0, sink=torch.zeros(4), scales=torch.ones(4), drop=keys)))
 
 
 @compiles
 @pytest.mark.slow
 def test_a_tile_with_too_few_registers_is_found_by_its_spills(hopper: None) -> None:
     with pytest.raises(AssertionError, match="STACK"):
-        fits(*compiled(work(128), configs.Tile(2, 128, 2, 152)))
+        fits(compiled(work(128), configs.Tile(2, 128, 2, 152)))
 
 
 def met(layout: Layout, block: int, BM: int, BN: int) -> tuple[list[int], list[int]]:
@@ -231,13 +147,8 @@ def test_blocks_of_bits_have_no_more_keys_than_a_word_list() -> None:
 
 def in_loops(kernel: Any) -> list[str]:
     """The instructions of each loop that multiplies, as the assembler has ordered them."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        told = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
     labels, code, loops = {}, [], []
-    for line in told.splitlines():
+    for line in machine_code(kernel).splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
         if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
@@ -253,7 +164,7 @@ def in_loops(kernel: Any) -> list[str]:
 
 @compiles
 def test_in_a_full_block_only_the_max_goes_between_threads_and_exponentials_run_beside_a_product(hopper: None) -> None:
-    kernel, _ = compiled(work(128, "spans"))  # one that is compiled anyway
+    kernel = compiled(work(128, "spans"))  # one that is compiled anyway
     loops = in_loops(kernel)
     full = min(loops, key=len)
     assert full.count("SHFL") == 4
@@ -321,33 +232,6 @@ def test_plain_and_laden_works_have_tiles_of_their_own() -> None:
     assert launch.tile_for(work(128)) == configs.config(128)
     assert launch.tile_for(work(128, **biased(ALIBI))) == configs.config(128, laden=True)
     assert work(128).kind == PLAIN
-
-
-@pytest.fixture
-def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """What calls would compile on a Hopper GPU, (kernel, key); nothing runs."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import JITFunction, create_function_from_signature
-
-    from regard.kernels import launch as seam
-    from regard.kernels import work as works
-
-    target = make_backend(GPUTarget("cuda", 90, 32))
-    found: set[tuple[str, str]] = set()
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        bind = create_function_from_signature(self.signature, self.params, target)
-        _, special, options = bind(*args, **options, debug=False, instrumentation_mode="")
-        found.add((f"{self.fn.__module__}.{self.fn.__name__}", f"{special} {options}"))
-
-    refuses = launch.refuses
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(Fused, "refuses", lambda self, p: [])
-    monkeypatch.setattr(launch, "refuses", lambda w: [r for r in refuses(w) if "capability" not in r])
-    for module in (seam, works):
-        monkeypatch.setattr(module, "hopper", lambda device: True)
-    return found
 
 
 @compiles

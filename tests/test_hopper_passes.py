@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+import hopper_compiled
+import regard
+from hopper_compiled import N, biased, compiles, fits, machine_code, work
+from regard.kernels.blocks import Layout
+from regard.kernels.hopper import look
+from regard.kernels.parts import TENSOR
+from regard.kernels.work import Work
+from regard.layout import layout
 
-import regard  # noqa: E402
-from regard.kernels.blocks import Layout, Words  # noqa: E402
-from regard.kernels.parts import INTERPRETED, TENSOR, Added  # noqa: E402
-from regard.kernels.work import Work  # noqa: E402
-from regard.layout import layout  # noqa: E402
-
-pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
-
-from regard.kernels.hopper import look  # noqa: E402
-
-SHARED = 227 * 1024 // 2 - 1024  # two programs share a multiprocessor
-N = 300
+SHARED, REGISTERS = hopper_compiled.SHARED // 2 - 1024, 128  # two programs share a multiprocessor
 DIMS = (64, 96, 128, 192, 256)
 KINDS = ("plain", "spans", "bits", "bias")
 EVERY_DAY = [("received", "spans", 128), ("pooled", "plain", 64)]  # what each run compiles, some 5 s each
@@ -43,84 +36,23 @@ SPILLED = {
 }  # fmt: skip
 
 
-class Hopper:
-    """What Triton asks of a driver to compile, as if a Hopper GPU were there."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
+hopper, asked_for = hopper_compiled.hopper, hopper_compiled.asked_for
 
 
-@pytest.fixture
-def hopper() -> Iterator[None]:
-    from triton.runtime.driver import driver
-
-    before = driver._active
-    driver.set_active(Hopper())
-    yield
-    driver._active = before
+def looked_at(dim: int, kind: str, **more: Any) -> Work:
+    return work(dim, **biased(TENSOR), **more) if kind == "bias" else work(dim, kind, **more)
 
 
-def masked(kind: str) -> Layout:
-    if kind == "spans":
-        return layout(regard.causal(), N, N, torch.device("cpu"))
-    if kind == "bits":
-        blocks = -(-N // 128)
-        table = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32)
-        return Layout(N, N, words=Words(table, torch.full((1, 128, 4), -1, dtype=torch.int32)))
-    return Layout(N, N)
-
-
-def work(dim: int, kind: str, **more: Any) -> Work:
-    q, k, v = (torch.zeros(2, heads, N, dim, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    if kind == "bias":
-        more |= {"kind": TENSOR, "bias": Added(torch.zeros(4, N, N), 0, N * N, N, 1)}
-    return Work(q, k, v, masked(kind), scale=0.1, **more)
-
-
-def compiled(which: str, w: Work, how: look.Look | None = None) -> tuple[Any, dict[str, int]]:
-    """A kernel for a work, and the registers, stack and local memory of a thread."""
+def compiled(which: str, w: Work, how: look.Look | None = None) -> Any:
+    """A kernel for a work."""
     how = how or look.look_for(w)
     rows = [torch.empty(w.rows) for _ in range(2)]
     if which == "received":
         args, options = look.received_arguments(w, torch.empty(2, 4, N), *rows, how)
-        kernel = look.received_kernel.warmup(*args, grid=(1,), **options)
-    else:
-        grid = look.grid_for(w, 7, 5, how)
-        args, options = look.pooled_arguments(w, torch.empty(2, 4, 7, 5, grid.parts), *rows, grid, how)
-        kernel = look.pooled_kernel.warmup(*args, grid=(1,), **options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return kernel, {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout)}
-
-
-def fits(kernel: Any, usage: dict[str, int], stack: int = 0) -> None:
-    assert kernel.metadata.shared <= SHARED
-    assert usage["REG"] <= 128
-    assert usage["STACK"] <= stack, f"STACK is {usage['STACK']} bytes, {stack} are known"
-    assert usage["LOCAL"] == 0
-    assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
-
-
-compiles = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no Gluon")
-
-
-@pytest.fixture(autouse=True)
-def asked_for(request: pytest.FixtureRequest) -> None:
-    """`pytest -m slow tests/test_hopper_passes.py` asks for all kernels, which take minutes to compile."""
-    if request.node.get_closest_marker("slow") and "slow" not in request.config.getoption("-m"):
-        pytest.skip("run by -m slow")
+        return look.received_kernel.warmup(*args, grid=(1,), **options)
+    grid = look.grid_for(w, 7, 5, how)
+    args, options = look.pooled_arguments(w, torch.empty(2, 4, 7, 5, grid.parts), *rows, grid, how)
+    return look.pooled_kernel.warmup(*args, grid=(1,), **options)
 
 
 def every() -> Iterator[Any]:
@@ -137,24 +69,19 @@ def every() -> Iterator[Any]:
 def test_a_pass_compiles_for_hopper_and_spills_no_more_than_is_pinned(
     which: str, kind: str, dim: int, hopper: None
 ) -> None:
-    fits(*compiled(which, work(dim, kind)), stack=SPILLED.get((which, kind, dim), 0))
+    fits(compiled(which, looked_at(dim, kind)), SPILLED.get((which, kind, dim), 0), SHARED, REGISTERS)
 
 
 @compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["received", "pooled"])
 def test_all_else_compiles_for_hopper_together(which: str, hopper: None) -> None:
-    fits(*compiled(which, work(64, "spans", softcap=9.0, scales=torch.ones(4))), stack=256)
+    fits(compiled(which, work(64, "spans", softcap=9.0, scales=torch.ones(4))), 256, SHARED, REGISTERS)
 
 
 @compiles
 def test_a_product_is_computed_while_the_tile_before_it_is_exponentiated(hopper: None) -> None:
-    kernel, _ = compiled("received", work(128, "plain"))
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    code = machine_code(compiled("received", work(128)))
     waits = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", code)
     assert len(waits) == 3  # one for the first tile, with the second in flight; one for the second
     assert waits[1].count("MUFU.EX2") >= 64

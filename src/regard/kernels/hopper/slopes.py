@@ -112,7 +112,7 @@ def backward_arguments(w: Work, s: Slopes, memory: Memory, blocks: Blocks) -> tu
     options = {
         "DA": DA, "EA": EA, "BM": BM, "GROUPS": blocks.groups, "STAGES": blocks.stages, "REGISTERS": blocks.registers, "HELD": blocks.held,
         **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": entropy,
-        "DROP": w.drop.keys is not None, "DESCRIBED": described, "num_warps": 4,
+        "DROP": w.drop.keys is not None, "DESCRIBED": described, "num_warps": 4, "enable_fp_fusion": True,
     }  # fmt: skip
     return args, options
 

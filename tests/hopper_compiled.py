@@ -1,0 +1,141 @@
+"""Hopper kernels compiled without a GPU: the works they are compiled for, and what the compiler made of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from regard.backends import Fused  # noqa: E402
+from regard.kernels.blocks import Layout, Words  # noqa: E402
+from regard.kernels.parts import INTERPRETED, RELATIVE, TENSOR, Added  # noqa: E402
+from regard.kernels.work import Work  # noqa: E402
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
+
+from regard.kernels.hopper import launch  # noqa: E402
+
+SHARED = 227 * 1024
+N = 300
+RECENT = tuple(int(x) for x in triton.__version__.split(".")[:2]) > (3, 6)
+
+compiles = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no Gluon")
+
+
+class Hopper:
+    """What Triton asks of a driver to compile, as if a Hopper GPU were there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    from triton.runtime.driver import driver
+
+    before = driver._active
+    driver.set_active(Hopper())
+    yield
+    driver._active = before
+
+
+@pytest.fixture(autouse=True)
+def asked_for(request: pytest.FixtureRequest) -> None:
+    """All kernels take minutes to compile: `pytest -m slow` and a file's name ask for those beyond its EVERY_DAY."""
+    if request.node.get_closest_marker("slow") and "slow" not in request.config.getoption("-m"):
+        pytest.skip("run by -m slow")
+
+
+def masked(kind: str) -> Layout:
+    if kind == "spans":
+        ends = torch.arange(1, N + 1, dtype=torch.int32).expand(1, 1, N).contiguous()
+        return Layout(N, N, torch.zeros_like(ends), ends)
+    if kind == "bits":
+        blocks = -(-N // 128)
+        table = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32)
+        return Layout(N, N, words=Words(table, torch.full((1, 128, 4), -1, dtype=torch.int32)))
+    return Layout(N, N)
+
+
+def work(dim: int = 64, mask: str = "none", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Work:
+    q, k, v = (torch.zeros(2, heads, N, dim, dtype=dtype) for heads in (4, 2, 2))
+    return Work(q, k, v, masked(mask), scale=0.1, **more)
+
+
+def biased(kind: int) -> dict[str, Any]:
+    if kind == TENSOR:
+        return {"kind": kind, "bias": Added(torch.zeros(4, N, N), 0, N * N, N, 1)}
+    return {"kind": kind, "bias": Added(torch.zeros(4, 65), 0, 65 if kind == RELATIVE else 1, 0, 0, 0, 32)}
+
+
+def told(kernel: Any, tool: str, *options: str) -> str:
+    """What one of Triton's tools says of the machine code of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin" / tool, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def usage(kernel: Any) -> dict[str, int]:
+    """The registers, stack and local memory of a thread."""
+    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", told(kernel, "cuobjdump", "--dump-resource-usage"))
+    return {name: int(number) for name, number in found}
+
+
+def machine_code(kernel: Any) -> str:
+    return told(kernel, "nvdisasm", "-c")
+
+
+def fits(kernel: Any, stack: int = 0, shared: int = SHARED, registers: int = 168) -> None:
+    """A kernel has room on the chip, spills no more than is known, and uses the engines that multiply and copy."""
+    used = usage(kernel)
+    assert kernel.metadata.shared <= shared
+    assert used["REG"] <= registers
+    assert used["STACK"] <= stack, f"STACK is {used['STACK']} bytes, {stack} are known"
+    assert used["LOCAL"] == 0
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """What calls would compile on a Hopper GPU, (kernel, key); nothing runs."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    from regard.kernels import launch as seam
+    from regard.kernels import work as works
+
+    target = make_backend(GPUTarget("cuda", 90, 32))
+    found: set[tuple[str, str]] = set()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        bind = create_function_from_signature(self.signature, self.params, target)
+        _, special, options = bind(*args, **options, debug=False, instrumentation_mode="")
+        found.add((f"{self.fn.__module__}.{self.fn.__name__}", f"{special} {options}"))
+
+    refuses = launch.refuses
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(Fused, "refuses", lambda self, p: [])
+    monkeypatch.setattr(launch, "refuses", lambda w: [r for r in refuses(w) if "capability" not in r])
+    for module in (seam, works):
+        monkeypatch.setattr(module, "hopper", lambda device: True)
+    return found

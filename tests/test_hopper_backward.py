@@ -1,0 +1,327 @@
+"""The Hopper backward without a GPU: it compiles for sm_90 and fits the chip, what it refuses, and who runs instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hopper_compiled
+import regard
+from hopper_compiled import RECENT, N, biased, compiles, fits, machine_code, work
+from regard import warmup
+from regard.kernels import launch
+from regard.kernels.blocks import Layout
+from regard.kernels.hopper import slopes as chip
+from regard.kernels.parts import ALIBI, RELATIVE, TENSOR, Dropped
+from regard.kernels.work import Slopes, Work
+from sass import lost_operands
+
+hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
+
+DIMS = (64, 80, 96, 128)
+KINDS = ("plain", "spans", "bits", "alibi")
+# What each run compiles, some 10 s each.
+EVERY_DAY = [("spans", 128, False), ("bits", 64, True)]
+# Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9: for dims up to 64 or 128, without and with
+# the gradient of entropy.
+SPILLED = {
+    ("plain", 64, False): (0, 0), ("spans", 64, False): (0, 56),
+    ("bits", 64, False): (48, 32), ("alibi", 64, False): (24, 32),
+    ("plain", 64, True): (72, 48), ("spans", 64, True): (56, 64),
+    ("bits", 64, True): (0, 32), ("alibi", 64, True): (40, 32),
+    ("plain", 128, False): (56, 72), ("spans", 128, False): (88, 128),
+    ("bits", 128, False): (208, 240), ("alibi", 128, False): (208, 352),
+    ("plain", 128, True): (88, 288), ("spans", 128, True): (256, 360),
+    ("bits", 128, True): (216, 240), ("alibi", 128, True): (296, 360),
+}  # fmt: skip
+WAITS = 2 * 5  # of each group four for a block of rows, and one behind the last
+
+
+def slopes_of(w: Work, entropy: bool = False, dO: Tensor | None = None) -> Slopes:
+    """What a backward pass of a work is given."""
+    dO = w.value.new_zeros(*w.rows, w.value.shape[3]) if dO is None else dO
+    level, spread, delta = (torch.zeros(w.rows) for _ in range(3))
+    g, mean = (torch.zeros(w.rows), torch.zeros(w.rows)) if entropy else (None, None)
+    return Slopes(dO, level, spread, delta, g, mean)
+
+
+def made_for(w: Work, entropy: bool = False, blocks: chip.Blocks | None = None) -> Any:
+    """The kernel for a work."""
+    blocks = blocks or chip.blocks_for(w)
+    args, options = chip.backward_arguments(w, slopes_of(w, entropy), chip.memory_for(w, blocks), blocks)
+    return chip.backward.warmup(*args, grid=(1,), **options)
+
+
+@lru_cache
+def compiled(kind: str, dim: int, entropy: bool) -> Any:
+    return made_for(work(dim, **biased(ALIBI)) if kind == "alibi" else work(dim, kind), entropy)
+
+
+def every() -> Iterator[Any]:
+    yield from EVERY_DAY
+    for dim in DIMS:
+        for kind in KINDS:
+            for entropy in (False, True):
+                if (kind, dim, entropy) not in EVERY_DAY:
+                    yield pytest.param(kind, dim, entropy, marks=pytest.mark.slow)
+
+
+every_kernel = pytest.mark.parametrize(("kind", "dim", "entropy"), [*every()])
+
+
+@compiles
+@every_kernel
+def test_a_backward_compiles_for_hopper_and_spills_no_more_than_is_pinned(
+    kind: str, dim: int, entropy: bool, hopper: None
+) -> None:
+    kernel = compiled(kind, dim, entropy)
+    fits(kernel, SPILLED[kind, 64 if dim == 64 else 128, entropy][RECENT])
+    assert "cp.reduce.async.bulk.tensor" in kernel.asm["ptx"]
+
+
+def waits_as_written(kernel: Any) -> None:
+    """The assembler waits for products where the kernel does; one that cannot have them in flight waits for each."""
+    assert kernel.asm["ptx"].count("wgmma.wait_group") == WAITS
+    waits = machine_code(kernel).count("WARPGROUP.DEPBAR")
+    assert waits <= 2 * WAITS, f"{waits} waits, {WAITS} are written"
+
+
+@compiles
+@every_kernel
+def test_products_run_beside_what_comes_after_them(kind: str, dim: int, entropy: bool, hopper: None) -> None:
+    waits_as_written(compiled(kind, dim, entropy))
+
+
+WORN: list[Any] = [
+    ("spans", {"scales": torch.ones(4)}, True),
+    *(
+        pytest.param(kind, more, held, marks=pytest.mark.slow)
+        for kind in ("none", "spans", "bits")
+        for more in ({}, {"softcap": 9.0}, {"scales": torch.ones(4)})
+        for held in (True, False)
+        if (kind, "scales" in more, held) != ("spans", True, True)
+    ),
+]
+
+
+@compiles
+@pytest.mark.parametrize(("kind", "more", "held"), WORN)
+def test_no_product_finds_its_operand_overwritten(kind: str, more: dict[str, Any], held: bool, hopper: None) -> None:
+    """The assembler of Triton 3.6 did so to keys that a group held in registers."""
+    kernel = made_for(work(64, kind, **more), blocks=chip.Blocks(held=held))
+    assert lost_operands(machine_code(kernel)) == []
+
+
+def adding(kernel: Any) -> list[str]:
+    """The code of the warps that add dQ to memory."""
+    parts = re.split(r"\bpartition\d+\(", kernel.asm["ttgir"])[1:]
+    return [part.split("ttg.warp_return")[0] for part in parts if "async_tma_reduce" in part]
+
+
+def flips(code: str) -> list[tuple[str, str]]:
+    """The bits that the inner of two loops flips and both hand on: their first, and what each is compared with."""
+    (_, outer), (inner, own) = re.findall(r"(%\w+):\d+ = scf\.for .*? iter_args\((.*?)\)", code)
+    outer_args, inner_args = (re.findall(r"(%\w+) = (%\w+)", args) for args in (outer, own))
+    *_, inner_yield, outer_yield = (line.split(", ") for line in re.findall(r"scf\.yield (.*?) :", code))
+    found = []
+    for at, (bit, start) in enumerate(inner_args):
+        flipped = re.search(rf"(%\w+) = arith\.xori {bit}, %c1_i32", code)
+        compared = re.search(rf"arith\.cmpi eq, {bit}, %c(\d)_i32", code)
+        if flipped and compared and inner_yield[at] == flipped[1]:
+            handed_on = start == outer_args[at][0] and outer_yield[at] == f"{inner}#{at}"
+            found += [(outer_args[at][1].split("_")[0], compared[1])] if handed_on else []
+    return found
+
+
+@compiles
+@every_kernel
+def test_the_two_warps_that_add_take_every_other_block_of_rows_over_all_heads(
+    kind: str, dim: int, entropy: bool, hopper: None
+) -> None:
+    # Triton 3.6 loses a count that both loops carry.
+    assert [flips(code) for code in adding(compiled(kind, dim, entropy))] == [[("%c0", "0")], [("%c0", "1")]]
+
+
+@compiles
+@pytest.mark.slow
+def test_products_that_have_too_few_registers_are_found_by_their_waits(hopper: None) -> None:
+    with pytest.raises(AssertionError, match="waits"):
+        waits_as_written(made_for(work(128), blocks=chip.Blocks(registers=152)))
+
+
+DROPPED = Dropped(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
+MORE = {"softcap": 9.0, "scales": torch.ones(4)}
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("w", "stack"),
+    [
+        (work(64, "spans", drop=DROPPED), (56, 64)),
+        (work(64, "spans", drop=DROPPED, **MORE, **biased(ALIBI)), (400, 240)),
+        (work(128, "bits", **MORE, **biased(ALIBI)), (608, 672)),
+    ],
+    ids=["dropout", "all at 64", "all at 128"],
+)
+def test_all_else_compiles_for_hopper_together(w: Work, stack: tuple[int, int], hopper: None) -> None:
+    kernel = made_for(w, entropy=w.softcap is not None)
+    fits(kernel, stack[RECENT])
+    waits_as_written(kernel)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "of_values"), [(64, 128), (128, 64)])
+def test_keys_and_values_may_have_dims_of_their_own(dim: int, of_values: int, hopper: None) -> None:
+    w = work(dim, "spans")
+    w.value = torch.zeros(2, 2, N, of_values, dtype=torch.bfloat16)
+    kernel = made_for(w)
+    fits(kernel, 0)
+    waits_as_written(kernel)
+
+
+@compiles
+@pytest.mark.slow
+def test_a_group_may_hold_its_keys_in_registers(hopper: None) -> None:
+    kernel = made_for(work(64, "spans"), blocks=chip.Blocks(held=True))
+    fits(kernel, (8, 0)[RECENT])
+    waits_as_written(kernel)
+
+
+def test_as_many_heads_are_worked_on_together_as_fill_the_chip() -> None:
+    for m in (1, 300, 5000, 40000):
+        q, k = torch.zeros(4, 8, 1, 8), torch.zeros(4, 4, m, 8)
+        section = chip._section(Work(q, k, k, Layout(1, m)), chip.Blocks())
+        programs = section * -(-m // 128)
+        assert section == 16 or 132 <= programs < 132 + -(-m // 128)
+
+
+def reasons(w: Work, dO: Tensor | None = None) -> list[str]:
+    return [r for r in chip.refuses(w, slopes_of(w, dO=dO)) if not re.search("capability|interpreter", r)]
+
+
+HALF = torch.zeros(2, 4, N, 72, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("w", "dO", "reason"),
+    [
+        (work(136), None, "at most 128"),
+        (work(64, **biased(TENSOR)), None, "a bias may hide keys"),
+        (work(64, **biased(RELATIVE)), None, "a bias may hide keys"),
+        (work(72, drop=DROPPED), None, "with dropout"),
+        (work(64), HALF[..., 4:68], "the output's gradient"),
+        (work(64), HALF.mT.contiguous().mT[..., :64], "the output's gradient"),
+        (work(64), torch.zeros(2, 4, N, 64), "the output's gradient: torch.float32"),
+        (work(64), torch.zeros(2, 4, N, 64, dtype=torch.float16), "the output's gradient: torch.float16"),
+    ],
+)
+def test_a_refusal_says_why(w: Work, dO: Tensor | None, reason: str) -> None:
+    (only,) = reasons(w, dO)
+    assert reason in only
+
+
+def test_rows_that_cannot_be_counted_are_refused() -> None:
+    def long(n: int) -> list[str]:
+        q, k = (torch.zeros(1, heads, 1, 64, dtype=torch.bfloat16) for heads in (2, 1))
+        w = Work(q.expand(1, 2, n, 64), k, k, Layout(n, 1))
+        rows = torch.zeros(1, 1, 1)
+        return [r for r in chip.refuses(w, Slopes(w.query, rows, rows, rows, None, None)) if "31 bits" in r]
+
+    assert long(2**29 - 127)
+    assert not long(2**29 - 128)
+
+
+@pytest.mark.parametrize(
+    "w", [work(8), work(128, "bits"), work(64, "spans", drop=DROPPED), work(128, **MORE, **biased(ALIBI))]
+)
+def test_all_else_is_taken(w: Work) -> None:
+    assert reasons(w) == []
+    assert reasons(w, torch.zeros(2, N, 4, w.value.shape[3], dtype=torch.bfloat16).transpose(1, 2)) == []
+
+
+OURS = {"regard.kernels.hopper.backward.backward", "regard.kernels.hopper.backward.finish"}
+QUERIES, KEYS = "regard.kernels.backward.queries", "regard.kernels.backward.keys"
+
+
+def gradients(variants: set[tuple[str, str]], wanted: str = "qkv", dim: int = 64, **more: Any) -> set[str]:
+    """The kernels that make gradients in a call that asks for those of q, k or v."""
+    inputs = [
+        torch.zeros(2, heads, length, dim, dtype=torch.bfloat16, requires_grad=name in wanted)
+        for name, heads, length in (("q", 4, 300), ("k", 2, 200), ("v", 2, 200))
+    ]
+    variants.clear()
+    regard.attention(*inputs, backend="triton", **more).sum().backward()
+    return {name for name, _ in variants} & {*OURS, QUERIES, KEYS}
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("wanted", "kernels"),
+    [
+        ("qkv", OURS),
+        ("qk", OURS),
+        ("qv", OURS),
+        ("q", {QUERIES}),
+        ("k", {KEYS}),
+        ("v", {KEYS}),
+        ("kv", {KEYS}),
+    ],
+)
+def test_one_kernel_makes_all_gradients_and_the_portable_ones_those_of_one_side(
+    wanted: str, kernels: set[str], variants: set[tuple[str, str]]
+) -> None:
+    assert gradients(variants, wanted, mask=regard.causal()) == kernels
+
+
+@compiles
+@pytest.mark.parametrize("more", [{"dim": 136}, {"bias": torch.zeros(300, 200)}, {"dim": 128, "dropout": 0.1}])
+def test_what_the_kernel_refuses_goes_to_the_portable_ones(
+    more: dict[str, Any], variants: set[tuple[str, str]]
+) -> None:
+    assert gradients(variants, **more) == {QUERIES, KEYS}
+
+
+@compiles
+def test_gradients_have_the_shapes_of_their_inputs_and_unscaled_ones_are_float32(
+    variants: set[tuple[str, str]],
+) -> None:
+    w = work(64, "spans", scales=torch.ones(4))
+    found = launch.slopes(w, slopes_of(w))
+    assert [x.shape for x in found[:3] if x is not None] == [w.query.shape, w.key.shape, w.value.shape]
+    assert [x.dtype for x in found[:3] if x is not None] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert found.vector is None
+    assert {name for name, _ in variants} == OURS
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("variant", "masks"),
+    [
+        ("plain", [None]),
+        ("mask", [regard.causal(), regard.window(9, 2), regard.padding([5, 700])]),
+        ("bits", [regard.strided(5), torch.rand(4, 1000, 700) > 0.4]),
+    ],
+)
+def test_masks_lengths_and_grouped_heads_compile_nothing_that_warmup_has_not(
+    variant: str, masks: list[Any], variants: set[tuple[str, str]]
+) -> None:
+    for _ in warmup.warm(warmup.plan(dims=[64], variants=[variant]), device="cpu"):
+        pass
+    assert {name for name, _ in variants} >= OURS
+    before = set(variants)
+    for mask in masks:
+        for heads in (1, 2, 4):
+            q, k, v = (
+                torch.zeros(2, *shape, 64, dtype=torch.bfloat16, requires_grad=True)
+                for shape in ((4, 1000), (heads, 700), (heads, 700))
+            )
+            regard.attention(q, k, v, mask=mask, backend="triton").sum().backward()
+    assert sorted(name for name, _ in variants - before) == []

@@ -1,0 +1,29 @@
+"""The reader of machine code, on a few lines of it."""
+
+from __future__ import annotations
+
+from sass import lost_operands
+
+LOOP = """
+        /*0100*/                   LDSM.16.M88.4 R152, [R194] ;
+        /*0110*/                   {fill} ;
+        /*0120*/                   HGMMA.64x64x16.F32.BF16 R56, R152, gdesc[UR32], RZ, !UPT ;
+        /*0130*/                   {after} ;
+        /*0140*/              @P0 BRA 0x110 ;
+"""
+
+
+def test_an_operand_that_is_overwritten_in_the_loop_is_found() -> None:
+    told = lost_operands(LOOP.format(fill="NOP", after="FMUL R153, R68, UR15"))
+    assert told == ["0120 HGMMA.64x64x16.F32.BF16 R56, R152, gdesc[UR32], RZ, !UPT"]
+
+
+def test_an_operand_that_stays_or_is_filled_again_is_right() -> None:
+    assert lost_operands(LOOP.format(fill="NOP", after="FMUL R156, R68, UR15")) == []
+    assert lost_operands(LOOP.format(fill="LOP3.LUT R153, R9, UR17, RZ, 0x3c, !PT", after="FMUL R153, R68, UR15")) == []
+    assert lost_operands(LOOP.format(fill="NOP", after="STS.64 [R153], R152")) == []
+
+
+def test_a_load_of_several_registers_overwrites_them_all() -> None:
+    assert lost_operands(LOOP.format(fill="NOP", after="LDS.128 R152, [R3]"))
+    assert lost_operands(LOOP.format(fill="NOP", after="LDS.64 R150, [R3]")) == []
