@@ -41,7 +41,7 @@ def written(text: str) -> range:
 
 
 def lost_operands(sass: str) -> list[str]:
-    """Products in loops whose left operand lies in registers that are overwritten and not filled again before the next turn."""
+    """Products in loops whose left operand is overwritten in its registers, and not filled before the next turn."""
     code = lines(sass)
     known = loops(code)
     lost = []
