@@ -35,7 +35,7 @@ function asNumber(value) {
   const text = size < 1e-3 || size >= 1e5 ? value.toExponential(1).replace("e+", "e") : String(Number(value.toPrecision(3)));
   return text.replaceAll("-", "−");
 }
-const asWeight = (value) => (value >= 5e-4 ? value.toFixed(3) : value < 1e-5 ? asNumber(value) : String(Number(value.toPrecision(2))));
+const asWeight = (value) => (value >= 5e-4 ? value.toFixed(3) : value < 1e-4 ? asNumber(value) : String(Number(value.toPrecision(2))));
 const asCount = (value) => value.toLocaleString("en-US");
 const withUnit = (value, { unit, factor }) => (unit && Number.isFinite(value) ? `${asNumber(value * factor)} ${unit}` : asNumber(value));
 
