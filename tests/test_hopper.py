@@ -253,7 +253,10 @@ def test_warmup_compiles_what_a_call_takes(variant: str, masks: list[Any], varia
     q, k, v = (torch.zeros(2, *shape, 64, dtype=torch.bfloat16) for shape in ((4, 1000), (2, 700), (2, 700)))
     for mask in masks:
         regard.attention(q, k, v, mask=mask, backend="triton")
-        regard.observe(q, k, v, mask=mask, backend="triton")
+        seen = regard.observe(q, k, v, mask=mask, backend="triton")
+        assert seen.received.shape == (2, 4, 700)
+        assert seen.map(5, 5).shape == (2, 4, 5, 5)
+        assert seen.map(40, 50).shape == (2, 4, 40, 50)
     assert sorted(name for name, _ in variants - before) == []
 
 

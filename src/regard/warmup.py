@@ -19,6 +19,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 DIMS = (64, 128)
 VARIANTS = ("plain", "mask", "bits", "decode", "softcap", "sink", "scale", "bias", "alibi", "relative", "dropout")
 USUAL = ("plain", "mask", "bits", "decode")
+_CELLS = 32
 _HEADS = 2
 _ROWS = 256
 _KEYS = 2048  # enough for the keys to be split
@@ -53,6 +54,10 @@ def warm(wanted: Sequence[tuple[str, str, int]], backward: bool = True, device: 
     """Compile each of what `plan` gives, forward, backward and the passes of an Observation, and tell the time."""
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceError("warmup: there is no CUDA device here; the kernels are compiled for the one they run on.")
+    return _warm(wanted, backward, device)  # so that the error comes before anything is shown
+
+
+def _warm(wanted: Sequence[tuple[str, str, int]], backward: bool, device: str) -> Iterator[Warmed]:
     for variant, dtype, dim in wanted:
         start = time.perf_counter()
         _compile(variant, DTYPES[dtype], dim, backward and variant != "decode", torch.device(device))
@@ -74,6 +79,8 @@ def _compile(variant: str, dtype: torch.dtype, dim: int, backward: bool, device:
         plain = observe(q, k, v, **arguments, backend="triton")
         plain.received, plain.gradient_health  # noqa: B018
         plain.map(1, 1), plain.top(1)
+        if variant != "decode":
+            plain.map(_CELLS, _CELLS)  # narrow maps and others may have kernels of their own
 
 
 def _arguments(variant: str, keys: int, device: torch.device) -> dict[str, Any]:
