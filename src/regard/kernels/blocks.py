@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["BITS", "NONE", "SIDE", "SPANS", "Layout", "Where", "Words", "captured"]
+__all__ = ["BITS", "NONE", "SIDE", "SPANS", "Layout", "Where", "Words", "block_states", "bounds_by_keys", "captured", "pad_to_even", "strides_of"]
 
 NONE, SPANS, BITS = 0, 1, 2
 EVEN = 16
@@ -110,7 +110,7 @@ class Layout:
         seen = self._keys_seen()
         if self.words is not None:
             part = math.gcd(BM, SIDE)
-            states = _states(self.words, self.n, self.m, part, BN, turned)  # (items, heads, row blocks, key blocks)
+            states = block_states(self.words, self.n, self.m, part, BN, turned)  # (items, heads, row blocks, key blocks)
             slots = self.words.table.repeat_interleave(SIDE // part, 2).repeat_interleave(SIDE // BN, 3)
             slots = slots[:, :, : states.shape[2], : states.shape[3]]
             states, slots = _joined(states, slots, BM // part)
@@ -123,13 +123,13 @@ class Layout:
             strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
             table = pad_to_even(self.words.table.flatten(2))
             kept = (self.words.bits, table, seen, self._shared(seen))
-            return Where(None, None, None, *lists, *kept, 0, 0, *strides, *_strides(table), *_strides(seen))
+            return Where(None, None, None, *lists, *kept, 0, 0, *strides, *strides_of(table), *strides_of(seen))
         if self.lo is None or self.hi is None:
             raise RuntimeError("spans have two ends")
-        make = _bounds_by_keys if turned else _bounds_by_rows
+        make = _bounds_of_blocks if turned else _bounds_by_rows
         bounds = pad_to_even(make(self.lo, self.hi, self.n, self.m, BM, BN).flatten(2))
         lo, hi = pad_to_even(self.lo), pad_to_even(self.hi)
-        (item, head), (block_item, block_head), (seen_item, seen_head) = map(_strides, (lo, bounds, seen))
+        (item, head), (block_item, block_head), (seen_item, seen_head) = map(strides_of, (lo, bounds, seen))
         return Where(
             lo,
             hi,
@@ -163,7 +163,7 @@ class Layout:
         return self._seen
 
 
-def _states(words: Words, n: int, m: int, BM: int, BN: int, turned: bool) -> Tensor:
+def block_states(words: Words, n: int, m: int, BM: int, BN: int, turned: bool) -> Tensor:
     """What is known of each block of BM rows and BN keys: 0 hidden, 1 partial, 2 full, (items, heads, row, key blocks).
 
     Rows beyond the last do not count; nor do keys beyond the last where blocks of keys walk over rows.
@@ -267,7 +267,7 @@ def pad_to_even(x: Tensor) -> Tensor:
     return pad(x, (0, -x.shape[-1] % EVEN)).contiguous()
 
 
-def _strides(x: Tensor) -> tuple[int, int]:
+def strides_of(x: Tensor) -> tuple[int, int]:
     """Of items and heads (items, heads, …), 0 where there is one."""
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0
 
@@ -282,18 +282,25 @@ def _bounds_by_rows(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int) ->
     return _four(first, (last_lo + BN - 1) // BN, first_hi // BN, behind)
 
 
-def _bounds_by_keys(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int) -> Tensor:
-    """For each block of BN keys, in blocks of BM rows; both ends of the spans never fall, so rows are found by search."""
-    left = torch.arange(0, m, BN, device=lo.device, dtype=torch.int32)  # (blocks,)
-    right = (left + BN).clamp_(max=m)
+def _bounds_of_blocks(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int) -> Tensor:
+    """For each block of BN keys, in blocks of BM rows."""
+    left = torch.arange(0, m, BN, device=lo.device)
+    return bounds_by_keys(lo, hi, n, left, (left + BN).clamp_(max=m), BM)
+
+
+def bounds_by_keys(lo: Tensor, hi: Tensor, n: int, left: Tensor, right: Tensor, BM: int) -> Tensor:
+    """For the keys from `left` to `right`, in blocks of BM rows: the first they meet, the full ones, one behind the last.
+
+    Both ends of the spans never fall, so rows are found by search.
+    """
     shape = (*lo.shape[:2], len(left))
-    left, right = left.expand(shape).contiguous(), right.expand(shape).contiguous()
+    left, right = (x.to(torch.int32).expand(shape).contiguous() for x in (left, right))
     lo, hi = lo.contiguous(), hi.contiguous()
     first = torch.searchsorted(hi, left, right=True)  # the first row with hi > left
     behind = torch.searchsorted(lo, right)  # one behind the last row with lo < right
     full = torch.searchsorted(hi, right)  # the first row with hi ≥ right
     until = torch.searchsorted(lo, left, right=True)  # one behind the last row with lo ≤ left
-    some = behind > first
+    some = (behind > first) & (right > left)
     whole = torch.where(until == n, (n + BM - 1) // BM, until // BM)  # the rows that a last block lacks see all
     return _four(
         torch.where(some, first // BM, 0),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .blocks import BITS, EVEN, NONE, SIDE, Layout, _states, captured, pad_to_even
+from .blocks import BITS, EVEN, NONE, SIDE, Layout, block_states, captured, pad_to_even, strides_of
 
 __all__ = ["Turns", "turns"]
 
@@ -59,13 +59,13 @@ def _of_spans(layout: Layout, BM: int, BN: int) -> Turns:
     begun = torch.zeros(*first.shape[:2], rows, dtype=torch.int64, device=first.device)
     base = begun.scatter_add_(2, first.clamp(max=rows - 1), some.long()).cumsum(-1) - 1
     base, rank = pad_to_even(base.int()), pad_to_even(rank.int())
-    return Turns(base, rank, row_item=_of(base, 0), row_head=_of(base, 1), key_item=_of(rank, 0), key_head=_of(rank, 1))
+    return Turns(base, rank, None, None, None, None, *strides_of(base), *strides_of(rank))
 
 
 def _listed(layout: Layout, BM: int, BN: int) -> Turns:
     if layout.words is None:
         raise RuntimeError("lists are of bits")
-    states = _states(layout.words, layout.n, layout.m, BM, BN, True)  # (items, heads, row blocks, key blocks)
+    states = block_states(layout.words, layout.n, layout.m, BM, BN, True)  # (items, heads, row blocks, key blocks)
     slots = layout.words.table.repeat_interleave(SIDE // BM, 2).repeat_interleave(SIDE // BN, 3)
     slots = slots[:, :, : states.shape[2], : states.shape[3]]
     met = (states > 0).int()
@@ -77,7 +77,3 @@ def _listed(layout: Layout, BM: int, BN: int) -> Turns:
     start = torch.cat((counts.new_zeros(1), counts)).to(torch.int32)
     entry = chosen.nonzero()[:, -1].to(torch.int32).contiguous()
     return Turns(None, None, start, entry, slots[chosen].int().contiguous(), turn[chosen].int().contiguous())
-
-
-def _of(x: Tensor, dim: int) -> int:
-    return x.stride(dim) if x.shape[dim] > 1 else 0

@@ -396,7 +396,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
                        DESCRIBED)),
             (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
         ], [4, 1], [REGISTERS, COPYING])
-    elif GROUPS == 3:
+    else:
         gl.warp_specialize([
             (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
                        DESCRIBED)),
@@ -406,15 +406,3 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
                        DESCRIBED)),
             (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, COPYING])
-    else:
-        gl.warp_specialize([
-            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
-                       DESCRIBED)),
-            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
-                       DESCRIBED)),
-            (compute, (given, 2, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
-                       DESCRIBED)),
-            (compute, (given, 3, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
-                       DESCRIBED)),
-            (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
-        ], [4, 4, 4, 1], [REGISTERS, REGISTERS, REGISTERS, COPYING])

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..blocks import BITS, SIDE
 from ..parts import INTERPRETED, PLAIN
 from ..work import Found, Work
 from .configs import ROWS, Tile, cdiv, chunks, config
+from .describe import describable, described
 from .forward import forward
 
 __all__ = ["attend", "forward_arguments", "refuses", "room", "tile_for"]
 
-_KINDS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_HALVES = (torch.float16, torch.bfloat16)
 _WIDEST = 256
 _CACHED = 32 * 2**20  # bytes of keys and values that stay in the second-level cache
 
@@ -33,14 +30,14 @@ def refuses(w: Work) -> list[str]:
         reasons.append("the tensors are not on a GPU of compute capability 9.0")
     if w.vector is not None:
         reasons.append("the additive score is no product of matrices")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in _KINDS:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _HALVES:
         reasons.append(f"it takes float16 or bfloat16 throughout; got {q.dtype}, {k.dtype} and {v.dtype}")
     if max(q.shape[3], v.shape[3]) > _WIDEST:
         reasons.append(f"dims are at most {_WIDEST}; got {q.shape[3]} and {v.shape[3]}")
     if not (q.numel() and k.numel() and v.numel()):
         reasons.append("there are no rows, no keys or no dims")
     else:
-        reasons += [f"the copy engine cannot describe {name}: strides {tuple(x.stride())}" for name, x in (("query", q), ("key", k), ("value", v)) if not _describable(x)]
+        reasons += [f"the copy engine cannot describe {name}: strides {tuple(x.stride())}" for name, x in (("query", q), ("key", k), ("value", v)) if not describable(x)]
     return reasons
 
 
@@ -70,11 +67,11 @@ def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section:
         raise ValueError(f"blocks of bits have {SIDE} keys; {tile.BN} do not divide them")
     (L, H, N), E = w.rows, w.value.shape[3]
     (DA, DB), (EA, EB) = chunks(w.query.shape[3]), chunks(E)
-    described = (DA, DB) == (EA, EB) and _describable(found.output)
-    out = _described(found.output, ROWS, EA, EB) if described else (None, None)
+    stored = (DA, DB) == (EA, EB) and describable(found.output)  # by the copy engine
+    out = described(found.output, ROWS, EA, EB) if stored else (None, None)
     blocks = cdiv(N, tile.BM)
     args = (
-        *_described(w.query, ROWS, DA, DB), *_described(w.key, tile.BN, DA, DB), *_described(w.value, tile.BN, EA, EB), *out,
+        *described(w.query, ROWS, DA, DB), *described(w.key, tile.BN, DA, DB), *described(w.value, tile.BN, EA, EB), *out,
         found.output, found.lse, found.max_logit, found.spread, found.entropy, found.output.stride()[:3], w.scale, w.scales, w.softcap or 0.0,
         w.sink, w.bias, w.layout.by_rows(tile.BM, tile.BN), w.drop, N, w.m, E, blocks, L * H, H, w.groups, section or room(w),
     )  # fmt: skip
@@ -82,7 +79,7 @@ def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section:
     options = {
         "DA": DA, "DB": DB, "EA": EA, "EB": EB, "BN": tile.BN, "STAGES": tile.stages, "GROUPS": tile.groups, "REGISTERS": tile.registers, **kinds,
         "FAST": w.fast, "ENTROPY": entropy, "DROP": w.drop.keys is not None, "SINK": w.sink is not None, "LAZY": tile.lazy, "POLY": tile.poly,
-        "PERSISTENT": tile.persistent, "DESCRIBED": described, "num_warps": 4, "enable_fp_fusion": True,
+        "PERSISTENT": tile.persistent, "DESCRIBED": stored, "num_warps": 4, "enable_fp_fusion": True,
     }  # fmt: skip
     return args, options
 
@@ -91,25 +88,3 @@ def room(w: Work) -> int:
     """How many heads are worked on together: as many as have their keys and values in the cache."""
     size = w.m * (w.key.shape[3] + w.value.shape[3]) * w.key.element_size()
     return max(1, min(w.query.shape[0] * w.heads, _CACHED // size * w.groups))
-
-
-def _describable(x: Tensor) -> bool:
-    size = x.element_size()
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in (size * s for s in _strides(x)[:3]))
-
-
-def _strides(x: Tensor) -> list[int]:
-    """Strides; where there is one of a kind, its stride says nothing, and one that the copy engine takes stands for it."""
-    return [s if n > 1 else 8 * max(1, -(-x.shape[3] // 8)) for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)] + [1]
-
-
-def _described(x: Tensor, rows: int, *widths: int) -> tuple[Any, Any]:
-    """A tensor (L, H, N, D) to the copy engine, in blocks of `rows` and each of the widths; None for a width of 0."""
-    return tuple(
-        TensorDescriptor(x, list(x.shape), _strides(x), [1, 1, rows, width], _layout(rows, width, x.dtype)) if width else None for width in widths
-    )  # type: ignore[return-value]
-
-
-@lru_cache
-def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], _KINDS[dtype])

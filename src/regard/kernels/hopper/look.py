@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks import SPANS, Where, _four, _strides, pad_to_even
+from ..blocks import SPANS, Where, bounds_by_keys, pad_to_even, strides_of
 from ..parts import PLAIN
 from ..work import Work
+from . import launch as forward
 from .configs import ROWS, cdiv, chunks, padded
-from .launch import _described, refuses, room
+from .describe import described
+from .launch import room
 from .passes import pooled as pooled_kernel
 from .passes import received as received_kernel
 
@@ -73,6 +75,11 @@ def received_arguments(w: Work, out: Tensor, peak: Tensor, spread: Tensor, look:
     return args, _options(w, look)
 
 
+def refuses(w: Work) -> list[str]:
+    """Why the kernels cannot do this work; empty if they can: they see what the forward does."""
+    return forward.refuses(w)
+
+
 def refuses_grid(w: Work, height: int, width: int) -> list[str]:
     """Why the kernel cannot make this map; empty if it can."""
     reasons = refuses(w)
@@ -120,7 +127,7 @@ def _where(w: Work, grid: Grid, look: Look) -> Where:
     if w.layout.kind != SPANS:
         return where
     bounds = pad_to_even(_bounds(w, grid, look).flatten(2))
-    item, head = _strides(bounds)
+    item, head = strides_of(bounds)
     return where._replace(bounds=bounds, block_item=item, block_head=head)
 
 
@@ -133,23 +140,13 @@ def _bounds(w: Work, grid: Grid, look: Look) -> Tensor:
     x = column // grid.parts * grid.cells
     left = -(-x * w.m // grid.width) + column % grid.parts * look.BN
     right = torch.minimum(-(-(x + grid.cells).clamp(max=grid.width) * w.m // grid.width), left + look.BN)
-    shape = (*lo.shape[:2], grid.columns)
-    left, right = (x.to(torch.int32).expand(shape).contiguous() for x in (left, right))
-    lo, hi = lo.contiguous(), hi.contiguous()
-    first = torch.searchsorted(hi, left, right=True)  # the first row with hi > left
-    behind = torch.searchsorted(lo, right)  # one behind the last row with lo < right
-    full = torch.searchsorted(hi, right)  # the first row with hi ≥ right
-    until = torch.searchsorted(lo, left, right=True)  # one behind the last row with lo ≤ left
-    some = (behind > first) & (right > left)
-    whole = torch.where(until == n, cdiv(n, _BLOCK), until // _BLOCK)
-    first, behind = (torch.where(some, x, 0) for x in (first // _BLOCK, (behind + _BLOCK - 1) // _BLOCK))
-    return _four(first, (full + _BLOCK - 1) // _BLOCK, whole, behind)
+    return bounds_by_keys(lo, hi, n, left, right, _BLOCK)
 
 
 def _facts(w: Work, out: Tensor, peak: Tensor, spread: Tensor, look: Look) -> tuple[Any, ...]:
     widths = chunks(w.query.shape[3])
-    described = (*_described(w.query, ROWS, *widths), *_described(w.key, look.BN, *widths))
-    return (*described, out, peak, spread, w.scale, w.scales, w.softcap or 0.0, w.bias)
+    blocks = (*described(w.query, ROWS, *widths), *described(w.key, look.BN, *widths))
+    return (*blocks, out, peak, spread, w.scale, w.scales, w.softcap or 0.0, w.bias)
 
 
 def _options(w: Work, look: Look) -> dict[str, Any]:

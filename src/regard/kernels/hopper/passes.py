@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, logits, met, seat, shown, span_rows
 from .fold import power
 from .forward import flat
-from .walk import ROWS, advance, place, tma_load
+from .walk import ROWS, advance, entry_at, place, tma_load
 
 PAIR = gl.constexpr(2 * ROWS.value)  # rows of a block in the lists: two tiles
 COPYING = gl.constexpr(24)  # registers of a thread that copies
@@ -40,16 +40,10 @@ def walk_of(where, item, h, block, n, MASK: gl.constexpr):
 @gluon.jit
 def block_at(where, t, met_by, MASK: gl.constexpr):
     """The t-th block of rows that is met, the full ones first, and the slot of its bits; behind the last any block."""
-    first, full, until, whole, total = met_by
+    b, at, partial = entry_at(where, t, *met_by, MASK)
+    slot = 0
     if MASK == _BITS:
-        partial = (t >= whole) & (t < total)
-        b = gl.load(where.full_entry + full + t, mask=t < whole, other=0)
-        b += gl.load(where.entry + first + t - whole, mask=partial, other=0)
-        slot = gl.load(where.slot + first + t - whole, mask=partial, other=0)
-    else:
-        u = t - whole
-        b = gl.where(t < whole, full + t, gl.where(u < full - first, first + u, until + u - (full - first)))
-        slot = 0
+        slot = gl.load(where.slot + at, mask=partial, other=0)  # slot 0 is all ones
     return b, slot
 
 

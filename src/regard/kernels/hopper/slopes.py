@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..parts import RELATIVE, TENSOR
 from ..turns import turns
@@ -18,6 +15,7 @@ from ..work import Slopes, Work
 from . import launch as forward
 from .backward import backward, finish
 from .configs import ROWS, cdiv
+from .describe import describable, described, in_a_row, of_matrix
 
 __all__ = ["Blocks", "backward_arguments", "blocks_for", "memory_for", "refuses", "slopes"]
 
@@ -60,7 +58,7 @@ def refuses(w: Work, s: Slopes) -> list[str]:
         reasons.append("with dropout and dims above 64 the portable kernels are faster")
     if w.kind in (TENSOR, RELATIVE):
         reasons.append("a bias may hide keys from single blocks of rows, and all blocks share one copy of the keys")
-    if s.dO.dtype != w.query.dtype or not forward._describable(s.dO):
+    if s.dO.dtype != w.query.dtype or not describable(s.dO):
         reasons.append(f"the copy engine cannot describe the output's gradient: {s.dO.dtype}, strides {tuple(s.dO.stride())}")
     if 2 * w.query.shape[0] * w.heads * (w.n + 127) >= 2**31:
         reasons.append(f"rows are counted in 31 bits; got {tuple(w.query.shape[:3])}")
@@ -98,21 +96,21 @@ def backward_arguments(w: Work, s: Slopes, memory: Memory, blocks: Blocks) -> tu
     BM, BN = blocks.BM, blocks.BN
     NP = -(-N // BM) * BM
     entropy = s.g_entropy is not None
-    described = DA == EA and forward._describable(memory.dk) and forward._describable(memory.dv)
+    stored = DA == EA and describable(memory.dk) and describable(memory.dv)  # by the copy engine
     where = w.layout.by_keys(BM, BN)
-    q, k, v, do = (forward._described(x, rows, width)[0] for x, rows, width in (
+    q, k, v, do = (described(x, rows, width)[0] for x, rows, width in (
         (w.query, BM, DA), (w.key, ROWS, DA), (w.value, ROWS, EA), (s.dO, BM, EA)))
-    facts = [_row(_rows(x, NP, beyond), BM) for x, beyond in zip(_facts(s), (torch.inf, 0.0, 0.0), strict=True)]
-    out = [forward._described(x, ROWS, DA)[0] if described else None for x in (memory.dk, memory.dv)]
+    facts = [in_a_row(_rows(x, NP, beyond), BM) for x, beyond in zip(_facts(s), (torch.inf, 0.0, 0.0), strict=True)]
+    out = [described(x, ROWS, DA)[0] if stored else None for x in (memory.dk, memory.dv)]
     args = (
-        q, k, v, do, *facts, _summed(memory.sums, BM), *out, _row(where.lo, BM), _row(where.hi, BM), memory.dk, memory.dv, (memory.dk.stride()[:3], memory.dv.stride()[:3]),
+        q, k, v, do, *facts, of_matrix(memory.sums, BM), *out, in_a_row(where.lo, BM), in_a_row(where.hi, BM), memory.dk, memory.dv, (memory.dk.stride()[:3], memory.dv.stride()[:3]),
         w.scale, w.scales, w.softcap or 0.0, w.bias, where, turns(w.layout, BM, BN), w.drop, memory.counters, N, w.m, D, E, NP,
         cdiv(w.m, BN), L * H // w.groups, H, w.groups, _section(w, blocks),
     )  # fmt: skip
     options = {
         "DA": DA, "EA": EA, "BM": BM, "GROUPS": blocks.groups, "STAGES": blocks.stages, "REGISTERS": blocks.registers, "HELD": blocks.held,
         **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": entropy,
-        "DROP": w.drop.keys is not None, "DESCRIBED": described, "num_warps": 4, "enable_fp_fusion": True,
+        "DROP": w.drop.keys is not None, "DESCRIBED": stored, "num_warps": 4, "enable_fp_fusion": True,
     }  # fmt: skip
     return args, options
 
@@ -149,20 +147,3 @@ def _facts(s: Slopes) -> tuple[Tensor, Tensor, Tensor | None]:
 def _rows(x: Tensor | None, padded: int, beyond: float = 0.0) -> Tensor | None:
     """A number a row, up to `padded` rows; those beyond the last have `beyond`."""
     return x if x is None or x.shape[-1] == padded else pad(x, (0, padded - x.shape[-1]), value=beyond)
-
-
-def _row(x: Tensor | None, BM: int) -> Any:
-    """Numbers one behind the other to the copy engine, in blocks of BM."""
-    if x is None:
-        return None
-    return TensorDescriptor(x, [x.numel()], [1], [BM], _layout((BM,), x.dtype))
-
-
-@lru_cache
-def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.int32 if dtype == torch.int32 else gl.float32)
-
-
-def _summed(sums: Tensor, BM: int) -> Any:
-    block = [BM, sums.shape[1]]
-    return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), block, _layout(tuple(block), sums.dtype))

@@ -39,20 +39,31 @@ def walk_of(where, item, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
-def block_at(where, t, first, full, until, whole, total, G: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr):
-    """The t-th block that is met, and the slot of group G's bits, −1 where it sees none of them; block 0 for rows that meet none."""
+def entry_at(where, t, first, full, until, whole, total, MASK: gl.constexpr):
+    """The t-th block that is met, the full ones first; of lists also its place among the partial ones, and whether it is one."""
     if MASK == _BITS:
-        PART: gl.constexpr = 128 if GROUPS % 2 == 0 else 64  # rows that share a slot
-        OWN: gl.constexpr = -(-GROUPS * ROWS // PART)  # slots of an entry
+        at = first + t - whole
         partial = (t >= whole) & (t < total)
         b = gl.load(where.full_entry + full + t, mask=t < whole, other=0)
-        b += gl.load(where.entry + first + t - whole, mask=partial, other=0)
-        slot = gl.load(where.slot + (first + t - whole) * OWN + G * ROWS // PART, mask=partial, other=0)  # slot 0 is all ones
-        slot = gl.where(total > 0, slot, -1)
+        b += gl.load(where.entry + at, mask=partial, other=0)
     else:
+        at = 0
+        partial = True
         u = t - whole
         b = gl.where(t < whole, full + t, gl.where(u < full - first, first + u, until + u - (full - first)))
-        slot = 0
+    return b, at, partial
+
+
+@gluon.jit
+def block_at(where, t, first, full, until, whole, total, G: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr):
+    """The t-th block that is met, and the slot of group G's bits, −1 where it sees none of them; block 0 for rows that meet none."""
+    b, at, partial = entry_at(where, t, first, full, until, whole, total, MASK)
+    slot = 0
+    if MASK == _BITS:
+        PART: gl.constexpr = 128 if GROUPS == 2 else 64  # rows that share a slot
+        OWN: gl.constexpr = GROUPS * ROWS // PART  # slots of an entry
+        slot = gl.load(where.slot + at * OWN + G * ROWS // PART, mask=partial, other=0)  # slot 0 is all ones
+        slot = gl.where(total > 0, slot, -1)
     return b, slot
 
 
