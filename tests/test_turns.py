@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,49 +20,21 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Trit
 
 import regard
 from regard.kernels import turns as module
-from regard.kernels.blocks import BITS, NONE, SPANS, Layout
-from regard.kernels.hopper import backward
+from regard.kernels.blocks import BITS, NONE, SIDE, SPANS, Layout
+from regard.kernels.hopper import by_keys
+from regard.kernels.hopper.configs import ROWS
 from regard.kernels.turns import turns
 from regard.layout import _words, layout
+from walking import MASKS, in_python, pointed
 
 CPU = torch.device("cpu")
 SIZES = [(64, 128), (64, 64), (128, 128)]
 sizes = pytest.mark.parametrize(("BM", "BN"), SIZES)
 
 
-class Pointer(NamedTuple):
-    """A place in the memory of a tensor; outside of it nothing can be read."""
-
-    numbers: list[int]
-    at: int = 0
-
-    def __add__(self, more: Any) -> Pointer:
-        return Pointer(self.numbers, self.at + more)
-
-
-def load(pointer: Pointer) -> int:
-    assert 0 <= pointer.at < len(pointer.numbers)
-    return pointer.numbers[pointer.at]
-
-
-def pointed(parts: Any) -> Any:
-    """A structure of tensors and numbers as a kernel gets it."""
-    return parts._replace(
-        **{name: Pointer(x.flatten().tolist()) for name, x in parts._asdict().items() if isinstance(x, Tensor)}
-    )
-
-
-def in_python(kernel: Any, **known: Any) -> FunctionType:
-    """A function of a kernel, with Python's numbers in place of the chip's."""
-    language = SimpleNamespace(load=load, cdiv=lambda a, b: -(-a // b), minimum=min, **known)
-    code: FunctionType = kernel.fn
-    outer = {**code.__globals__, "gl": language, "tl": language}
-    if "seat" in code.__code__.co_names:
-        outer["seat"] = in_python(code.__globals__["seat"])
-    return FunctionType(code.__code__, outer)
-
-
-walk_of, rows_at, turn_at = (in_python(x) for x in (backward.walk_of, backward.rows_at, backward.turn_at))
+walk_of, rows_at, turn_at, common, hides = (
+    in_python(x) for x in (by_keys.walk_of, by_keys.rows_at, by_keys.turn_at, by_keys.common, by_keys.hides)
+)
 
 
 class Shape(NamedTuple):
@@ -82,7 +53,7 @@ def launched(made: Layout, shape: Shape) -> list[tuple[int, int, int]]:
     blocks, owners = -(-made.m // shape.BN), shape.items * shape.kv
     found = []
     for program in range(blocks * owners):
-        place = in_python(backward.place, program_id=lambda axis, program=program: program)
+        place = in_python(by_keys.place, program_id=lambda axis, program=program: program)
         block, own = place(blocks, owners, min(shape.section, owners))
         found.append((*divmod(own, shape.kv), block))
     return found
@@ -91,7 +62,7 @@ def launched(made: Layout, shape: Shape) -> list[tuple[int, int, int]]:
 class Step(NamedTuple):
     rows: int  # a block of rows …
     slot: int  # … the slot of its bits …
-    partial: bool  # … whether the mask hides a part of it …
+    partial: list[bool]  # … whether the mask hides a part of it from each group of keys …
     turn: int  # … and how many blocks of keys have added to it before
 
 
@@ -99,18 +70,31 @@ def walked(made: Layout, shape: Shape, item: int, head: int, block: int) -> list
     """The blocks of rows that a block of keys meets, in the order of the kernel."""
     BM, BN = shape.BM, shape.BN
     where, order = pointed(made.by_keys(BM, BN)), pointed(turns(made, BM, BN))
-    first, full, until, count = walk_of(where, order, item, head, block, made.n, BM, made.kind)
+    first, count = walk_of(where, order, item, head, block, made.n, BM, made.kind)
+    groups = range(block * BN, min(block * BN + BN, made.m), ROWS)
+    ends = [common(where, order, item, head, row, made.n, made.m, made.kind) for row in groups]
     found = []
     for t in range(count):
-        b, slot, partial = rows_at(order, t, first, full, until, made.kind)
+        b, slot = rows_at(order, t, first, made.kind)
         turn = turn_at(where, order, t, b, first, item, head, block, -(-made.m // BN), made.kind)
-        found.append(Step(b, slot, bool(partial), turn))
+        found.append(Step(b, slot, [bool(hides(b, slot, *end, made.n, BM, made.kind)) for end in ends], turn))
     return found
 
 
-def bits_of(made: Layout, slot: int) -> Tensor:
-    assert made.words is not None
-    return ((made.words.bits[max(slot, 0), :, :, None] >> torch.arange(32)) & 1).bool().flatten(1)  # (SIDE, SIDE)
+def shown_by_keys(made: Layout, shape: Shape, item: int, head: int, slot: int, rows: slice, keys: slice) -> Tensor:
+    """What the numbers of each key show of a partial block: by its span of rows, or by its bits of them."""
+    order = turns(made, shape.BM, shape.BN)
+    i = torch.arange(rows.start, min(rows.stop, made.n))[:, None]
+    if made.kind == SPANS:
+        assert order.begin is not None
+        assert order.behind is not None
+        at = (item // made.inner % len(order.begin), head % order.begin.shape[1])
+        begin, behind = (x[at][: made.m][keys] for x in (order.begin, order.behind))
+        return (i >= begin) & (i < behind)
+    assert order.bits is not None
+    by_key = ((order.bits[max(slot, 0), :, :, None] >> torch.arange(32)) & 1).bool().flatten(1)  # (SIDE, SIDE)
+    first = keys.start % SIDE
+    return by_key.mT[i[:, 0] % SIDE, first : first + min(keys.stop, made.m) - keys.start]
 
 
 def check(made: Layout, truth: Tensor, shape: Shape) -> None:
@@ -130,12 +114,10 @@ def check(made: Layout, truth: Tensor, shape: Shape) -> None:
                 met[item, head, rows, keys] = True
                 shown = truth[item, head, rows, keys]
                 assert shown.numel()
-                if not partial:
-                    assert shown.all()
-                elif made.kind == BITS:
-                    row, key = b * BM % 128, block * BN % 128
-                    here = bits_of(made, slot)[row : row + len(shown), key : key + shown.shape[1]]
-                    assert torch.equal(here, shown)
+                for part, hidden in zip(shown.split(ROWS, 1), partial, strict=True):
+                    assert hidden or part.all()
+                if any(partial) and made.kind != NONE:
+                    assert torch.equal(shown_by_keys(made, shape, item, head, slot, rows, keys), shown)
     assert not (truth & ~met).any()
 
 
@@ -143,48 +125,6 @@ def bits(mask: regard.Mask, n: int, m: int) -> Layout:
     return Layout(n, m, words=_words(mask, n, m, CPU), lead=mask.lead)
 
 
-def random(*shape: int, share: float = 0.5) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) < share
-
-
-def far_apart(n: int, m: int) -> Tensor:
-    """Pairs of a few blocks; nobody sees the keys between them, and some rows see nothing."""
-    rows, keys = (torch.arange(n) // 70)[:, None], (torch.arange(m) // 50)[None, :]
-    return (keys % 3 == 0) & (rows % 2 == 0) & ((rows + keys) % 4 < 3)
-
-
-MASKS = [
-    (regard.causal(), 300, 300),
-    (regard.causal(offset=[-70, 0, 200]), 300, 333),
-    (regard.causal(offset=-130), 300, 300),
-    (regard.causal(offset=1000), 200, 300),
-    (regard.window(40), 500, 500),
-    (regard.window(100, 20, offset=[-200, 150]), 333, 450),
-    (regard.window(0, 0, offset=-400), 300, 200),
-    (regard.window(None, 5), 257, 129),
-    (regard.window(9, offset=700), 300, 500),
-    (regard.padding([300, 0, 64, 1]), 130, 300),
-    (regard.padding(random(2, 300)), 130, 300),
-    (regard.causal() & regard.padding([0, 150]), 300, 300),
-    (regard.packed([100, 0, 1, 128, 100]), 329, 329),
-    (regard.documents([0] * 90 + [2] * 100 + [1] * 110, [0] * 150 + [1] * 250), 300, 400),
-    (regard.blocks(50), 301, 333),
-    (regard.blocks(128), 400, 600),
-    (regard.prefix(70), 200, 300),
-    (regard.prefix([0, 300]) | regard.causal(), 300, 300),
-    (regard.strided(7), 200, 300),
-    (regard.strided(100) & regard.causal(), 300, 400),
-    (regard.window(5) | regard.global_tokens([0, 270]), 300, 300),
-    (~regard.window(60, 60), 300, 300),
-    (regard.dense(random(4, 100, 300, share=0.001)), 100, 300),
-    (regard.dense(random(2, 1, 100, 300, share=0.001)), 100, 300),
-    (regard.dense(random(2, 4, 70, 200, share=0.0005)), 70, 200),
-    (regard.dense(far_apart(500, 700)), 500, 700),
-    (regard.dense(torch.ones(300, 300, dtype=torch.bool)), 300, 300),
-    (~regard.everything(), 200, 200),
-    (regard.everything(), 1, 1),
-    (regard.everything(), 300, 200),
-]
 GROUPED = {1: (2, 1), 4: (2, 2)}  # key heads, and query heads for each, by the heads that a mask tells apart
 
 
@@ -290,5 +230,5 @@ def test_strides_are_multiples_that_compile_nothing_new() -> None:
     mask = regard.dense(torch.ones(2, 4, 300, 700, dtype=torch.bool).tril())
     order = turns(layout(mask, 300, 700, CPU), 64, 64)
     spans_order = turns(layout(regard.causal(offset=[0, 3]), 300, 700, CPU), 64, 64)
-    for strides in (order[6:], spans_order[6:]):
+    for strides in (order[9:], spans_order[9:]):
         assert all(x % 16 == 0 for x in strides)

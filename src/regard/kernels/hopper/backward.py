@@ -26,22 +26,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..tile import (
-    _BITS,
     _NONE,
     _PLAIN,
-    _SPANS,
     DEEP,
+    LN2,
     LOG2E,
     bias_rows,
+    bias_tile,
     drop_keys,
     kept,
-    logits,
-    seat,
-    shown,
-    span_rows,
-    tanh,
 )
+from .by_keys import common, hides, place, rows_at, turn_at, veil, walk_of
 from .exchange import ACQUIRE, RELEASE, SETTLED, tma_add
+from .fold import log2, scored
 from .forward import PIECE, flat, group_barrier, tma_store
 from .layouts import turned as turned_layout
 from .walk import ROWS, advance, tma_load
@@ -50,64 +47,13 @@ _acquire, _release, _settled = gl.constexpr(ACQUIRE), gl.constexpr(RELEASE), gl.
 
 
 @gluon.jit
-def walk_of(where, turns, item, h, block, n, BM: gl.constexpr, MASK: gl.constexpr):
-    """The blocks of rows that a block of keys meets, in ascending order: (first, first full, behind the full, how many)."""
-    if MASK == _NONE:
-        first, full, until, count = 0, 0, gl.cdiv(n, BM), gl.cdiv(n, BM)
-    elif MASK == _SPANS:
-        at = where.bounds + seat(where, item, h, MASK) + block * 4
-        first, full, until = gl.load(at), gl.load(at + 1), gl.load(at + 2)
-        count = gl.load(at + 3) - first
-    else:
-        at = turns.start + seat(where, item, h, MASK) + block
-        first = gl.load(at)
-        full, until, count = 0, 0, gl.load(at + 1) - first
-    return first, full, until, count
-
-
-@gluon.jit
-def rows_at(turns, t, first, full, until, MASK: gl.constexpr):
-    """The t-th block of rows that is met, the slot of its bits, and whether the mask hides a part of it."""
-    if MASK == _BITS:
-        b, slot = gl.load(turns.entry + first + t), gl.load(turns.slot + first + t)
-        partial = slot >= 0
-    else:
-        b, slot = first + t, 0
-        partial = (b < full) | (b >= until)
-    return b, slot, partial
-
-
-@gluon.jit
-def turn_at(where, turns, t, b, first, item, h, block, blocks, MASK: gl.constexpr):
-    """How many blocks of keys add to a block of rows before this one."""
-    if MASK == _NONE:
-        turn = blocks - 1 - block
-    elif MASK == _SPANS:
-        owner = item // gl.load(where.inner)
-        turn = gl.load(turns.base + owner * turns.row_item + h * turns.row_head + b)
-        turn -= gl.load(turns.rank + owner * turns.key_item + h * turns.key_head + block)
-    else:
-        turn = gl.load(turns.turn + first + t)
-    return turn
-
-
-@gluon.jit
-def place(blocks, owners, section):
-    """A program's block of keys and whose it is. `section` owners are worked on together; of theirs the last keys come first."""
-    part = gl.program_id(0) // (section * blocks)
-    t = gl.program_id(0) - part * (section * blocks)
-    width = gl.minimum(section, owners - part * section)
-    return blocks - 1 - t // width, part * section + t % width
-
-
-@gluon.jit
 def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
          ENTROPY: gl.constexpr):
     """The warp that copies: K and V once, then of each block of rows Q, dO and the facts."""
     (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
      groups, section) = given
-    q, k, v, do, level, delta, g_entropy, _, _, _, lo, hi = described
-    FACTS: gl.constexpr = 3 if ENTROPY else 4 if MASK == _SPANS else 2
+    q, k, v, do, level, delta, g_entropy, _, _, _ = described
+    FACTS: gl.constexpr = 3 if ENTROPY else 2
     Q, K, V, dO, dS, dQ = X
     k_ready, ready, free, s_ready, d_ready, d_free = barriers
     block, own = place(blocks, owners, section)
@@ -122,13 +68,10 @@ def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl
     parity = 1
     for u in range(groups):
         h = kv * groups + u
-        first, full, until, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
         at = (item * heads + h) * NP
-        spans = 0
-        if MASK == _SPANS:
-            spans = (item // gl.load(where.inner)) * where.item + h * where.head
         for t in range(count):
-            b, slot, partial = rows_at(turns, t, first, full, until, MASK)
+            b, slot = rows_at(turns, t, first, MASK)
             now = ready.index(stage)
             mbarrier.wait(free.index(stage), parity)
             mbarrier.expect(now, BM * (DA + EA) * 2 + BM * 4 * FACTS)
@@ -138,9 +81,6 @@ def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl
             tma_load(delta, [at + b * BM], now, facts[1].index(stage))
             if ENTROPY:
                 tma_load(g_entropy, [at + b * BM], now, facts[2].index(stage))
-            elif MASK == _SPANS:
-                tma_load(lo, [spans + b * BM], now, facts[2].index(stage))
-                tma_load(hi, [spans + b * BM], now, facts[3].index(stage))
             stage, parity = advance(stage, parity, STAGES)
 
 
@@ -159,10 +99,10 @@ def add(given, ODD: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, MASK: 
     spot = 0  # of dQ, which has two (Triton 3.6 loses a count that both loops carry; a bit that flips stays)
     for u in range(groups):
         h = kv * groups + u
-        first, full, until, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
         for t in range(count):
             if spot == ODD:
-                b, slot, partial = rows_at(turns, t, first, full, until, MASK)
+                b, slot = rows_at(turns, t, first, MASK)
                 turn = turn_at(where, turns, t, b, first, item, h, block, blocks, MASK)
                 at = (item * heads + h) * gl.cdiv(n, BM) + b
                 now = gl.inline_asm_elementwise(_acquire, "=r,l", [counters + at], gl.int32, False, 1)
@@ -190,43 +130,36 @@ def turned(X, L: gl.constexpr):
 
 
 @gluon.jit
-def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, facts, stage, n, M, partial, BM: gl.constexpr, MASK: gl.constexpr,
-            BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, TL: gl.constexpr):
+def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns, n, M, partial, BM: gl.constexpr, MASK: gl.constexpr,
+            BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, TL: gl.constexpr):
     """P [BM, ROWS] of products S; 0 where the pair is hidden."""
     if not FAST:
         i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
-        S, show = logits(S, scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS)
+        S, show = scored(S, scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS)
         if BIAS != _PLAIN:
             S = gl.where(show, S, float("-inf"))
     if partial:
-        if MASK == _NONE:
-            S = gl.where((j < M)[None, :], S, float("-inf"))
-        else:
-            i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))
-            lo, hi = i, i
-            if MASK == _SPANS:
-                if ENTROPY:  # whose own fact takes their place
-                    lo, hi = span_rows(where, item, h, i, n, M, MASK)
-                else:
-                    lo, hi = facts[2].index(stage).load(gl.SliceLayout(1, TL)), facts[3].index(stage).load(gl.SliceLayout(1, TL))
-            S = gl.where(shown(where, lo, hi, gl.maximum(slot, 0), i, j, MASK) & (j < M)[None, :], S, float("-inf"))  # slot 0 shows all
+        S = veil(S, b, j, slot, item, h, where, turns, M, BM, MASK, TL)
     T = S * unit - level[:, None] if FAST else (S - level[:, None]) * LOG2E
     return gl.exp2(T)
 
 
 @gluon.jit
-def slopes(P, dP, raw, g, scale, cap, partial, BIAS: gl.constexpr, ENTROPY: gl.constexpr, CAP: gl.constexpr):
-    """dS [BM, ROWS] of the scaled products from dP − δ."""
+def slopes(P, dP, level, g, cap, bias, at, i, j, n, M, partial, BIAS: gl.constexpr, ENTROPY: gl.constexpr, CAP: gl.constexpr):
+    """dS [BM, ROWS] of the scaled products from dP − δ. What a cap has left of a logit is told from P."""
     if BIAS != _PLAIN:
         dP = gl.where(P > 0.0, dP, 0.0)
     else:
         if partial:
             dP = gl.where(P > 0.0, dP, 0.0)  # a hidden value may be NaN
     if ENTROPY:
-        dP -= g[:, None] * gl.maximum(gl.log2(P), DEEP)
+        dP -= g[:, None] * gl.maximum(log2(P), DEEP)
     dS = P * dP
     if CAP:
-        t = tanh(raw * scale / cap)
+        S = log2(P) * LN2 + level[:, None]
+        if BIAS != _PLAIN:
+            S -= bias_tile(bias, at, i, j, n, M, BIAS)
+        t = S * (1.0 / cap)
         dS = gl.where(P > 0.0, dS * (1.0 - t * t), 0.0)
     return dS
 
@@ -242,17 +175,27 @@ def blank(X, levels, BM: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def attended(where, item, kv, j, M, groups):
+    """Of keys j, which some row of some head may attend, int32; of those beyond the last, all."""
+    at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item
+    seen = j * 0
+    for u in range(groups):
+        seen = seen | gl.load(where.seen + at + (kv * groups + u) * where.seen_head + j, mask=j < M, other=1).to(gl.int32)
+    return seen
+
+
+@gluon.jit
 def clean(X, where, item, kv, j0, M, groups, C: gl.constexpr):
     """Zeros for keys X [ROWS, C] that no row may attend, which may be NaN."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item
-    for r in gl.static_range(0, ROWS, PIECE):
-        j = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, L))
-        seen = j * 0
-        for u in range(groups):
-            seen = seen | gl.load(where.seen + at + (kv * groups + u) * where.seen_head + j, mask=j < M, other=0).to(gl.int32)
-        part = X.slice(r, PIECE)
-        part.store(gl.where((seen != 0)[:, None], part.load(L), 0.0))
+    j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
+    if gl.min(attended(where, item, kv, j, M, groups), 0) == 0:
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+        for r in gl.static_range(0, ROWS, PIECE):
+            some = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, L))
+            part = X.slice(r, PIECE)
+            part.store(gl.where((attended(where, item, kv, some, M, groups) != 0)[:, None], part.load(L), 0.0))
+        fence_async_shared()
+        group_barrier()
 
 
 @gluon.jit
@@ -262,7 +205,7 @@ def fresh(X, zero):
 
 
 @gluon.jit
-def scored(K, X, stage, none, DA: gl.constexpr, BM: gl.constexpr):
+def compared(K, X, stage, none, DA: gl.constexpr, BM: gl.constexpr):
     """Sᵀ = K Qᵀ [ROWS, BM], begun."""
     return warpgroup_mma(K, flat(X[0].index(stage), BM, DA).permute((1, 0)), none, use_acc=False, is_async=True)
 
@@ -346,8 +289,6 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
     mbarrier.wait(k_ready, 0)
     if MASK != _NONE:
         clean(flat(K.index(G), ROWS, DA), where, item, kv, row, M, groups, DA)
-        fence_async_shared()
-        group_barrier()
     own_k = flat(K.index(G), ROWS, DA)
     own_v = flat(V.index(G), ROWS, EA)
     if HELD:
@@ -363,10 +304,11 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
         if SCALES:
             scale = gl.load(scales + h)
         unit = scale * LOG2E
-        first, full, until, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        begin, behind = common(where, turns, item, h, row, n, M, MASK)
         for t in range(count):
-            b, slot, partial = rows_at(turns, t, first, full, until, MASK)
-            partial = partial | beyond
+            b, slot = rows_at(turns, t, first, MASK)
+            partial = hides(b, slot, begin, behind, n, BM, MASK) | beyond
             q = flat(Q.index(stage), BM, DA)
             do = flat(dO.index(stage), BM, EA)
             mbarrier.wait(s_ready.index(turn ^ 1), phase, pred=late)
@@ -376,16 +318,15 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             if HELD:
                 zero = (t + NP) >> 30
                 keys, values = fresh(own_k, zero), fresh(own_v, zero)
-            S = scored(keys, X, stage, none, DA, BM)
+            S = compared(keys, X, stage, none, DA, BM)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
                 hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G, GROUPS)
             dP = valued(values, X, facts, stage, none, EA, BM, DROP, SL)
             level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
-            raw = turned(warpgroup_mma_wait(1, deps=[S]), TL)
-            P = weights(raw, level, b, j, slot, item, h, scale, unit, cap, bias, where, facts, stage, n, M, partial, BM, MASK, BIAS, CAP, FAST, ENTROPY,
-                        TL)
+            S = turned(warpgroup_mma_wait(1, deps=[S]), TL)
+            P = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns, n, M, partial, BM, MASK, BIAS, CAP, FAST, TL)
             Pd = P
             if DROP:
                 i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
@@ -399,7 +340,10 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             g = level
             if ENTROPY:
                 g = facts[2].index(stage).load(gl.SliceLayout(1, TL))
-            slope = slopes(P, slope, raw, g, scale, cap, partial, BIAS, ENTROPY, CAP)
+            if CAP:
+                level = facts[0].index(stage).load(gl.SliceLayout(1, TL))
+            i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
+            slope = slopes(P, slope, level, g, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, partial, BIAS, ENTROPY, CAP)
             of_keys = slope
             if SCALES:  # each query head has its own, and dK is of them all
                 of_keys = slope * scale
@@ -429,7 +373,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
 
 
 @gluon.jit(do_not_specialize=["where", "turns", "drop", "n", "M", "D", "E", "NP", "blocks", "owners", "heads", "groups", "section"])
-def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, lo, hi, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
+def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
              counters, n, M, D, E, NP, blocks, owners, heads, groups, section,
              DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
              HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
@@ -444,12 +388,8 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, lo, h
     levels = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
     third = deltas
-    fourth = deltas
     if ENTROPY:
         third = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
-    elif MASK == _SPANS:
-        third = gl.allocate_shared_memory(gl.int32, [STAGES, BM], lo.layout)
-        fourth = gl.allocate_shared_memory(gl.int32, [STAGES, BM], hi.layout)
     BL: gl.constexpr = mbarrier.MBarrierLayout()
     k_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
     d_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
@@ -466,10 +406,10 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, lo, h
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=GROUPS)
     fence_async_shared()
-    described = (q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, lo, hi)
+    described = (q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc)
     X = (Q, K, V, dO, dS, dQ)
     barriers = (k_ready, ready, free, s_ready, d_ready, d_free)
-    facts = (levels, deltas, third, fourth)  # then g_H of the entropy, or both ends of the spans
+    facts = (levels, deltas, third)  # then g_H of the entropy
     given = (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners,
              heads, groups, section)
     gl.warp_specialize([

@@ -7,12 +7,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..tile import _BITS, _NONE, DEEP, LN2, LOG2E, kept
+from ..tile import _BITS, _NONE, DEEP, LN2, LOG2E, kept, logits
 from . import asm
 from .walk import ROWS
 
 EIGHT = gl.constexpr(8)
 BEHIND, OUTSIDE, UNSET = gl.constexpr(asm.BEHIND), gl.constexpr(asm.OUTSIDE), gl.constexpr(asm.UNSET)
+LOG2, TANH = gl.constexpr(asm.LOG2), gl.constexpr(asm.TANH)
 BF16, FP16 = gl.constexpr(asm.pair("bf16")), gl.constexpr(asm.pair("f16"))
 _rescale = gluon.constexpr_function(asm.rescale)
 _rescale_constraints = gluon.constexpr_function(asm.rescale_constraints)
@@ -28,6 +29,27 @@ def power(T, POLY: gl.constexpr):
     else:
         P = gl.exp2(T)
     return P
+
+
+@gluon.jit
+def log2(X):
+    """log2 X by the chip's own unit; −inf of 0."""
+    return gl.inline_asm_elementwise(LOG2, "=f,f", [X], gl.float32, True, 1)
+
+
+@gluon.jit
+def saturation(S, scale, cap):
+    """tanh(S · scale / cap), by the chip's own units."""
+    return gl.inline_asm_elementwise(TANH, "=f,f", [S * (scale / cap * (2 * LOG2E))], gl.float32, True, 1)
+
+
+@gluon.jit
+def scored(S, scale, cap, bias, at, i, j, n, M, CAP: gl.constexpr, BIAS: gl.constexpr):
+    """Products to logits: scaled, capped, biased; and which pairs the bias leaves visible, if there is one."""
+    if CAP:
+        S = cap * saturation(S, scale, cap)
+        scale = 1.0
+    return logits(S, scale, cap, bias, at, i, j, n, M, False, BIAS)
 
 
 @gluon.jit

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, logits, met, seat, shown, span_rows
-from .fold import power
+from ..tile import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, met, seat, shown, span_rows
+from .fold import power, scored
 from .forward import flat
 from .walk import ROWS, advance, entry_at, place, tma_load
 
@@ -91,7 +91,7 @@ def begin(X, barriers, facts, rows, i, n, stage, parity, none, DA: gl.constexpr,
 def scores(S, i, j, item, h, scale, cap, bias, n, M, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr):
     """Products [ROWS, BN] to logits, −inf where a bias hides them; FAST leaves them raw products."""
     if not FAST:
-        S, show = logits(S, scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS)
+        S, show = scored(S, scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS)
         if BIAS != _PLAIN:
             S = gl.where(show, S, float("-inf"))
     return S

@@ -20,7 +20,6 @@ from .describe import describable, described, in_a_row, of_matrix
 __all__ = ["Blocks", "backward_arguments", "blocks_for", "memory_for", "refuses", "slopes"]
 
 _WIDEST = 128
-_MULTIPROCESSORS = 132
 
 
 # Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal: d128 528 and 488; d64 400 and 380. With `held`, d64 445 and
@@ -66,8 +65,8 @@ def refuses(w: Work, s: Slopes) -> list[str]:
 
 
 def blocks_for(w: Work) -> Blocks:
-    """By nothing yet: one shape is used for all dims."""
-    return Blocks()
+    """By the dims: up to 64, a group has registers enough for its keys and values."""
+    return Blocks(held=max(w.query.shape[3], w.value.shape[3]) <= 64)
 
 
 def slopes(w: Work, s: Slopes, blocks: Blocks | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +102,7 @@ def backward_arguments(w: Work, s: Slopes, memory: Memory, blocks: Blocks) -> tu
     facts = [in_a_row(_rows(x, NP, beyond), BM) for x, beyond in zip(_facts(s), (torch.inf, 0.0, 0.0), strict=True)]
     out = [described(x, ROWS, DA)[0] if stored else None for x in (memory.dk, memory.dv)]
     args = (
-        q, k, v, do, *facts, of_matrix(memory.sums, BM), *out, in_a_row(where.lo, BM), in_a_row(where.hi, BM), memory.dk, memory.dv, (memory.dk.stride()[:3], memory.dv.stride()[:3]),
+        q, k, v, do, *facts, of_matrix(memory.sums, BM), *out, memory.dk, memory.dv, (memory.dk.stride()[:3], memory.dv.stride()[:3]),
         w.scale, w.scales, w.softcap or 0.0, w.bias, where, turns(w.layout, BM, BN), w.drop, memory.counters, N, w.m, D, E, NP,
         cdiv(w.m, BN), L * H // w.groups, H, w.groups, _section(w, blocks),
     )  # fmt: skip
@@ -130,7 +129,7 @@ def finished(w: Work, memory: Memory, blocks: Blocks) -> Tensor:
 def _section(w: Work, blocks: Blocks) -> int:
     """How many key heads are worked on together: enough for a program on every multiprocessor."""
     owners = w.key.shape[0] * w.key.shape[1]
-    return min(owners, blocks.section or cdiv(_MULTIPROCESSORS, cdiv(w.m, blocks.BN)))
+    return min(owners, blocks.section or cdiv(forward.multiprocessors(w.query.device), cdiv(w.m, blocks.BN)))
 
 
 def _padded(dim: int) -> int:

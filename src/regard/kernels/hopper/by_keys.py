@@ -1,0 +1,107 @@
+"""Which blocks of rows a block of keys meets on Hopper, its turn to add to each of them, and what the mask hides of it."""
+# Written for Triton's compiler, which has types of its own.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..tile import _BITS, _NONE, _SPANS, seat
+from .fold import OUTSIDE, UNSET
+from .walk import ROWS
+
+
+@gluon.jit
+def walk_of(where, turns, item, h, block, n, BM: gl.constexpr, MASK: gl.constexpr):
+    """The blocks of rows that a block of keys meets, in ascending order: the first (of lists its place), and how many."""
+    if MASK == _NONE:
+        first, count = 0, gl.cdiv(n, BM)
+    elif MASK == _SPANS:
+        at = where.bounds + seat(where, item, h, MASK) + block * 4
+        first = gl.load(at)
+        count = gl.load(at + 3) - first
+    else:
+        at = turns.start + seat(where, item, h, MASK) + block
+        first = gl.load(at)
+        count = gl.load(at + 1) - first
+    return first, count
+
+
+@gluon.jit
+def rows_at(turns, t, first, MASK: gl.constexpr):
+    """The t-th block of rows that is met, and the slot of its bits, −1 where it is full."""
+    if MASK == _BITS:
+        b, slot = gl.load(turns.entry + first + t), gl.load(turns.slot + first + t)
+    else:
+        b, slot = first + t, 0
+    return b, slot
+
+
+@gluon.jit
+def turn_at(where, turns, t, b, first, item, h, block, blocks, MASK: gl.constexpr):
+    """How many blocks of keys add to a block of rows before this one."""
+    if MASK == _NONE:
+        turn = blocks - 1 - block
+    elif MASK == _SPANS:
+        owner = item // gl.load(where.inner)
+        turn = gl.load(turns.base + owner * turns.row_item + h * turns.row_head + b)
+        turn -= gl.load(turns.rank + owner * turns.key_item + h * turns.key_head + block)
+    else:
+        turn = gl.load(turns.turn + first + t)
+    return turn
+
+
+@gluon.jit
+def place(blocks, owners, section):
+    """A program's block of keys and whose it is. `section` owners are worked on together; of theirs the last keys come first."""
+    part = gl.program_id(0) // (section * blocks)
+    t = gl.program_id(0) - part * (section * blocks)
+    width = gl.minimum(section, owners - part * section)
+    return blocks - 1 - t // width, part * section + t % width
+
+
+@gluon.jit
+def common(where, turns, item, h, row, n, M, MASK: gl.constexpr):
+    """The rows that see all ROWS keys of a group, the first of them `row`: where they begin, and where they end."""
+    begin, behind = 0, n
+    if MASK == _SPANS:
+        at = (item // gl.load(where.inner)) * turns.span_item + h * turns.span_head
+        begin = gl.load(turns.begin + at + (gl.minimum(row + ROWS, M) - 1))
+        behind = gl.load(turns.behind + at + gl.minimum(row, M - 1))
+    return begin, behind
+
+
+@gluon.jit
+def hides(b, slot, begin, behind, n, BM: gl.constexpr, MASK: gl.constexpr):
+    """Whether the mask hides keys of a group from rows of a block."""
+    partial = slot >= 0
+    if MASK != _BITS:
+        partial = (b * BM < begin) | (gl.minimum(b * BM + BM, n) > behind)
+    return partial
+
+
+@gluon.jit
+def veil(S, b, j, slot, item, h, where, turns, M, BM: gl.constexpr, MASK: gl.constexpr, TL: gl.constexpr):
+    """S [BM, ROWS], −inf where the mask hides, and for keys beyond the last: what `fold.veil` does, by keys.
+
+    A row is its place among the rows of its thread, a constant, and where the thread begins: two of eight are a thread's.
+    """
+    c = gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
+    begin = c & 6
+    c = gl.broadcast(S, (c & -7)[:, None])[1]  # [BM, ROWS]
+    if MASK == _BITS:
+        at = turns.bits + gl.maximum(slot, 0).to(gl.int64) * 512 + (j % 128) * 4 + b * BM % 128 // 32  # [ROWS]; slot 0 shows all
+        word = c * 0
+        for k in gl.static_range(BM // 32):
+            word = gl.where(c // 32 == k, gl.load(at + k, mask=j < M, other=0)[None, :], word)
+        S = gl.inline_asm_elementwise(UNSET, "=f,f,r,r", [S, word >> begin[:, None], (c * 0 + 1) << (c % 32)], gl.float32, True, 1)
+    elif MASK == _NONE:
+        S = gl.where((j < M)[None, :], S, float("-inf"))
+    else:
+        at = (item // gl.load(where.inner)) * turns.span_item + h * turns.span_head + j  # [ROWS]
+        begin += b * BM
+        first = gl.load(turns.begin + at, mask=j < M, other=0)[None, :] - begin[:, None]
+        behind = gl.load(turns.behind + at, mask=j < M, other=0)[None, :] - begin[:, None]
+        S = gl.inline_asm_elementwise(OUTSIDE, "=f,f,r,r,r", [S, c, first, behind], gl.float32, True, 1)
+    return S
