@@ -53,6 +53,7 @@ class Where(NamedTuple):
     table: Tensor | None = None  # int32 (items, heads, row blocks · key blocks) of SIDE: the slot of each, −1 where hidden
     seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend the key
     inner: Tensor | None = None  # int32 (1,): batch items that share one item of the mask
+    spotless: Tensor | None = None  # int32 (1,): whether some row may attend every key
     item: int = 0  # strides of lo, hi in items and heads
     head: int = 0
     block_item: int = 0  # the same of blocks: of `bounds`, or of `start`
@@ -122,7 +123,7 @@ class Layout:
             lists = (*_listed(states == 2), *_listed(states == 1), slots[states == 1].flatten())
             strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
             table = pad_to_even(self.words.table.flatten(2))
-            kept = (self.words.bits, table, seen, self._shared(seen))
+            kept = (self.words.bits, table, seen, self._shared(seen), self._spotless(seen))
             return Where(None, None, None, *lists, *kept, 0, 0, *strides, *strides_of(table), *strides_of(seen))
         if self.lo is None or self.hi is None:
             raise RuntimeError("spans have two ends")
@@ -136,6 +137,7 @@ class Layout:
             bounds,
             seen=seen,
             inner=self._shared(seen),
+            spotless=self._spotless(seen),
             item=item,
             head=head,
             block_item=block_item,
@@ -146,6 +148,9 @@ class Layout:
 
     def _shared(self, like: Tensor) -> Tensor:
         return torch.full((1,), self.inner, dtype=torch.int32, device=like.device)
+
+    def _spotless(self, seen: Tensor) -> Tensor:
+        return seen[..., : self.m].all().to(torch.int32).view(1)
 
     def _keys_seen(self) -> Tensor:
         """Which keys some row may attend: int8 (items, heads, m)."""

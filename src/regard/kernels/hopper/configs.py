@@ -35,9 +35,9 @@ class Tile(NamedTuple):
 # d128 627 and 617; with 232 registers 617 and 610, rescaling lazily 618 and 616, that and persistent 601 and 546; d64 with
 # two groups 450 and 447. The others were chosen by shared memory and registers.
 _PLAIN: dict[int, Tile] = {
-    64: Tile(3, 128, 2, 160),
-    96: Tile(2, 128, 2, 240),
-    128: Tile(2, 128, 2, 240),
+    64: Tile(3, 128, 3, 160, persistent=True),
+    96: Tile(2, 128, 2, 240, persistent=True),
+    128: Tile(2, 128, 2, 240, persistent=True),
     192: Tile(2, 64, 2, 240),
     256: Tile(2, 64, 2, 240),
 }

@@ -30,14 +30,13 @@ from ..tile import (
     LOWEST,
     bias_rows,
     drop_keys,
-    logits,
     off_by,
     shown,
     span_rows,
 )
 from .configs import copying
-from .fold import fold, operand, packed, parts, shrink, summed, veil
-from .walk import ROWS, advance, block_at, copy, place, walk_of
+from .fold import fold, operand, packed, parts, scored, shrink, summed, veil
+from .walk import PLAN, ROWS, advance, block_at, copy, place, seats_of, share_of, told, walk_of
 
 PIECE = gl.constexpr(16)  # values that are cleaned together
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -57,7 +56,7 @@ def judge(S, i, j, j0, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK: gl
     """Products [ROWS, BN] to logits, −inf where hidden; and with a bias, which pairs show."""
     show = j
     if not FAST:
-        S, show = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
+        S, show = scored(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
     if BIAS != _PLAIN:
         if MASKED:
             show = show & shown(where, lo, hi, gl.maximum(slot, 0), i, j, MASK) & (slot >= 0)
@@ -68,7 +67,7 @@ def judge(S, i, j, j0, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK: gl
 
 
 @gluon.jit
-def unseen(show, where, item, h, j0, M, BN: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, MASKED: gl.constexpr):
+def unseen(show, where, spotless, item, h, j0, M, BN: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, MASKED: gl.constexpr):
     """Whether some key of a block is one that no row may attend, whose value may be NaN; with a bias, of the group's rows."""
     seen = 0
     dirty = 0
@@ -76,9 +75,10 @@ def unseen(show, where, item, h, j0, M, BN: gl.constexpr, MASK: gl.constexpr, BI
         seen = gl.max(show.to(gl.int32), 0)
         dirty = 1 - gl.min(seen, 0)
     elif MASKED and MASK != _NONE:
-        j = j0 + gl.arange(0, BN, gl.BlockedLayout([BN // 32], [32], [4], [0]))  # each warp has them all
-        at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item + h * where.seen_head
-        dirty = (gl.min(gl.load(where.seen + at + j, mask=j < M, other=1).to(gl.int32), 0) == 0).to(gl.int32)
+        if spotless == 0:
+            j = j0 + gl.arange(0, BN, gl.BlockedLayout([BN // 32], [32], [4], [0]))  # each warp has them all
+            at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item + h * where.seen_head
+            dirty = (gl.min(gl.load(where.seen + at + j, mask=j < M, other=1).to(gl.int32), 0) == 0).to(gl.int32)
     return seen, dirty
 
 
@@ -149,7 +149,7 @@ def ended(O, R, EB: gl.constexpr):
 
 
 @gluon.jit
-def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, scale, unit, cap,
+def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit, cap,
          bias, where, drop, n, M, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr,
          STAGES: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
          ENTROPY: gl.constexpr, DROP: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
@@ -177,7 +177,7 @@ def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X
     if not BESIDE:
         mbarrier.wait(v_ready.index(stage), parity)
     S, show = judge(S, i, j, b * BN, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, MASKED)
-    seen, dirty = unseen(show, where, item, h, j0, M, BN, MASK, BIAS, MASKED)
+    seen, dirty = unseen(show, where, spotless, item, h, j0, M, BN, MASK, BIAS, MASKED)
     P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, HIDES, LAZY, POLY)
     if BESIDE:
         mbarrier.wait(v_ready.index(stage), parity)  # for the next turn; a loop here also keeps the assembler from waiting for O before the fold
@@ -259,7 +259,8 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr,
             PERSISTENT: gl.constexpr, DESCRIBED: gl.constexpr):
     """A warp group: its ROWS rows of a block against all keys that the block meets."""
-    described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section = given
+    (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section, counter,
+     plan) = given
     Q, QB, K, KB, V, VB = X
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -272,10 +273,21 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
     q_stage = 0
     q_parity = 0
     QS: gl.constexpr = 2 if PERSISTENT else 1
-    step = gl.num_programs(0) if PERSISTENT else blocks * owners
-    for tile in range(gl.program_id(0), blocks * owners, step):
-        block, own = place(tile, blocks, owners, section)
-        item, h = own // heads, own % heads
+    tile = gl.program_id(0)
+    spotless = 1
+    if MASK != _NONE and BIAS == _PLAIN:
+        spotless = gl.load(where.spotless)
+    if PERSISTENT:
+        mbarrier.wait(q_ready.index(0), 0)
+    while tile < blocks * owners:
+        if PERSISTENT:
+            block, item, h, first, full, until, total, own_whole, own_total = seats_of(plan, q_stage * PLAN, G)
+            whole = until - full
+        else:
+            block, own = place(tile, blocks, owners, section)
+            item, h = own // heads, own % heads
+            first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
+            own_whole, own_total = share_of(where, item, h, (block * GROUPS + G) * ROWS, first, whole, total, n, BN, MASK)
         row = (block * GROUPS + G) * ROWS
         i = row + gl.arange(0, ROWS, SR)  # [ROWS]
         if SCALES:
@@ -285,7 +297,6 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         keys = (i, i)
         if DROP:
             keys = drop_keys(drop, item, h, heads, i, n)
-        first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
         m = gl.full([ROWS], LOWEST, gl.float32, SR)
         top = gl.full([ROWS], LOWEST, gl.float32, SR)
         l = parts(none)  # zeros
@@ -301,16 +312,17 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         j0 = b * BN
         j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
         mine = q_stage * GROUPS + G
-        mbarrier.wait(q_ready.index(q_stage), q_parity)
+        if not PERSISTENT:
+            mbarrier.wait(q_ready.index(0), 0)
         mbarrier.wait(k_ready.index(stage), parity)
         S = products(X, mine, stage, none, DA, DB, BN)
         S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
         S, show = judge(S, i, j, j0, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, BIAS != _PLAIN)
         if BIAS == _PLAIN:
-            if whole == 0:
+            if own_whole == 0:
                 S = veil(S, where, lo, hi, slot, i, j0, MASK)
-        seen, dirty = unseen(show, where, item, h, j0, M, BN, MASK, BIAS, True)
+        seen, dirty = unseen(show, where, spotless, item, h, j0, M, BN, MASK, BIAS, True)
         P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, True, LAZY, 0)
         P = packed(P, keys, j, drop, V.dtype, DROP)
         mbarrier.wait(v_ready.index(stage), parity)
@@ -320,13 +332,13 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
                 mbarrier.arrive(q_free.index(q_stage ^ 1))
 
         met_by = (first, full, until, whole, total)
-        for t in range(1, whole):
+        for t in range(1, own_whole):
             O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, scale, unit,
+                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
                 cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, False)
-        for t in range(gl.maximum(whole, 1), total):
+        for t in range(gl.maximum(own_whole, 1), own_total):
             O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, scale, unit,
+                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
                 cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, True)
 
         clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, True)
@@ -334,20 +346,31 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         O, R = ended(O, R, EB)
         mbarrier.arrive(v_free.index(stage))
         stage, parity = advance(stage, parity, STAGES)
+        for _ in range(gl.maximum(own_total, 1), total):  # what the other groups see
+            mbarrier.wait(k_ready.index(stage), parity)
+            mbarrier.arrive(k_free.index(stage))
+            mbarrier.wait(v_ready.index(stage), parity)
+            mbarrier.arrive(v_free.index(stage))
+            stage, parity = advance(stage, parity, STAGES)
         if MASK != _NONE:
             O = gl.where(total > 0, O, 0.0)  # the block that was met for nothing may hold NaN
             if EB > 0:
                 R = gl.where(total > 0, R, 0.0)
         write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, FAST, ENTROPY, DROP,
               SINK, LAZY, DESCRIBED, OL, RL)
-        q_stage, q_parity = advance(q_stage, q_parity, QS)
+        if PERSISTENT:
+            q_stage, q_parity = advance(q_stage, q_parity, QS)
+            mbarrier.wait(q_ready.index(q_stage), q_parity)
+            tile = told(plan, q_stage * PLAN)
+        else:
+            tile = blocks * owners
     if DESCRIBED:
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["where", "drop", "n", "M", "E", "blocks", "owners", "heads", "groups", "section"])
 def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, strides, scale, scales, cap, sinks, bias, where, drop,
-            n, M, E, blocks, owners, heads, groups, section,
+            n, M, E, blocks, owners, heads, groups, section, counter,
             DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
             ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr,
@@ -373,6 +396,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    plan = gl.allocate_shared_memory(gl.int32, [QS * PLAN, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for s in gl.static_range(QS):
         mbarrier.init(q_ready.index(s), count=1)
         mbarrier.init(q_free.index(s), count=GROUPS)
@@ -386,7 +410,8 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
     X = (Q, QB, K, KB, V, VB)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     out = (output, lse, peak, spread, entropy)
-    given = (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section)
+    given = (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section,
+             counter, plan)
     COPYING: gl.constexpr = _copying(GROUPS, REGISTERS)
     if GROUPS == 2:
         gl.warp_specialize([

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .configs import ROWS, Tile, cdiv, chunks, config
 from .describe import describable, described
 from .forward import forward
 
-__all__ = ["attend", "forward_arguments", "refuses", "room", "tile_for"]
+__all__ = ["attend", "forward_arguments", "multiprocessors", "refuses", "room", "tile_for"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST = 256
@@ -56,7 +57,7 @@ def attend(w: Work, entropy: bool, tile: Tile | None = None, section: int | None
     args, options = forward_arguments(w, found, entropy, tile, section)
     programs = cdiv(N, tile.BM) * L * H
     if tile.persistent:
-        programs = min(programs, torch.cuda.get_device_properties(w.query.device).multi_processor_count)
+        programs = min(programs, multiprocessors(w.query.device))
     forward[(programs,)](*args, **options)
     return found
 
@@ -74,6 +75,7 @@ def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section:
         *described(w.query, ROWS, DA, DB), *described(w.key, tile.BN, DA, DB), *described(w.value, tile.BN, EA, EB), *out,
         found.output, found.lse, found.max_logit, found.spread, found.entropy, found.output.stride()[:3], w.scale, w.scales, w.softcap or 0.0,
         w.sink, w.bias, w.layout.by_rows(tile.BM, tile.BN), w.drop, N, w.m, E, blocks, L * H, H, w.groups, section or room(w),
+        torch.zeros(1, dtype=torch.int32, device=w.query.device) if tile.persistent else None,
     )  # fmt: skip
     kinds = {name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}
     options = {
@@ -82,6 +84,12 @@ def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section:
         "PERSISTENT": tile.persistent, "DESCRIBED": stored, "num_warps": 4, "enable_fp_fusion": True,
     }  # fmt: skip
     return args, options
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once; where there is no GPU, on an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def room(w: Work) -> int:

@@ -8,10 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ..tile import _BITS, met, seat
+from ..tile import _BITS, _SPANS, met, seat
+from . import asm
 from .configs import ROWS as _ROWS
 
 ROWS = gl.constexpr(_ROWS)
+PLAN = gl.constexpr(16)  # numbers that are noted of a block of rows
+TAKE, SPREAD = gl.constexpr(asm.TAKE), gl.constexpr(asm.SPREAD)
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
@@ -36,6 +39,22 @@ def walk_of(where, item, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
     """What a block of rows meets: (first partial, first full, behind the full, how many full, how many in all)."""
     first, full, until, rest = met(where, seat(where, item, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
     return first, full, until, until - full, until - full + rest
+
+
+@gluon.jit
+def share_of(where, item, h, row, first, whole, total, n, BN: gl.constexpr, MASK: gl.constexpr):
+    """How many of the blocks that are met hide nothing from a group's own ROWS rows, and behind how many they see none.
+
+    The full blocks come first, then those before them, then those behind them. So a group leaves out the last ones; and
+    where its rows see the first of all whole, its own full ones go on. Rows beyond the last see none.
+    """
+    if MASK == _SPANS:
+        at = (item // gl.load(where.inner)).to(gl.int64) * where.item + h * where.head
+        last = gl.minimum(row + ROWS, n) - 1
+        begin, until, behind = gl.load(where.lo + at + last), gl.load(where.hi + at + gl.minimum(row, n - 1)), gl.load(where.hi + at + last)
+        whole = gl.maximum(whole, gl.where(begin <= first * BN, gl.minimum(until // BN - first, total), 0))
+        total = gl.minimum(total, gl.maximum(gl.cdiv(behind, BN) - first, whole))
+    return gl.where(row < n, whole, 0), gl.where(row < n, total, 0)
 
 
 @gluon.jit
@@ -68,10 +87,30 @@ def block_at(where, t, first, full, until, whole, total, G: gl.constexpr, GROUPS
 
 
 @gluon.jit
+def note(plan, at, number):
+    """Leave a number for the groups, by the warp that copies."""
+    plan.index(at).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def told(plan, at):
+    """A number that the copying warp has left."""
+    return gl.max(plan.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def seats_of(plan, at, G: gl.constexpr):
+    """What is noted of a block of rows: (block, item, head, first, full, until, how many, the group's own full, its own)."""
+    return (told(plan, at + 1), told(plan, at + 2), told(plan, at + 3), told(plan, at + 4), told(plan, at + 5), told(plan, at + 6),
+            told(plan, at + 7), told(plan, at + 8 + 2 * G), told(plan, at + 9 + 2 * G))
+
+
+@gluon.jit
 def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
          GROUPS: gl.constexpr, MASK: gl.constexpr, PERSISTENT: gl.constexpr):
     """The warp that copies: of each block of rows first Q, then K and V of all it meets, as soon as a stage is free."""
-    described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section = given
+    (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section, counter,
+     plan) = given
     q, qb, k, kb, v, vb, _, _ = described
     Q, QB, K, KB, V, VB = X
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
@@ -80,14 +119,28 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
     q_stage = 0
     q_parity = 1
     QS: gl.constexpr = 2 if PERSISTENT else 1
-    step = gl.num_programs(0) if PERSISTENT else blocks * owners
-    for t in range(gl.program_id(0), blocks * owners, step):
+    t = gl.program_id(0)
+    while t < blocks * owners:
         block, own = place(t, blocks, owners, section)
         item, h = own // heads, own % heads
         kv = h // groups
         first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
         if PERSISTENT:
             mbarrier.wait(q_free.index(q_stage), q_parity)
+            at = q_stage * PLAN
+            note(plan, at, t)
+            note(plan, at + 1, block)
+            note(plan, at + 2, item)
+            note(plan, at + 3, h)
+            note(plan, at + 4, first)
+            note(plan, at + 5, full)
+            note(plan, at + 6, until)
+            note(plan, at + 7, total)
+            for g in gl.static_range(GROUPS):
+                own_whole, own_total = share_of(where, item, h, (block * GROUPS + g) * ROWS, first, whole, total, n, BN, MASK)
+                note(plan, at + 8 + 2 * g, own_whole)
+                note(plan, at + 9 + 2 * g, own_total)
+            after = gl.inline_asm_elementwise(TAKE, "=r,l", [counter], gl.int32, False, 1)  # there when it is needed
         now = q_ready.index(q_stage)
         mbarrier.expect(now, GROUPS * ROWS * (DA + DB) * 2)
         for g in gl.static_range(GROUPS):
@@ -109,3 +162,11 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
             if EB > 0:
                 tma_load(vb, [item, kv, b * BN, EA], v_ready.index(stage), VB.index(stage))
             stage, parity = advance(stage, parity, STAGES)
+        if PERSISTENT:
+            t = gl.num_programs(0) + gl.inline_asm_elementwise(SPREAD, "=r,r", [after], gl.int32, False, 1)
+        else:
+            t = blocks * owners
+    if PERSISTENT:  # no more
+        mbarrier.wait(q_free.index(q_stage), q_parity)
+        note(plan, q_stage * PLAN, t)
+        mbarrier.arrive(q_ready.index(q_stage))
