@@ -75,10 +75,12 @@ def additive(q, k, vector, i, j, n, m, q_row, q_dim, k_row, k_dim, BM: tl.conste
 
 @triton.jit
 def bias_rows(bias, l, h, i, BIAS: tl.constexpr):
-    """Pointers [BM] to each row's biases, slope or table."""
+    """Pointers [BM] to each row's biases; one to the slope or table of a structured bias, unless rows have heads of their own."""
     at = i
-    if BIAS != _PLAIN:  # a structured bias has no rows: stride 0
-        at = bias.at + h.to(tl.int64) * bias.head + l.to(tl.int64) * bias.item + i.to(tl.int64) * bias.row
+    if BIAS != _PLAIN:
+        at = bias.at + h.to(tl.int64) * bias.head + l.to(tl.int64) * bias.item
+    if BIAS == _TENSOR:
+        at += i.to(tl.int64) * bias.row
     return at
 
 
@@ -88,10 +90,11 @@ def bias_tile(bias, at, i, j, n, m, BIAS: tl.constexpr):
     if BIAS == _TENSOR:
         added = tl.load(at[:, None] + j[None, :].to(tl.int64) * bias.key, mask=(i < n)[:, None] & (j < m)[None, :], other=0.0).to(tl.float32)
     elif BIAS == _ALIBI:
-        added = -tl.load(at)[:, None] * tl.abs(i[:, None] + bias.offset - j[None, :]).to(tl.float32)
+        slope = tl.load(at) + (i * 0).to(tl.float32)  # [BM]
+        added = -slope[:, None] * tl.abs(i[:, None] + bias.offset - j[None, :]).to(tl.float32)
     else:
         ahead = j[None, :] - (i[:, None] + bias.offset)
-        added = tl.load(at[:, None] + tl.minimum(tl.maximum(ahead, -bias.reach), bias.reach) + bias.reach)
+        added = tl.load((at + i * 0)[:, None] + tl.minimum(tl.maximum(ahead, -bias.reach), bias.reach) + bias.reach)
     return added
 
 
