@@ -246,9 +246,53 @@ def test_attention_runs_the_backend_that_why_tells(backend: str, monkeypatch: py
     ids=["plain", "causal", "everything", "bias", "causal offset", "window", "padding", "observed"],
 )
 def test_on_a_gpu_the_table_says_who_is_asked_first(asked: dict[str, Any], first: str) -> None:
-    there = SimpleNamespace(is_cuda=True)
-    p = SimpleNamespace(query=there, rows=12, keys=12, **({"mask": None, "bias": None, "observed": False} | asked))
+    there = SimpleNamespace(is_cuda=True, shape=(1, 2, 12, 256))
+    known = {"mask": None, "bias": None, "observed": False, "query": there, "value": there}
+    p = SimpleNamespace(rows=12, keys=12, **(known | asked))
     assert order(p).names[0] == first  # type: ignore[arg-type]
     assert first in order(p).because  # type: ignore[arg-type]
     long = SimpleNamespace(**{**vars(p), "rows": 4096, "keys": 4096})
     assert order(long).names[0] == ("flash4" if first == "sdpa" else first)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dim", "rows", "asked", "won"),
+    [
+        (128, 4096, {}, True),
+        (128, 4096, {"mask": regard.causal()}, True),
+        (64, 16384, {}, True),
+        (64, 4096, {}, False),
+        (128, 4095, {}, False),
+        (192, 4096, {}, False),
+        (128, 4096, {"dtype": torch.float32}, False),
+        (128, 4096, {"dropout": 0.1}, False),
+        (128, 4096, {"chip": (10, 0)}, False),
+        (128, 4096, {"requires_grad": True}, False),
+    ],
+    ids=["long", "causal", "d64", "d64 is longer", "short", "wide", "float32", "dropout", "another chip", "gradient"],
+)
+def test_a_long_plain_call_takes_the_hopper_kernels_where_they_won(
+    dim: int, rows: int, asked: dict[str, Any], won: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chip = asked.pop("chip", (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
+    x = torch.empty(
+        1, 1, 1, dim, dtype=asked.pop("dtype", torch.bfloat16), requires_grad=asked.pop("requires_grad", False)
+    )
+    there = SimpleNamespace(is_cuda=True, shape=x.shape, dtype=x.dtype, device=x.device)
+    known = {
+        "mask": None,
+        "bias": None,
+        "dropout": 0.0,
+        "observed": False,
+        "query": there,
+        "value": there,
+        "tensors": (x,),
+    }
+    p = SimpleNamespace(rows=rows, keys=rows, **(known | asked))
+    names = order(p).names  # type: ignore[arg-type]
+    assert (names.index("triton") < names.index("sdpa")) == won
+    assert "triton" in order(p).because or not won  # type: ignore[arg-type]
+    with torch.no_grad():
+        names = order(p).names  # type: ignore[arg-type]
+    assert (names.index("triton") < names.index("sdpa")) == (won or x.requires_grad)

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from .arithmetic import exact, exported
 from .backends import KNOWN, Backend
 from .canonical import Result
+from .derivatives import watched
 from .errors import BackendError
 from .kernels.blocks import captured
 from .masks.causal import Causal
@@ -41,6 +42,13 @@ LONG_PLAIN = Order(
     ("flash4", *PLAIN.names),
     {**PLAIN.because, "flash4": "first for plain calls of 4,096 rows and more"},
 )
+LONG_ON_HOPPER = Order(
+    ("flash4", "triton", "sdpa", "chunked"),
+    {
+        **LONG_PLAIN.because,
+        "triton": "where no derivative is asked for, faster than torch's kernels: on an H200, bench/results",
+    },
+)
 EXPORTED = Order(("sdpa", "reference"), {})  # plain operators of torch, which read no value and know every mask
 EXPORTED_MASKS = Order(("reference",), {})  # a kernel elsewhere may give NaN for a row that sees nothing
 OTHERS = Order(
@@ -59,7 +67,19 @@ def order(p: Problem) -> Order:
         return ON_CPU if forward_ad._current_level < 0 else MOVING_ON_CPU
     if not (unmasked or causal) or p.observed or (p.bias is not None and _captured()):
         return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
-    return LONG_PLAIN if p.rows >= LONG else PLAIN
+    if p.rows < LONG:
+        return PLAIN
+    return LONG_ON_HOPPER if _won_on_hopper(p) else LONG_PLAIN
+
+
+def _won_on_hopper(p: Problem) -> bool:
+    """Whether the chip's own forward was measured to be faster than torch's; a compiler keeps the one that it knows."""
+    dim = max(p.query.shape[3], p.value.shape[3])
+    if dim > 128 or p.rows < (LONG if dim > 64 else 4 * LONG) or p.bias is not None or p.dropout:
+        return False
+    if p.query.dtype not in (torch.float16, torch.bfloat16) or torch.compiler.is_compiling() or watched(*p.tensors):
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(p.query.device) == (9, 0)
 
 
 @dataclass(frozen=True)
