@@ -63,7 +63,8 @@ class Measured(NamedTuple):
 def start(main: Callable[[], None], ahead: Mapping[str, Callable[[], object]] | None = None) -> None:
     """Run a benchmark where there is a device for it; before it, processes of their own run what `ahead` names once.
 
-    They leave their compiled kernels on the disk, all at once and not one after the other.
+    They leave their compiled kernels on the disk, all at once and not one after the other. REGARD_COMPILED spares them
+    where the kernels are there already.
     """
     if not torch.cuda.is_available():
         sys.exit("bench/gpu: these measurements need a CUDA device, and torch sees none here.")
@@ -74,7 +75,8 @@ def start(main: Callable[[], None], ahead: Mapping[str, Callable[[], object]] | 
         return
     alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # there are enough processes
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    begun = [subprocess.Popen([sys.executable, sys.argv[0], name], env=alone, **quiet) for name in ahead or {}]
+    names = [] if os.environ.get("REGARD_COMPILED") else ahead or {}
+    begun = [subprocess.Popen([sys.executable, sys.argv[0], name], env=alone, **quiet) for name in names]
     for process in begun:
         process.wait()
     if begun:

@@ -52,9 +52,9 @@ def test_one_rank_over_nccl_merges_its_two_pieces(backend: str) -> None:
         x = torch.randn(2, 4, 300, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         output = distributed.attention(x, x, x, mask=regard.causal(), layout="zigzag", strategy="ring")
         whole = regard.attention(x, x, x, mask=regard.causal())
-        assert torch.allclose(output, whole, atol=0.03)
+        torch.testing.assert_close(output, whole, rtol=2**-7, atol=0.01)  # two roundings of bfloat16
         slopes = [torch.autograd.grad(y.float().square().sum(), x)[0].float() for y in (output, whole)]
-        assert torch.allclose(*slopes, atol=0.1)
+        assert (slopes[0] - slopes[1]).norm() < 0.01 * slopes[1].norm()
         assert torch.equal(distributed.gather(distributed.shard(x)), x)
     finally:
         torch.distributed.destroy_process_group()
