@@ -7,9 +7,10 @@ arguments; and so are theirs. `Mapped` applies such a map; `Map.vjp`, `Map.jvp` 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from .formula import attend
 from .tile import BIAS, KEY, QUERY, ROW, SHARED, Kind, Tile
 from .tiling import Cut, strips
 
-__all__ = ["Map", "Mapped", "applied", "attention_map", "pull_back", "pushed", "watched"]
+__all__ = ["Map", "Mapped", "applied", "attention_map", "pull_back", "pushed", "signed", "watched"]
 
 Tensors = tuple[Tensor, ...]
+F = TypeVar("F", bound=torch.autograd.Function)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +92,12 @@ def watched(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def signed(function: type[F]) -> type[F]:
+    """An autograd function with the signature of its forward written down: torch looks for it at every call."""
+    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
+    return function
+
+
 def applied(function: Any, *args: Any) -> Any:
     """Apply an autograd function; torch leaves `apply` without a type."""
     return function.apply(*args)
@@ -113,6 +121,7 @@ def pushed(function: Callable[..., Any], args: Tensors, tangents: Tensors) -> tu
     return results, tuple(push(tuple(tangents)))
 
 
+@signed
 class Mapped(torch.autograd.Function):
     """Apply a Map; every derivative is again a Map."""
 

@@ -25,7 +25,7 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from .arithmetic import recorded
-from .derivatives import applied, pull_back, pushed, watched
+from .derivatives import applied, pull_back, pushed, signed, watched
 from .errors import ArgumentError
 from .formula import Rows
 
@@ -104,6 +104,7 @@ def _only_moves(x: Some) -> bool:
     return innermost is None or innermost.key() == _functorch.TransformType.Jvp
 
 
+@signed
 class Attend(torch.autograd.Function):
     """x -> found."""
 
@@ -135,6 +136,7 @@ class Attend(torch.autograd.Function):
         return _batched(Attend, info.batch_size, in_dims[1:], (engine,), x)
 
 
+@signed
 class Push(torch.autograd.Function):
     """x, w -> found, tangents."""
 
@@ -188,6 +190,7 @@ class Push(torch.autograd.Function):
         return _batched(Push, info.batch_size, in_dims[1:], (engine,), given, inputs=len(given) // 2)
 
 
+@signed
 class Pull(torch.autograd.Function):
     """x, found, g -> cotangents of x. What was found spares work: the result is a function of x and g."""
 
@@ -236,6 +239,7 @@ class Pull(torch.autograd.Function):
         return _batched(Pull, info.batch_size, in_dims[2:], (engine, needs), given, inputs=len(needs))
 
 
+@signed
 class Bend(torch.autograd.Function):
     """x, found, g, moved, w, dg -> tangents of what was found (where `moved` does not have them), of the cotangents."""
 

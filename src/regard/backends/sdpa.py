@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..canonical import Result
-from ..derivatives import applied, watched
+from ..derivatives import applied, signed, watched
 from ..finite import all_finite
 from ..masks import Mask
 from ..masks.causal import Causal
@@ -310,6 +310,7 @@ def _traced(p: Problem, call: Call) -> Tensor:
     return _attend(call._replace(query=query, key=key, value=value))
 
 
+@signed
 class FusedOnCpu(torch.autograd.Function):
     """Torch's CPU kernel and its backward; every other derivative by the formula, strip by strip."""
 

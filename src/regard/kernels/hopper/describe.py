@@ -22,9 +22,10 @@ KINDS = {
 
 def describable(x: Tensor) -> bool:
     """Whether a tensor (L, H, N, D) can be described: unit stride, the others multiples of 16 bytes."""
-    size = x.element_size()
-    aligned = all(s % 16 == 0 and s > 0 for s in (size * s for s in _strides(x)[:3]))
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and aligned
+    a, b, c, _ = _strides(x)
+    unit = 16 // x.element_size()
+    aligned = not (a % unit or b % unit or c % unit or x.data_ptr() % 16)
+    return aligned and x.stride(3) == 1 and min(a, b, c) > 0
 
 
 def described(x: Tensor, rows: int, *widths: int) -> tuple[Any, ...]:
@@ -49,8 +50,9 @@ def _of(x: Tensor, strides: list[int], block: tuple[int, ...]) -> Any:
 
 def _strides(x: Tensor) -> list[int]:
     """Strides; where there is one of a kind, its stride says nothing, and one that the copy engine takes stands for it."""
-    spare = 8 * max(1, -(-x.shape[3] // 8))
-    return [s if n > 1 else spare for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)] + [1]
+    (a, b, c, _), (items, heads, rows, width) = x.stride(), x.shape
+    spare = 8 * max(1, -(-width // 8))
+    return [a if items > 1 else spare, b if heads > 1 else spare, c if rows > 1 else spare, 1]
 
 
 @lru_cache
