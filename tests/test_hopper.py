@@ -25,13 +25,12 @@ KINDS = ("plain", "spans", "bits", "bias")
 EVERY_DAY = [("spans", 128), ("bits, bias", 64)]
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9; all others have room.
 SPILLED = {
-    ("plain", 64): (0, 56), ("plain", 96): (0, 16), ("plain", 128): (0, 16),
-    ("plain", 192): (0, 32), ("plain", 256): (0, 64),
-    ("spans", 64): (24, 128), ("spans", 96): (16, 16), ("spans", 128): (0, 40),
-    ("spans", 192): (0, 40), ("spans", 256): (16, 64),
-    ("bits", 64): (56, 120), ("bits", 96): (8, 24), ("bits", 128): (8, 8),
-    ("bits", 192): (24, 40), ("bits", 256): (16, 56),
-    ("bias", 96): (0, 136), ("bias", 128): (0, 144), ("bias", 192): (40, 40), ("bias", 256): (80, 144),
+    ("plain", 96): (0, 16), ("plain", 128): (0, 16), ("plain", 256): (0, 56),
+    ("spans", 64): (16, 72), ("spans", 96): (24, 40), ("spans", 128): (16, 32),
+    ("spans", 192): (16, 80), ("spans", 256): (16, 72),
+    ("bits", 64): (24, 64), ("bits", 96): (8, 16), ("bits", 128): (0, 24),
+    ("bits", 192): (16, 0), ("bits", 256): (8, 56),
+    ("bias", 192): (24, 0), ("bias", 256): (16, 40),
 }  # fmt: skip
 hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
 

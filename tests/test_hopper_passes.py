@@ -25,7 +25,7 @@ EVERY_DAY = [("received", "spans", 128), ("pooled", "plain", 64)]  # what each r
 # Bytes of a thread that find no register, at most, by Triton 3.6 and 3.9; all others have room.
 SPILLED = {
     ("received", "spans", 192): 160,
-    ("received", "bits", 128): 16, ("received", "bits", 192): 184,
+    ("received", "bits", 128): 8, ("received", "bits", 192): 168,
     ("pooled", "plain", 64): 80, ("pooled", "plain", 96): 104, ("pooled", "plain", 128): 144,
     ("pooled", "plain", 192): 296,
     ("pooled", "spans", 64): 104, ("pooled", "spans", 96): 144, ("pooled", "spans", 128): 184,
@@ -76,7 +76,7 @@ def test_a_pass_compiles_for_hopper_and_spills_no_more_than_is_pinned(
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["received", "pooled"])
 def test_all_else_compiles_for_hopper_together(which: str, hopper: None) -> None:
-    fits(compiled(which, work(64, "spans", softcap=9.0, scales=torch.ones(4))), 256, SHARED, REGISTERS)
+    fits(compiled(which, work(64, "spans", softcap=9.0, scales=torch.ones(4))), 152, SHARED, REGISTERS)
 
 
 @compiles
