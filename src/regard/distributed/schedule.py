@@ -39,7 +39,7 @@ class Device:
 
 
 H200 = Device("H200", 989e12, forward=0.52, backward=0.40)
-"""Dense bfloat16; the shares are those of our kernels, head dim 128, 16,384 tokens (`bench/results/gpu_forward.md`)."""
+"""Dense bfloat16; of the peak, less than our kernels reach at head dim 128 and 16,384 tokens (`bench/results`)."""
 
 
 @dataclass(frozen=True)

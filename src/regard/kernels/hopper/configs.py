@@ -31,9 +31,10 @@ class Tile(NamedTuple):
 
 
 # (padded dim of keys, of values): the larger of the two counts. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
-# d128 649 and 637, with entropy 602 and 595; d64 496 and 482, with entropy 483 and 452. Before sums stayed in the thread,
-# d128 627 and 617; with 232 registers 617 and 610, rescaling lazily 618 and 616, that and persistent 601 and 546; d64 with
-# two groups 450 and 447. The others were chosen by shared memory and registers.
+# d128 640 and 653, with entropy 600 and 585; d64 517 and 495, with entropy 480 and 461 (bench/results/gpu_forward.md). With one
+# block of rows a program, in earlier runs, d128 649 and 637, d64 496 and 482; persistent, but dealt out in turns, d128 causal
+# 571. Before sums stayed in the thread, d128 627 and 617; with 232 registers 617 and 610, rescaling lazily 618 and 616; d64
+# with two groups 450 and 447. The others were chosen by shared memory and registers.
 _PLAIN: dict[int, Tile] = {
     64: Tile(3, 128, 3, 160, persistent=True),
     96: Tile(2, 128, 2, 240, persistent=True),

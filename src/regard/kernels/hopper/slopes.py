@@ -22,8 +22,8 @@ __all__ = ["Blocks", "backward_arguments", "blocks_for", "memory_for", "refuses"
 _WIDEST = 128
 
 
-# Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal: d128 528 and 488; d64 400 and 380. With `held`, d64 445 and
-# 425, before `fresh`, without which the assembler of Triton 3.6 overwrites such registers in some variants.
+# Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal: d128 523 and 503; d64, held, 425 and 452
+# (bench/results/gpu_backward.md). Before masks were read by keys, d64 held 434 and 419, from shared memory 398 and 382.
 class Blocks(NamedTuple):
     """Rows of a block, warp groups (each with 64 keys), blocks in flight, registers a thread."""
 
