@@ -9,7 +9,8 @@ from torch import Tensor
 import regard
 from masks.cases import CASES, Case
 from regard.kernels.blocks import BITS, NONE, SIDE, SPANS, Layout, Where
-from regard.layout import layout
+from regard.kernels.turns import turns
+from regard.layout import _made, layout
 
 CPU = torch.device("cpu")
 LARGE = 3 * SIDE + 5
@@ -234,3 +235,45 @@ def test_two_masks_with_equal_tensors_do_not_share_a_layout() -> None:
     one, two = regard.padding([20, 45]), regard.padding([20, 45])
     assert one == two
     assert layout(one, 40, 50, CPU) is not layout(two, 40, 50, CPU)
+
+
+class Stream:
+    """A stream that notes what it is told."""
+
+    def __init__(self, number: int, told: list[str]) -> None:
+        self.cuda_stream, self.told = number, told
+
+    def record_event(self) -> str:
+        self.told.append(f"{self.cuda_stream} made")
+        return f"what {self.cuda_stream} made"
+
+    def wait_event(self, event: str) -> None:
+        self.told.append(f"{self.cuda_stream} waits for {event}")
+
+
+@pytest.mark.parametrize("mask", [regard.causal(), regard.strided(3)], ids=repr)
+def test_a_stream_waits_for_what_another_has_made(mask: regard.Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    one, two = Stream(1, told), Stream(2, told)
+    now = [one]
+    monkeypatch.setattr(Layout, "_current", lambda self: now[0])
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: told.append(f"{stream.cuda_stream} keeps"))
+    made = _made(mask, 300, 333, torch.device("cpu"), 1)
+    first = made.by_rows(64, 64)
+    assert told == ["1 made", "1 made"]
+    assert made.by_rows(64, 64) is first
+    assert told == ["1 made", "1 made"]
+    now[0] = two
+    assert made.by_rows(64, 64) is first
+    assert told[2] == "2 waits for what 1 made"
+    assert set(told[3:]) == {"2 keeps"}
+    told.clear()
+    order = turns(made, 64, 64)
+    assert told[0] == "2 waits for what 1 made"
+    assert told[-1] == "2 made"
+    told.clear()
+    assert turns(made, 64, 64) is order
+    assert told == []
+    now[0] = one
+    assert turns(made, 64, 64) is order
+    assert told[0] == "1 waits for what 2 made"

@@ -53,7 +53,7 @@ class Where(NamedTuple):
     table: Tensor | None = None  # int32 (items, heads, row blocks · key blocks) of SIDE: the slot of each, −1 where hidden
     seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend the key
     inner: Tensor | None = None  # int32 (1,): batch items that share one item of the mask
-    spotless: Tensor | None = None  # int32 (1,): whether some row may attend every key
+    spotless: Tensor | None = None  # int32 (1,): whether every key may be attended by some row
     item: int = 0  # strides of lo, hi in items and heads
     head: int = 0
     block_item: int = 0  # the same of blocks: of `bounds`, or of `start`
@@ -82,6 +82,11 @@ class Layout:
     inner: int = 1
     _known: dict[tuple[int, int, bool], Where] = field(default_factory=dict)
     _seen: Tensor | None = None
+    _stream: int | None = None  # where its last part was made …
+    _there: torch.cuda.Event | None = None  # … and when it is there
+
+    def __post_init__(self) -> None:
+        self.made()
 
     @property
     def kind(self) -> int:
@@ -95,13 +100,37 @@ class Layout:
         """For kernels that hold BN keys and walk over row blocks of BM."""
         return self._remembered(BM, BN, True)
 
+    def made(self) -> None:
+        """Note the stream that makes a part, so that others wait for it."""
+        stream = self._current()
+        if stream is not None:
+            self._stream, self._there = stream.cuda_stream, stream.record_event()
+
+    def awaited(self, *parts: Where | NamedTuple) -> None:
+        """Let the stream that is current now wait for another that made this, and keep parts as long as it reads them."""
+        stream = self._current()
+        if stream is None or self._there is None or stream.cuda_stream == self._stream:
+            return
+        stream.wait_event(self._there)
+        for x in (self.lo, self.hi, self._seen, *(self.words or ()), *(x for part in parts for x in part)):
+            if isinstance(x, Tensor):
+                x.record_stream(stream)
+
+    def _current(self) -> torch.cuda.Stream | None:
+        """The stream that work goes to now; none on a CPU, nor in a capture, which is begun when all else is done."""
+        tensor = self.lo if self.words is None else self.words.bits
+        return None if tensor is None or not tensor.is_cuda or captured() else torch.cuda.current_stream(tensor.device)
+
     def _remembered(self, BM: int, BN: int, turned: bool) -> Where:
         known = self._known.get((BM, BN, turned))
         if known is not None:
+            self.awaited(known)
             return known
+        self.awaited()
         made = self._where(BM, BN, turned)
         if not captured():  # what a captured graph makes is there only while the graph runs
             self._known[BM, BN, turned] = made
+            self.made()
         return made
 
     def _where(self, BM: int, BN: int, turned: bool) -> Where:

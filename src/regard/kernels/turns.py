@@ -46,10 +46,13 @@ def turns(layout: Layout, BM: int, BN: int) -> Turns:
     """The turns of a layout that is walked by keys, in blocks of BM rows and BN keys."""
     known = _KNOWN.setdefault(layout, {})
     if (BM, BN) in known:
+        layout.awaited(known[BM, BN])
         return known[BM, BN]
+    layout.awaited()
     made = Turns() if layout.kind == NONE else _listed(layout, BM, BN) if layout.kind == BITS else _of_spans(layout, BM, BN)
     if not captured():  # what a captured graph makes is there only while the graph runs
         known[BM, BN] = made
+        layout.made()
     return made
 
 
