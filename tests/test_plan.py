@@ -246,7 +246,7 @@ def test_attention_runs_the_backend_that_why_tells(backend: str, monkeypatch: py
     ids=["plain", "causal", "everything", "bias", "causal offset", "window", "padding", "observed"],
 )
 def test_on_a_gpu_the_table_says_who_is_asked_first(asked: dict[str, Any], first: str) -> None:
-    there = SimpleNamespace(is_cuda=True, shape=(1, 2, 12, 256))
+    there = SimpleNamespace(is_cuda=True, dtype=torch.float32)
     known = {"mask": None, "bias": None, "observed": False, "query": there, "value": there}
     p = SimpleNamespace(rows=12, keys=12, **(known | asked))
     assert order(p).names[0] == first  # type: ignore[arg-type]
@@ -255,44 +255,52 @@ def test_on_a_gpu_the_table_says_who_is_asked_first(asked: dict[str, Any], first
     assert order(long).names[0] == ("flash4" if first == "sdpa" else first)  # type: ignore[arg-type]
 
 
+WON: dict[str, Any] = {
+    "dim": 128, "of_values": 0, "rows": 4096, "items": 4, "dtype": torch.bfloat16, "chip": (9, 0), "grad": False,
+    "heads": 16, "stride": 1, "compiling": False, "mask": None, "bias": None, "dropout": 0.0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("dim", "rows", "asked", "won"),
+    ("asked", "won"),
     [
-        (128, 4096, {}, True),
-        (128, 4096, {"mask": regard.causal()}, True),
-        (64, 16384, {}, True),
-        (64, 4096, {}, False),
-        (128, 4095, {}, False),
-        (192, 4096, {}, False),
-        (128, 4096, {"dtype": torch.float32}, False),
-        (128, 4096, {"dropout": 0.1}, False),
-        (128, 4096, {"chip": (10, 0)}, False),
-        (128, 4096, {"requires_grad": True}, False),
+        ({}, True),
+        ({"mask": regard.causal()}, True),
+        ({"dim": 64, "rows": 16384, "items": 1, "heads": 32}, True),
+        ({"items": 1, "rows": 8192}, True),
+        ({"dim": 64}, False),
+        ({"rows": 4095, "items": 8}, False),
+        ({"items": 3}, False),
+        ({"dim": 96, "items": 8}, False),
+        ({"of_values": 64}, False),
+        ({"stride": 0}, False),
+        ({"dtype": torch.float32}, False),
+        ({"bias": torch.zeros(1)}, False),
+        ({"dropout": 0.1}, False),
+        ({"chip": (10, 0)}, False),
+        ({"compiling": True}, False),
+        ({"grad": True}, False),
     ],
-    ids=["long", "causal", "d64", "d64 is longer", "short", "wide", "float32", "dropout", "another chip", "gradient"],
+    ids=lambda x: ", ".join(x) or "long" if isinstance(x, dict) else None,
 )
 def test_a_long_plain_call_takes_the_hopper_kernels_where_they_won(
-    dim: int, rows: int, asked: dict[str, Any], won: bool, monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, Any], won: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chip = asked.pop("chip", (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: chip)
-    x = torch.empty(
-        1, 1, 1, dim, dtype=asked.pop("dtype", torch.bfloat16), requires_grad=asked.pop("requires_grad", False)
+    x = SimpleNamespace(**(WON | asked))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: x.chip)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: x.compiling)
+    shapes = [(x.items, x.heads, x.rows, dim) for dim in (x.dim, x.dim, x.of_values or x.dim)]
+    there = [
+        SimpleNamespace(is_cuda=True, shape=shape, dtype=x.dtype, device=None, stride=lambda: (x.stride, 1, 1, 1))
+        for shape in shapes
+    ]
+    given = dict(zip(("query", "key", "value"), there, strict=True))
+    tensors = (torch.zeros(1, requires_grad=x.grad),)
+    p: Any = SimpleNamespace(
+        **given, tensors=tensors, rows=x.rows, keys=x.rows, mask=x.mask, bias=x.bias, dropout=x.dropout, observed=False
     )
-    there = SimpleNamespace(is_cuda=True, shape=x.shape, dtype=x.dtype, device=x.device)
-    known = {
-        "mask": None,
-        "bias": None,
-        "dropout": 0.0,
-        "observed": False,
-        "query": there,
-        "value": there,
-        "tensors": (x,),
-    }
-    p = SimpleNamespace(rows=rows, keys=rows, **(known | asked))
-    names = order(p).names  # type: ignore[arg-type]
-    assert (names.index("triton") < names.index("sdpa")) == won
-    assert "triton" in order(p).because or not won  # type: ignore[arg-type]
+    assert (order(p).names.index("triton") < order(p).names.index("sdpa")) == won
+    assert "triton" in order(p).because or not won
     with torch.no_grad():
-        names = order(p).names  # type: ignore[arg-type]
-    assert (names.index("triton") < names.index("sdpa")) == (won or x.requires_grad)
+        names = order(p).names
+    assert (names.index("triton") < names.index("sdpa")) == (won or x.grad)

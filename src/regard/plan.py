@@ -21,6 +21,8 @@ from .problem import Problem, autocasts
 __all__ = ["Plan", "choose", "plan", "run"]
 
 LONG = 4096  # rows from which on FlashAttention-4 is known to be the fastest; fewer are left to torch
+WON = {64: 16384, 128: 4096}  # rows from which on our Hopper forward is, by dim …
+MUCH = 2**37  # … if there are pairs times dims enough for some 0.4 ms: a shorter kernel ends before the next is started
 
 
 class Order(NamedTuple):
@@ -74,10 +76,11 @@ def order(p: Problem) -> Order:
 
 def _won_on_hopper(p: Problem) -> bool:
     """Whether the chip's own forward was measured to be faster than torch's; a compiler keeps the one that it knows."""
-    dim = max(p.query.shape[3], p.value.shape[3])
-    if dim > 128 or p.rows < (LONG if dim > 64 else 4 * LONG) or p.bias is not None or p.dropout:
+    if torch.compiler.is_compiling() or p.query.dtype not in (torch.float16, torch.bfloat16) or watched(*p.tensors):
         return False
-    if p.query.dtype not in (torch.float16, torch.bfloat16) or torch.compiler.is_compiling() or watched(*p.tensors):
+    items, heads, rows, dim = p.query.shape
+    long = dim in WON and dim == p.value.shape[3] and rows >= WON[dim] and items * heads * rows * p.keys * dim >= MUCH
+    if not long or p.bias is not None or p.dropout or any(0 in x.stride() for x in (p.query, p.key, p.value)):
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(p.query.device) == (9, 0)
 
