@@ -204,6 +204,7 @@ def test_another_tile_can_be_taken_to_measure_it() -> None:
         ({"dtype": torch.float32}, "float16 or bfloat16"),
         ({"vector": torch.zeros(64)}, "additive"),
         ({"dim": 264}, "at most 256"),
+        ({"softcap": 1000.0}, "caps are at most 512"),
         ({"dim": 60}, "cannot describe query"),
         ({}, "compute capability 9.0"),
     ],

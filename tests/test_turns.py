@@ -232,3 +232,13 @@ def test_strides_are_multiples_that_compile_nothing_new() -> None:
     spans_order = turns(layout(regard.causal(offset=[0, 3]), 300, 700, CPU), 64, 64)
     for strides in (order[9:], spans_order[9:]):
         assert all(x % 16 == 0 for x in strides)
+
+
+def test_a_group_of_keys_masks_one_block_of_rows_of_a_causal_mask() -> None:
+    n = 640
+    made = layout(regard.causal(), n, n, CPU)
+    assert made.kind == SPANS
+    for block in range(n // 128):
+        steps = walked(made, Shape(), 0, 0, block)
+        masked = [[s.rows for s in steps if s.partial[group]] for group in range(2)]
+        assert masked == [[2 * block], [2 * block, 2 * block + 1]]  # the second sees nothing of the first

@@ -14,9 +14,20 @@ from torch import Tensor
 import regard
 from contract_cases import CASES, Case, agree, plain_results, results, truth
 from gpu.test_core_on_gpu import moved
-from gpu.test_kernels_on_gpu import DEVICE, guarded, inputs, of_bits, random, rows_and_gradients, same_bits
+from gpu.test_kernels_on_gpu import (
+    DEVICE,
+    ROWS,
+    captured,
+    guarded,
+    inputs,
+    of_bits,
+    random,
+    rows_and_gradients,
+    same_bits,
+)
 from regard import biases, scores
 from regard.kernels.blocks import BITS
+from regard.kernels.hopper import configs
 from regard.layout import layout
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -24,7 +35,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HOPPER, reason="the Hopper kernels need a GPU of compute capability 9.0"),
 ]
-N, M = 1025, 1150  # of 8 heads and two items: more blocks than the chip has multiprocessors
+N, M = 1025, 1150  # of 8 heads and two items
 FORWARD, BACKWARD = "regard.kernels.hopper.forward.forward", "regard.kernels.hopper.backward.backward"
 PASSES = "regard.kernels.hopper.passes"
 PORTABLE = {"regard.kernels.forward.forward", "regard.kernels.backward.keys", "regard.kernels.backward.queries"}
@@ -124,7 +135,61 @@ def test_what_the_chips_own_kernels_refuse_runs_on_the_portable_ones(started: li
     assert PORTABLE.issubset(started)
 
 
-# The same bits: at every run, in every batch, in whatever form the mask is given.
+def test_a_cap_that_hardly_caps_is_as_exact_as_any(started: list[str]) -> None:
+    tensors = [x.detach() for x in inputs(N, M, 64)]
+    output = regard.attention(*tensors, softcap=1e6, backend="triton")
+    assert set(started) == {"regard.kernels.forward.forward"}
+    true = regard.attention(*(x.double() for x in tensors), softcap=1e6, backend="reference")
+    torch.testing.assert_close(output.double(), true, atol=1e-2, rtol=1e-2)
+
+
+# The same bits: at every run, in every batch, in whatever form the mask is given, however the work is dealt out.
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "padding", "bits", "gqa"])
+def test_programs_that_take_many_blocks_of_rows_change_no_bit(name: str, d: int) -> None:
+    n = 8 * N  # nearly 700 blocks or more, so that each of 132 programs takes several
+    tensors, kwargs = made(name, d, n, n)
+
+    def found() -> list[Tensor]:
+        seen = regard.observe(*(x.detach() for x in tensors), **kwargs, backend="triton")
+        return [getattr(seen, row) for row in ROWS]
+
+    tile = configs.config(d)
+    assert tile.persistent
+    taken = found()
+    configs.overridden(d, False, tile._replace(persistent=False))
+    try:
+        assert same_bits(found(), taken)
+    finally:
+        configs.overridden(d, False, None)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_graph_deals_out_its_blocks_anew_at_each_replay(d: int) -> None:
+    tensors = [x.detach() for x in inputs(8 * N, 8 * N, d, heads=8, kv_heads=8)]
+    graph, (static,) = captured(lambda: [regard.attention(*tensors, mask=regard.causal(), backend="triton")])
+    expected = regard.attention(*tensors, mask=regard.causal(), backend="triton")
+    for _ in range(3):
+        static.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(static, expected)
+
+
+def test_a_mask_that_another_stream_lays_out_is_waited_for() -> None:
+    tensors = [x.detach() for x in inputs(N, N, 64)]
+    expected = regard.attention(*tensors, mask=regard.causal(-3), backend="triton")
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for offset in range(4, 24):  # of each a mask that was never laid out
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            first = regard.attention(*tensors, mask=regard.causal(-offset), backend="triton")
+        second = regard.attention(*tensors, mask=regard.causal(-offset), backend="triton")
+        torch.cuda.synchronize()
+        assert torch.equal(first, second)
+        assert not torch.equal(first, expected)
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from ..tile import _BITS, _NONE, _SPANS, seat
 from .fold import OUTSIDE, UNSET
 from .walk import ROWS
+from .walk import place as nth_place
 
 
 @gluon.jit
@@ -55,10 +56,7 @@ def turn_at(where, turns, t, b, first, item, h, block, blocks, MASK: gl.constexp
 @gluon.jit
 def place(blocks, owners, section):
     """A program's block of keys and whose it is. `section` owners are worked on together; of theirs the last keys come first."""
-    part = gl.program_id(0) // (section * blocks)
-    t = gl.program_id(0) - part * (section * blocks)
-    width = gl.minimum(section, owners - part * section)
-    return blocks - 1 - t // width, part * section + t % width
+    return nth_place(gl.program_id(0), blocks, owners, section)
 
 
 @gluon.jit
@@ -66,7 +64,7 @@ def common(where, turns, item, h, row, n, M, MASK: gl.constexpr):
     """The rows that see all ROWS keys of a group, the first of them `row`: where they begin, and where they end."""
     begin, behind = 0, n
     if MASK == _SPANS:
-        at = (item // gl.load(where.inner)) * turns.span_item + h * turns.span_head
+        at = (item // gl.load(where.inner)).to(gl.int64) * turns.span_item + h * turns.span_head
         begin = gl.load(turns.begin + at + (gl.minimum(row + ROWS, M) - 1))
         behind = gl.load(turns.behind + at + gl.minimum(row, M - 1))
     return begin, behind
@@ -99,7 +97,7 @@ def veil(S, b, j, slot, item, h, where, turns, M, BM: gl.constexpr, MASK: gl.con
     elif MASK == _NONE:
         S = gl.where((j < M)[None, :], S, float("-inf"))
     else:
-        at = (item // gl.load(where.inner)) * turns.span_item + h * turns.span_head + j  # [ROWS]
+        at = (item // gl.load(where.inner)).to(gl.int64) * turns.span_item + h * turns.span_head + j  # [ROWS]
         begin += b * BM
         first = gl.load(turns.begin + at, mask=j < M, other=0)[None, :] - begin[:, None]
         behind = gl.load(turns.behind + at, mask=j < M, other=0)[None, :] - begin[:, None]

@@ -13,7 +13,8 @@ class Tile(NamedTuple):
     """Warp groups that compute, keys of a block, blocks in flight, registers a thread, and three choices.
 
     `lazy`: rescale O only where the largest logit rose by more than this many powers of two; 0: always.
-    `poly`: of 8 exponentials, how many are computed by a polynomial on the FMA units.
+    `poly`: of 8 exponentials, how many are computed by a polynomial on the FMA units; not in masked blocks, which spans and
+    bits tell apart differently, so that a mask no longer has one result to the bit.
     `persistent`: one program a multiprocessor, which takes one block of rows after the other.
     """
 

@@ -16,7 +16,6 @@ KINDS = {
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
-    torch.int32: gl.int32,
 }
 
 

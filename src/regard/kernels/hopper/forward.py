@@ -353,9 +353,9 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             mbarrier.arrive(v_free.index(stage))
             stage, parity = advance(stage, parity, STAGES)
         if MASK != _NONE:
-            O = gl.where(total > 0, O, 0.0)  # the block that was met for nothing may hold NaN
+            O = gl.where(own_total > 0, O, 0.0)  # the block that was met for nothing may hold NaN
             if EB > 0:
-                R = gl.where(total > 0, R, 0.0)
+                R = gl.where(own_total > 0, R, 0.0)
         write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, FAST, ENTROPY, DROP,
               SINK, LAZY, DESCRIBED, OL, RL)
         if PERSISTENT:

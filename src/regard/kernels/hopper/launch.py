@@ -18,6 +18,7 @@ __all__ = ["attend", "forward_arguments", "multiprocessors", "refuses", "room", 
 
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST = 256
+_HIGHEST = 512.0  # cap: the chip's tanh is right to 3e−7 of 1, so a capped logit to 3e−7 of the cap
 _CACHED = 32 * 2**20  # bytes of keys and values that stay in the second-level cache
 
 
@@ -33,6 +34,8 @@ def refuses(w: Work) -> list[str]:
         reasons.append("the additive score is no product of matrices")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _HALVES:
         reasons.append(f"it takes float16 or bfloat16 throughout; got {q.dtype}, {k.dtype} and {v.dtype}")
+    if w.softcap is not None and w.softcap > _HIGHEST:
+        reasons.append(f"caps are at most {_HIGHEST:g}; got {w.softcap:g}")
     if max(q.shape[3], v.shape[3]) > _WIDEST:
         reasons.append(f"dims are at most {_WIDEST}; got {q.shape[3]} and {v.shape[3]}")
     if not (q.numel() and k.numel() and v.numel()):
