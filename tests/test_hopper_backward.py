@@ -222,15 +222,17 @@ def test_a_refusal_says_why(w: Work, dO: Tensor | None, reason: str) -> None:
     assert reason in only
 
 
-def test_rows_that_cannot_be_counted_are_refused() -> None:
-    def long(n: int) -> list[str]:
+def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
+    def long(n: int, m: int = 1) -> list[str]:
         q, k = (torch.zeros(1, heads, 1, 64, dtype=torch.bfloat16) for heads in (2, 1))
-        w = Work(q.expand(1, 2, n, 64), k, k, Layout(n, 1))
+        w = Work(q.expand(1, 2, n, 64), k.expand(1, 1, m, 64), k.expand(1, 1, m, 64), Layout(n, m))
         rows = torch.zeros(1, 1, 1)
         return [r for r in chip.refuses(w, Slopes(w.query, rows, rows, rows, None, None)) if "31 bits" in r]
 
     assert long(2**29 - 127)
     assert not long(2**29 - 128)
+    assert long(1, 2**30 - 15)
+    assert not long(1, 2**30 - 16)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def common(where, turns, item, h, row, n, M, MASK: gl.constexpr):
     """The rows that see all ROWS keys of a group, the first of them `row`: where they begin, and where they end."""
     begin, behind = 0, n
     if MASK == _SPANS:
-        at = (item // gl.load(where.inner)).to(gl.int64) * turns.span_item + h * turns.span_head
+        at = (item // gl.load(where.inner)) * turns.span_item + h * turns.span_head
         begin = gl.load(turns.begin + at + (gl.minimum(row + ROWS, M) - 1))
         behind = gl.load(turns.behind + at + gl.minimum(row, M - 1))
     return begin, behind
@@ -97,7 +97,7 @@ def veil(S, b, j, slot, item, h, where, turns, M, BM: gl.constexpr, MASK: gl.con
     elif MASK == _NONE:
         S = gl.where((j < M)[None, :], S, float("-inf"))
     else:
-        at = (item // gl.load(where.inner)).to(gl.int64) * turns.span_item + h * turns.span_head + j  # [ROWS]
+        at = (item // gl.load(where.inner)) * turns.span_item + h * turns.span_head + j  # [ROWS]
         begin += b * BM
         first = gl.load(turns.begin + at, mask=j < M, other=0)[None, :] - begin[:, None]
         behind = gl.load(turns.behind + at, mask=j < M, other=0)[None, :] - begin[:, None]

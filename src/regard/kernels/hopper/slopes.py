@@ -59,8 +59,8 @@ def refuses(w: Work, s: Slopes) -> list[str]:
         reasons.append("a bias may hide keys from single blocks of rows, and all blocks share one copy of the keys")
     if s.dO.dtype != w.query.dtype or not describable(s.dO):
         reasons.append(f"the copy engine cannot describe the output's gradient: {s.dO.dtype}, strides {tuple(s.dO.stride())}")
-    if 2 * w.query.shape[0] * w.heads * (w.n + 127) >= 2**31:
-        reasons.append(f"rows are counted in 31 bits; got {tuple(w.query.shape[:3])}")
+    if w.query.shape[0] * w.heads * max(2 * (w.n + 127), w.m + 15) >= 2**31:
+        reasons.append(f"rows and keys are counted in 31 bits; got {tuple(w.query.shape[:3])}, and {w.m} keys")
     return reasons
 
 
