@@ -158,6 +158,7 @@ class Kernels(Engine):
     def over(self, size: int) -> tuple[Engine, int]:
         rule, seen = self.spec.rule, self.spec.layout
         if seen.lead[0] > 1:
+            seen.awaited()
             seen = Layout(seen.n, seen.m, seen.lo, seen.hi, seen.words, seen.lead, seen.inner * size)
         rule = replace(rule, inner=rule.inner * size, period=rule.period * size, copies=rule.copies * size)
         return type(self)(replace(self.spec, rule=rule, layout=seen)), 1
