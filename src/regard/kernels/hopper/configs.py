@@ -10,21 +10,13 @@ ROWS = 64  # query rows of one warp group
 
 
 class Tile(NamedTuple):
-    """Warp groups that compute, keys of a block, blocks in flight, registers a thread, and three choices.
-
-    `lazy`: rescale O only where the largest logit rose by more than this many powers of two; 0: always.
-    `poly`: of 8 exponentials, how many are computed by a polynomial on the FMA units; not in masked blocks, which spans and
-    bits tell apart differently, so that a mask no longer has one result to the bit.
-    `persistent`: one program a multiprocessor, which takes one block of rows after the other.
-    """
+    """Warp groups that compute, keys of a block, blocks in flight, registers a thread."""
 
     groups: int
     BN: int
     stages: int
     registers: int
-    lazy: int = 0
-    poly: int = 0
-    persistent: bool = False
+    persistent: bool = False  # one program a multiprocessor, which takes one block of rows after the other
 
     @property
     def BM(self) -> int:
@@ -34,7 +26,7 @@ class Tile(NamedTuple):
 # (padded dim of keys, of values): the larger of the two counts. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
 # d128 640 and 653, with entropy 600 and 585; d64 517 and 495, with entropy 480 and 461 (bench/results/gpu_forward.md). With one
 # block of rows a program, in earlier runs, d128 649 and 637, d64 496 and 482; persistent, but dealt out in turns, d128 causal
-# 571. Before sums stayed in the thread, d128 627 and 617; with 232 registers 617 and 610, rescaling lazily 618 and 616; d64
+# 571. Before sums stayed in the thread, d128 627 and 617; with 232 registers 617 and 610, rescaling O only where the max rose by much 618 and 616; d64
 # with two groups 450 and 447. The others were chosen by shared memory and registers.
 _PLAIN: dict[int, Tile] = {
     64: Tile(3, 128, 3, 160, persistent=True),

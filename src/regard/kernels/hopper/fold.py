@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..tile import _BITS, _NONE, DEEP, LN2, LOG2E, kept, logits
+from ..tile import _BITS, _NONE, DEEP, LOG2E, kept, logits
 from . import asm
 from .walk import ROWS
 
@@ -15,20 +15,6 @@ EIGHT = gl.constexpr(8)
 BEHIND, OUTSIDE, UNSET = gl.constexpr(asm.BEHIND), gl.constexpr(asm.OUTSIDE), gl.constexpr(asm.UNSET)
 LOG2, TANH = gl.constexpr(asm.LOG2), gl.constexpr(asm.TANH)
 BF16, FP16 = gl.constexpr(asm.pair("bf16")), gl.constexpr(asm.pair("f16"))
-_rescale = gluon.constexpr_function(asm.rescale)
-_rescale_constraints = gluon.constexpr_function(asm.rescale_constraints)
-_exp2 = gluon.constexpr_function(asm.exp2)
-_exp2_constraints = gluon.constexpr_function(asm.exp2_constraints)
-
-
-@gluon.jit
-def power(T, POLY: gl.constexpr):
-    """2ᵀ, of each eight numbers POLY without the unit for exponentials."""
-    if POLY > 0:
-        P = gl.inline_asm_elementwise(_exp2(EIGHT, POLY), _exp2_constraints(EIGHT), [T], gl.float32, True, 8)
-    else:
-        P = gl.exp2(T)
-    return P
 
 
 @gluon.jit
@@ -65,21 +51,15 @@ def summed(X, like):
 
 
 @gluon.jit
-def fold(S, m, top, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr):
+def fold(S, m, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.constexpr):
     """Fold logits S [ROWS, BN], −inf where hidden, into m [ROWS] and l, e [ROWS, 8]: the weights P, and what rescales the past.
 
     l and e stay in parts, each the sum over its keys: a thread adds them up by itself, and rows meet once, at the end.
-
-    LAZY keeps an m that is lower than the largest logit by no more than 2^LAZY, and the largest itself in `top`.
     """
     peak = gl.max(S, 1)  # [ROWS]
     if FAST:
         peak = peak * unit  # log2 units; else natural ones
-    if LAZY > 0:
-        top = gl.maximum(top, peak)
-        m_new = gl.where(peak > m + (LAZY if FAST else LAZY * LN2), peak, m)
-    else:
-        m_new = gl.maximum(m, peak)
+    m_new = gl.maximum(m, peak)
     if FAST:
         T = S * unit - m_new[:, None]  # [ROWS, BN]
         down = m - m_new  # [ROWS]
@@ -89,26 +69,20 @@ def fold(S, m, top, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES
     if HIDES and ENTROPY:
         T = gl.maximum(T, DEEP)  # finite, so that P·T is 0 and not NaN
     down = gl.maximum(down, DEEP)
-    P = power(T, 0 if HIDES else POLY)  # [ROWS, BN]
+    P = gl.exp2(T)  # [ROWS, BN]
     a = gl.exp2(down)  # [ROWS]
     each = gl.convert_layout(a, gl.SliceLayout(1, l.type.layout))[:, None]  # [ROWS, 1]
     if ENTROPY:
         by = gl.convert_layout(down, gl.SliceLayout(1, l.type.layout))[:, None]
         e = each * (e + by * l) + parts(P * T)
     l = each * l + parts(P)
-    return P, m_new, top, l, e, a
+    return P, m_new, l, e, a
 
 
 @gluon.jit
-def shrink(O, a, C: gl.constexpr, LAZY: gl.constexpr, OL: gl.constexpr):
+def shrink(O, a, OL: gl.constexpr):
     """O [ROWS, C] times a [ROWS]."""
-    a = gl.convert_layout(a, gl.SliceLayout(1, OL))[:, None]
-    if LAZY > 0:
-        COUNT: gl.constexpr = C // 2
-        O = gl.inline_asm_elementwise(_rescale(COUNT), _rescale_constraints(COUNT), [O, gl.broadcast(O, a)[1]], gl.float32, True, COUNT)
-    else:
-        O = O * a
-    return O
+    return O * gl.convert_layout(a, gl.SliceLayout(1, OL))[:, None]
 
 
 @gluon.jit

@@ -149,10 +149,10 @@ def ended(O, R, EB: gl.constexpr):
 
 
 @gluon.jit
-def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit, cap,
+def meet(t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit, cap,
          bias, where, drop, n, M, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr,
          STAGES: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
-         ENTROPY: gl.constexpr, DROP: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
+         ENTROPY: gl.constexpr, DROP: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
          RL: gl.constexpr, MASKED: gl.constexpr):
     """The logits of the t-th block, while the values of the one before it are multiplied."""
     Q, QB, K, KB, V, VB = X
@@ -178,16 +178,16 @@ def meet(t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X
         mbarrier.wait(v_ready.index(stage), parity)
     S, show = judge(S, i, j, b * BN, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, MASKED)
     seen, dirty = unseen(show, where, spotless, item, h, j0, M, BN, MASK, BIAS, MASKED)
-    P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, HIDES, LAZY, POLY)
+    P, m, l, e, a = fold(S, m, l, e, unit, ENTROPY, FAST, HIDES)
     if BESIDE:
         mbarrier.wait(v_ready.index(stage), parity)  # for the next turn; a loop here also keeps the assembler from waiting for O before the fold
     O, R = ended(O, R, EB)
     mbarrier.arrive(v_free.index(before))
-    O = shrink(O, a, EA, LAZY, OL)
+    O = shrink(O, a, OL)
     if EB > 0:
-        R = shrink(R, a, EB, LAZY, RL)
+        R = shrink(R, a, RL)
     P = packed(P, keys, j, drop, V.dtype, DROP)
-    return O, R, P, m, top, l, e, seen, dirty, j0, stage, parity
+    return O, R, P, m, l, e, seen, dirty, j0, stage, parity
 
 
 @gluon.jit
@@ -205,9 +205,9 @@ def put(O, share, out, strides, item, h, row, n, E, first, X, mine, D: gl.conste
 
 
 @gluon.jit
-def write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA: gl.constexpr,
+def write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA: gl.constexpr,
           DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr,
-          SINK: gl.constexpr, LAZY: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr):
+          SINK: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr):
     """The output of a group's rows, and what is told of each row."""
     output, lse, peak, spread, entropy = out
     l = summed(l, m)
@@ -216,15 +216,6 @@ def write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks
     if DROP:
         kept_factor = drop.factor
     share = l * 0.0 + kept_factor  # [ROWS] by which O is multiplied
-    if LAZY > 0:
-        down = m - top
-        if not FAST:
-            down = down * LOG2E
-        a = gl.exp2(down)
-        e = a * (e + down * l)
-        l = a * l
-        share = a * share
-        m = top
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
     natural = m  # [ROWS] the largest logit
@@ -256,7 +247,7 @@ def write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks
 @gluon.jit
 def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
-            DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr,
+            DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr,
             PERSISTENT: gl.constexpr, DESCRIBED: gl.constexpr):
     """A warp group: its ROWS rows of a block against all keys that the block meets."""
     (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section, counter,
@@ -298,7 +289,6 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         if DROP:
             keys = drop_keys(drop, item, h, heads, i, n)
         m = gl.full([ROWS], LOWEST, gl.float32, SR)
-        top = gl.full([ROWS], LOWEST, gl.float32, SR)
         l = parts(none)  # zeros
         e = l
         O = gl.zeros([ROWS, EA], gl.float32, OL)
@@ -323,7 +313,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             if own_whole == 0:
                 S = veil(S, where, lo, hi, slot, i, j0, MASK)
         seen, dirty = unseen(show, where, spotless, item, h, j0, M, BN, MASK, BIAS, True)
-        P, m, top, l, e, a = fold(S, m, top, l, e, unit, ENTROPY, FAST, True, LAZY, 0)
+        P, m, l, e, a = fold(S, m, l, e, unit, ENTROPY, FAST, True)
         P = packed(P, keys, j, drop, V.dtype, DROP)
         mbarrier.wait(v_ready.index(stage), parity)
         if PERSISTENT:
@@ -333,13 +323,13 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
 
         met_by = (first, full, until, whole, total)
         for t in range(1, own_whole):
-            O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
-                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, False)
+            O, R, P, m, l, e, seen, dirty, j0, stage, parity = meet(
+                t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
+                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, False)
         for t in range(gl.maximum(own_whole, 1), own_total):
-            O, R, P, m, top, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, top, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
-                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, LAZY, POLY, SL, OL, RL, True)
+            O, R, P, m, l, e, seen, dirty, j0, stage, parity = meet(
+                t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
+                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, True)
 
         clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, True)
         O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
@@ -356,8 +346,8 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             O = gl.where(own_total > 0, O, 0.0)  # the block that was met for nothing may hold NaN
             if EB > 0:
                 R = gl.where(own_total > 0, R, 0.0)
-        write(O, R, m, top, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, FAST, ENTROPY, DROP,
-              SINK, LAZY, DESCRIBED, OL, RL)
+        write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, FAST, ENTROPY, DROP,
+              SINK, DESCRIBED, OL, RL)
         if PERSISTENT:
             q_stage, q_parity = advance(q_stage, q_parity, QS)
             mbarrier.wait(q_ready.index(q_stage), q_parity)
@@ -373,7 +363,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
             n, M, E, blocks, owners, heads, groups, section, counter,
             DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
-            ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr,
+            ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr,
             PERSISTENT: gl.constexpr, DESCRIBED: gl.constexpr):
     """A program has one block of rows of one head, or in a persistent grid one after the other."""
     OWN: gl.constexpr = GROUPS if BIAS != _PLAIN else 0  # blocks of cleaned values
@@ -415,19 +405,19 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
     COPYING: gl.constexpr = _copying(GROUPS, REGISTERS)
     if GROUPS == 2:
         gl.warp_specialize([
-            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
                        DESCRIBED)),
-            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
                        DESCRIBED)),
             (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
         ], [4, 1], [REGISTERS, COPYING])
     else:
         gl.warp_specialize([
-            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
                        DESCRIBED)),
-            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
                        DESCRIBED)),
-            (compute, (given, 2, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, LAZY, POLY, PERSISTENT,
+            (compute, (given, 2, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
                        DESCRIBED)),
             (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, COPYING])

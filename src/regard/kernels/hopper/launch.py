@@ -83,7 +83,7 @@ def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section:
     kinds = {name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}
     options = {
         "DA": DA, "DB": DB, "EA": EA, "EB": EB, "BN": tile.BN, "STAGES": tile.stages, "GROUPS": tile.groups, "REGISTERS": tile.registers, **kinds,
-        "FAST": w.fast, "ENTROPY": entropy, "DROP": w.drop.keys is not None, "SINK": w.sink is not None, "LAZY": tile.lazy, "POLY": tile.poly,
+        "FAST": w.fast, "ENTROPY": entropy, "DROP": w.drop.keys is not None, "SINK": w.sink is not None,
         "PERSISTENT": tile.persistent, "DESCRIBED": stored, "num_warps": 4, "enable_fp_fusion": True,
     }  # fmt: skip
     return args, options

@@ -26,11 +26,10 @@ _FILLED = 4 * 264  # programs that keep a chip busy, two a multiprocessor
 
 
 class Look(NamedTuple):
-    """Keys of a program, tiles of queries in flight, and of 8 exponentials how many are a polynomial."""
+    """Keys of a program, and tiles of queries in flight."""
 
     BN: int
     stages: int
-    poly: int = 0
 
 
 class Grid(NamedTuple):
@@ -153,6 +152,6 @@ def _options(w: Work, look: Look) -> dict[str, Any]:
     DA, DB = chunks(w.query.shape[3])
     kinds = {name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}
     return {
-        "DA": DA, "DB": DB, "BN": look.BN, "STAGES": look.stages, **kinds, "FAST": w.fast, "POLY": look.poly, "num_warps": 4, "maxnreg": 128,
+        "DA": DA, "DB": DB, "BN": look.BN, "STAGES": look.stages, **kinds, "FAST": w.fast, "num_warps": 4, "maxnreg": 128,
         "enable_fp_fusion": True,
     }  # fmt: skip

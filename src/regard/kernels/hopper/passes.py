@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..tile import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, met, seat, shown, span_rows
-from .fold import power, scored
+from .fold import scored
 from .forward import flat
 from .walk import ROWS, advance, entry_at, place, tma_load
 
@@ -98,14 +98,14 @@ def scores(S, i, j, item, h, scale, cap, bias, n, M, BIAS: gl.constexpr, CAP: gl
 
 
 @gluon.jit
-def powers(S, top, above, unit, FAST: gl.constexpr, POLY: gl.constexpr):
+def powers(S, top, above, unit, FAST: gl.constexpr):
     """Logits [ROWS, BN] to weights that lack their rows' share; and that share [ROWS]."""
     level = level_of(top, FAST)  # [ROWS]
     if FAST:
         T = S * unit - level[:, None]
     else:
         T = (S - level[:, None]) * LOG2E
-    return power(T, POLY), gl.exp2(above * -LOG2E)
+    return gl.exp2(T), gl.exp2(above * -LOG2E)
 
 
 @gluon.jit
@@ -141,20 +141,20 @@ def copy_received(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, S
 
 @gluon.jit
 def summed(S, top, above, total, i, j, slot, item, h, scale, unit, cap, bias, where, n, M, BN: gl.constexpr, MASK: gl.constexpr,
-           BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, POLY: gl.constexpr, MASKED: gl.constexpr):
+           BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, MASKED: gl.constexpr):
     """The weights of products [ROWS, BN], added to the total of their keys [4, 8, BN]."""
     S = scores(S, i, j, item, h, scale, cap, bias, n, M, BIAS, CAP, FAST)
     if MASKED:
         lo, hi = span_rows(where, item, h, i, n, M, MASK)
         S = gl.where(shown(where, lo, hi, slot, i, j, MASK), S, float("-inf"))
-    P, share = powers(S, top, above, unit, FAST, POLY)
+    P, share = powers(S, top, above, unit, FAST)
     return total + columns(P * share[:, None], BN)
 
 
 @gluon.jit
 def meet(t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, item, h, scale, unit, cap, bias, where, n, M,
          DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr,
-         FAST: gl.constexpr, POLY: gl.constexpr, MASKED: gl.constexpr, SL: gl.constexpr):
+         FAST: gl.constexpr, MASKED: gl.constexpr, SL: gl.constexpr):
     """The t-th block of rows: two tiles, the second multiplied while the first is exponentiated."""
     k_ready, ready, free = barriers
     b, slot = block_at(where, t, met_by, MASK)
@@ -164,17 +164,17 @@ def meet(t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, ite
     S2, top2, above2 = begin(X, barriers, facts, rows, i + ROWS, n, after, after_parity, none, DA, DB, BN)
     S = warpgroup_mma_wait(2 if DB > 0 else 1, deps=[S])
     mbarrier.arrive(free.index(stage))
-    total = summed(S, top, above, total, i, j, slot, item, h, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST, POLY, MASKED)
+    total = summed(S, top, above, total, i, j, slot, item, h, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST, MASKED)
     S2 = ready_for(S2, k_ready)
     mbarrier.arrive(free.index(after))
-    total = summed(S2, top2, above2, total, i + ROWS, j, slot, item, h, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST, POLY, MASKED)
+    total = summed(S2, top2, above2, total, i + ROWS, j, slot, item, h, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST, MASKED)
     stage, parity = advance(after, after_parity, STAGES)
     return total, stage, parity
 
 
 @gluon.jit
 def sum_received(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
-                 CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, POLY: gl.constexpr):
+                 CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
     """The warp group: Σ over rows of the weights of BN keys, in registers until the end."""
     described, X, barriers, facts, out, numbers, bias, where, n, M, blocks, owners, heads, groups, section = given
     k_ready, ready, free = barriers
@@ -197,12 +197,12 @@ def sum_received(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, ST
     for t in range(met_by[3]):
         total, stage, parity = meet(
             t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, item, h, scale, unit, cap, bias, where, n, M,
-            DA, DB, BN, STAGES, MASK, BIAS, CAP, FAST, POLY, False, SL)
+            DA, DB, BN, STAGES, MASK, BIAS, CAP, FAST, False, SL)
     if MASK != _NONE:
         for t in range(met_by[3], met_by[4]):
             total, stage, parity = meet(
                 t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, item, h, scale, unit, cap, bias, where, n, M,
-                DA, DB, BN, STAGES, MASK, BIAS, CAP, FAST, 0, True, SL)
+                DA, DB, BN, STAGES, MASK, BIAS, CAP, FAST, True, SL)
     CL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     j = block * BN + gl.arange(0, BN, CL)
     gl.store(out + (item.to(gl.int64) * heads + h) * M + j, gl.convert_layout(gl.sum(total.reshape([32, BN]), 0), CL), mask=j < M)
@@ -233,12 +233,12 @@ def rooms(q, qb, k, kb, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, ST
 @gluon.jit(do_not_specialize=["where", "n", "M", "blocks", "owners", "heads", "groups", "section"])
 def received(q, qb, k, kb, out, peak, spread, scale, scales, cap, bias, where, n, M, blocks, owners, heads, groups, section,
              DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
-             CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, POLY: gl.constexpr):
+             CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
     """Σ over rows of the weight of each key: program (block of keys, item and query head)."""
     X, barriers = rooms(q, qb, k, kb, DA, DB, BN, STAGES)
     given = ((q, qb, k, kb), X, barriers, (peak, spread), out, (scale, scales, cap), bias, where, n, M, blocks, owners, heads, groups, section)
     gl.warp_specialize([
-        (sum_received, (given, DA, DB, BN, STAGES, MASK, BIAS, CAP, SCALES, FAST, POLY)),
+        (sum_received, (given, DA, DB, BN, STAGES, MASK, BIAS, CAP, SCALES, FAST)),
         (copy_received, (given, DA, DB, BN, STAGES, MASK)),
     ], [1], [COPYING])
 
@@ -349,7 +349,7 @@ def hides(where, item, h, b, full, until, start, stop, key_blocks, MASK: gl.cons
 @gluon.jit
 def settle(S, top, above, total, cells_, first, spot, y, bottom, y0, i0, i, j, x, part, start, stop, low, high, masked, slots, grid, out, item,
            h, heads, scale, unit, cap, bias, where, n, M, BN: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr,
-           FAST: gl.constexpr, POLY: gl.constexpr):
+           FAST: gl.constexpr):
     """The weights of products [ROWS, BN], each to the row of cells that it is in; those that end here are put away."""
     S = scores(S, i, j, item, h, scale, cap, bias, n, M, BIAS, CAP, FAST)
     if MASK != _NONE:
@@ -361,7 +361,7 @@ def settle(S, top, above, total, cells_, first, spot, y, bottom, y0, i0, i, j, x
                 left = (j // PAIR == start // PAIR)[None, :]
                 show = (left & show & (slots[0] >= 0)) | ((left == 0) & right & (slots[1] >= 0))
             S = gl.where(show, S, float("-inf"))
-    P, share = powers(S, top, above, unit, FAST, POLY)
+    P, share = powers(S, top, above, unit, FAST)
     share = gl.where(i >= low, share, 0.0)
     end = i0 + ROWS
     while i0 < end:
@@ -378,7 +378,7 @@ def settle(S, top, above, total, cells_, first, spot, y, bottom, y0, i0, i, j, x
 
 @gluon.jit
 def sum_pooled(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
-               CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, POLY: gl.constexpr):
+               CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
     """The warp group: the weights of a program's keys, row after row, summed by cells."""
     described, X, barriers, facts, out, numbers, bias, where, n, M, grid, key_blocks, columns_, owners, heads, groups, section = given
     k_ready, ready, free = barriers
@@ -413,12 +413,12 @@ def sum_pooled(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAG
         mbarrier.arrive(free.index(stage))
         total, cells_, first, spot, y, bottom = settle(
             S, top, above, total, cells_, first, spot, y, bottom, y0, b * PAIR, i, j, x, part, start, stop, low, high, masked, slots, grid, out,
-            item, h, heads, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST, POLY)
+            item, h, heads, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST)
         S2 = ready_for(S2, k_ready)
         mbarrier.arrive(free.index(after))
         total, cells_, first, spot, y, bottom = settle(
             S2, top2, above2, total, cells_, first, spot, y, bottom, y0, b * PAIR + ROWS, i + ROWS, j, x, part, start, stop, low, high, masked,
-            slots, grid, out, item, h, heads, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST, POLY)
+            slots, grid, out, item, h, heads, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST)
         stage, parity = advance(after, after_parity, STAGES)
     cells_, first, spot = put(total, cells_, first, spot, y0, x, part, start, stop, out, grid, item, h, heads, high, n, M, BN)
     write_cells(cells_, first, spot, y0, x, part, out, grid, item, h, heads, high, n, M)
@@ -427,7 +427,7 @@ def sum_pooled(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAG
 @gluon.jit(do_not_specialize=["where", "n", "M", "height", "width", "cells", "parts", "bands", "key_blocks", "columns_", "owners", "heads", "groups", "section"])
 def pooled(q, qb, k, kb, out, peak, spread, scale, scales, cap, bias, where, n, M, height, width, cells, parts, bands, key_blocks, columns_, owners,
            heads, groups, section, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-           BIAS: gl.constexpr, CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, POLY: gl.constexpr):
+           BIAS: gl.constexpr, CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
     """The mean weight in each cell of a grid over n × M: program (some columns of cells or a part of one, some rows, item and head).
 
     Row i is in row ⌊i·height/n⌋ of the grid, key j in column ⌊j·width/M⌋. A program has the keys of `cells` columns, or of
@@ -438,6 +438,6 @@ def pooled(q, qb, k, kb, out, peak, spread, scale, scales, cap, bias, where, n, 
     given = ((q, qb, k, kb), X, barriers, (peak, spread), out, (scale, scales, cap), bias, where, n, M, grid, key_blocks, columns_, owners, heads,
              groups, section)
     gl.warp_specialize([
-        (sum_pooled, (given, DA, DB, BN, STAGES, MASK, BIAS, CAP, SCALES, FAST, POLY)),
+        (sum_pooled, (given, DA, DB, BN, STAGES, MASK, BIAS, CAP, SCALES, FAST)),
         (copy_pooled, (given, DA, DB, BN, STAGES, MASK)),
     ], [1], [COPYING])
