@@ -14,10 +14,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from regard.backends import Fused  # noqa: E402
+import regard  # noqa: E402
 from regard.kernels.blocks import Layout, Words  # noqa: E402
 from regard.kernels.parts import INTERPRETED, RELATIVE, TENSOR, Added  # noqa: E402
 from regard.kernels.work import Work  # noqa: E402
+from uncompiled import noted  # noqa: E402
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
@@ -28,6 +29,15 @@ N = 300
 RECENT = tuple(int(x) for x in triton.__version__.split(".")[:2]) > (3, 6)
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter has no Gluon")
+# What warmup is asked for, and masks that calls have then.
+warmed = pytest.mark.parametrize(
+    ("variant", "masks"),
+    [
+        ("plain", [None]),
+        ("mask", [regard.causal(), regard.window(9, 2), regard.padding([5, 700])]),
+        ("bits", [regard.strided(5), torch.rand(4, 1000, 700) > 0.4]),
+    ],
+)
 
 
 class Hopper:
@@ -117,25 +127,10 @@ def fits(kernel: Any, stack: int = 0, shared: int = SHARED, registers: int = 168
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     """What calls would compile on a Hopper GPU, (kernel, key); nothing runs."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import JITFunction, create_function_from_signature
-
     from regard.kernels import launch as seam
-    from regard.kernels import work as works
 
-    target = make_backend(GPUTarget("cuda", 90, 32))
-    found: set[tuple[str, str]] = set()
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        bind = create_function_from_signature(self.signature, self.params, target)
-        _, special, options = bind(*args, **options, debug=False, instrumentation_mode="")
-        found.add((f"{self.fn.__module__}.{self.fn.__name__}", f"{special} {options}"))
-
+    found = noted(monkeypatch)
     refuses = launch.refuses
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(Fused, "refuses", lambda self, p: [])
     monkeypatch.setattr(launch, "refuses", lambda w: [r for r in refuses(w) if "capability" not in r])
-    for module in (seam, works):
-        monkeypatch.setattr(module, "hopper", lambda device: True)
+    monkeypatch.setattr(seam, "hopper", lambda device: True)
     return found

@@ -10,7 +10,7 @@ import torch
 
 import hopper_compiled
 import regard
-from hopper_compiled import RECENT, SHARED, N, biased, compiles, fits, machine_code, work
+from hopper_compiled import RECENT, SHARED, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
 from regard.kernels.blocks import SPANS, Layout
 from regard.kernels.hopper import configs, launch
@@ -235,14 +235,7 @@ def test_plain_and_laden_works_have_tiles_of_their_own() -> None:
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("variant", "masks"),
-    [
-        ("plain", [None]),
-        ("mask", [regard.causal(), regard.window(9, 2), regard.padding([5, 700])]),
-        ("bits", [regard.strided(5), torch.rand(4, 1000, 700) > 0.4]),
-    ],
-)
+@warmed
 def test_warmup_compiles_what_a_call_takes(variant: str, masks: list[Any], variants: set[tuple[str, str]]) -> None:
     for _ in warmup.warm(warmup.plan(dims=[64], variants=[variant]), device="cpu"):
         pass

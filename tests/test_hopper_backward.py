@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hopper_compiled
 import regard
-from hopper_compiled import RECENT, N, biased, compiles, fits, machine_code, work
+from hopper_compiled import RECENT, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
 from regard.kernels import launch
 from regard.kernels.blocks import Layout
@@ -298,14 +298,7 @@ def test_gradients_have_the_shapes_of_their_inputs_and_unscaled_ones_are_float32
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("variant", "masks"),
-    [
-        ("plain", [None]),
-        ("mask", [regard.causal(), regard.window(9, 2), regard.padding([5, 700])]),
-        ("bits", [regard.strided(5), torch.rand(4, 1000, 700) > 0.4]),
-    ],
-)
+@warmed
 def test_masks_lengths_and_grouped_heads_compile_nothing_that_warmup_has_not(
     variant: str, masks: list[Any], variants: set[tuple[str, str]]
 ) -> None:

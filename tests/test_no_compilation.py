@@ -8,33 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-import regard
-from regard.backends import Fused
-
 pytest.importorskip("triton", reason="triton has no wheel for this system")
+
+import regard
+from uncompiled import noted
+
+FORWARD, BACKWARD, PASSES = "regard.kernels.forward", "regard.kernels.backward", "regard.kernels.passes"
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """The variants of our kernels that calls would compile for a Hopper GPU, (kernel, key); nothing runs."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import JITFunction, create_function_from_signature
-
-    from regard.kernels import work
-
-    target = make_backend(GPUTarget("cuda", 90, 32))
-    keys: set[tuple[str, str]] = set()
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        bind = create_function_from_signature(self.signature, self.params, target)
-        _, special, options = bind(*args, **options, debug=False, instrumentation_mode="")
-        keys.add((self.fn.__name__, f"{special} {options}"))
-
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(Fused, "refuses", lambda self, p: [])
-    monkeypatch.setattr(work, "hopper", lambda device: True)
-    return keys
+    """What calls would compile, (kernel, key); nothing runs."""
+    return noted(monkeypatch)
 
 
 def call(mask: regard.Mask | torch.Tensor | None, n: int = 1024, m: int = 1024, batch: int = 2) -> None:
@@ -109,7 +94,8 @@ def test_a_new_mask_of_a_known_kind_compiles_nothing(kind: str, compiled: set[tu
     known, others = KINDS[kind]
     known()
     before = set(compiled)
-    assert {"forward" if kind != "few queries" else "split", "keys", "queries"} <= {name for name, _ in before}
+    forward = f"{FORWARD}.forward" if kind != "few queries" else "regard.kernels.decode.split"
+    assert {forward, f"{BACKWARD}.keys", f"{BACKWARD}.queries"} <= {name for name, _ in before}
     for at, other in enumerate(others):
         other()
         assert sorted(name for name, _ in compiled - before) == [], f"call {at} compiles"
@@ -118,5 +104,5 @@ def test_a_new_mask_of_a_known_kind_compiles_nothing(kind: str, compiled: set[tu
 def test_the_masks_of_a_kernel_are_of_three_kinds(compiled: set[tuple[str, str]]) -> None:
     for mask in (None, regard.causal(), regard.padding([5, 1000]), regard.strided(3), keep(2, 4, 1024, 1024)):
         call(mask)
-    for name in ("forward", "keys", "queries", "received"):
+    for name in (f"{FORWARD}.forward", f"{BACKWARD}.keys", f"{BACKWARD}.queries", f"{PASSES}.received"):
         assert sum(kernel == name for kernel, _ in compiled) == 3
