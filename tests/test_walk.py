@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
 import regard
-from regard.kernels.blocks import SPANS, Layout
+from regard.kernels.blocks import NONE, SPANS, Layout
 from regard.kernels.hopper import walk
 from regard.kernels.hopper.configs import ROWS
 from regard.layout import _words, layout
@@ -42,6 +42,8 @@ def part_of(made: Layout, groups: int, BN: int, item: int, head: int, block: int
 
 def check(made: Layout, truth: Tensor, groups: int, BN: int) -> None:
     """Hold a layout against its mask (items, heads, n, m)."""
+    spotless = made.by_rows(groups * ROWS, BN).spotless
+    assert spotless is None if made.kind == NONE else bool(spotless) == bool(truth.any(2).all())
     for item in range(truth.shape[0]):
         for head in range(truth.shape[1]):
             for at in range(-(-made.n // ROWS)):
