@@ -89,6 +89,13 @@ def test_the_text_has_one_arrow_and_every_reason(case: str) -> None:
     assert "not the first choice" in str(plan)
 
 
+def test_where_the_one_that_was_asked_for_refuses_the_text_says_who_could() -> None:
+    text = str(regard.why(X, X, X, softcap=9.0, backend="sdpa"))
+    assert "→" not in text
+    assert "chunked    could: " in text
+    assert "first choice" not in text
+
+
 def test_the_text_of_sdpa_names_the_kernel() -> None:
     assert "flash" in str(regard.why(X, X, X))
 

@@ -103,7 +103,8 @@ class Plan:
             elif reasons:
                 lines += [f"  {name if not at else '':<{width}}  no: {reason}" for at, reason in enumerate(reasons)]
             else:
-                lines.append(f"  {name:<{width}}  could, but is not the first choice: {KNOWN[name].about}")
+                could = "could" if self.backend is None else "could, but is not the first choice"
+                lines.append(f"  {name:<{width}}  {could}: {KNOWN[name].about}")
         return "\n".join(lines)
 
 
