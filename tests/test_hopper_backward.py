@@ -18,29 +18,35 @@ from regard import warmup
 from regard.kernels import launch
 from regard.kernels.blocks import Layout
 from regard.kernels.hopper import slopes as chip
-from regard.kernels.parts import ALIBI, RELATIVE, TENSOR, Dropped
+from regard.kernels.parts import ALIBI, RELATIVE, TENSOR, Added, Dropped
 from regard.kernels.work import Slopes, Work
 from sass import lost_operands
 
 hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
 
-DIMS = (64, 80, 96, 128)
-KINDS = ("plain", "spans", "bits", "alibi")
+DIMS = (64, 80, 96, 128, 192, 256)
+BIASES = {"alibi": ALIBI, "tensor": TENSOR, "relative": RELATIVE}
+KINDS = ("plain", "spans", "bits", *BIASES)
 # What each run compiles, some 10 s each.
-EVERY_DAY = [("spans", 128, False), ("bits", 64, True)]
-# Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9: for dims up to 64 or 128, without and with
-# the gradient of entropy.
+EVERY_DAY = [("spans", 128, False), ("bits", 64, True), ("tensor", 256, False)]
+# Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9: for dims up to 64, 128 or 256, without and
+# with the gradient of entropy.
 SPILLED = {
-    ("plain", 64, False): (16, 48), ("spans", 64, False): (32, 32),
-    ("bits", 64, False): (32, 32), ("alibi", 64, False): (16, 0),
-    ("plain", 64, True): (0, 0), ("spans", 64, True): (24, 8),
-    ("bits", 64, True): (32, 32), ("alibi", 64, True): (16, 0),
-    ("plain", 128, False): (56, 72), ("spans", 128, False): (120, 144),
-    ("bits", 128, False): (112, 128), ("alibi", 128, False): (232, 136),
-    ("plain", 128, True): (72, 112), ("spans", 128, True): (136, 160),
-    ("bits", 128, True): (120, 144), ("alibi", 128, True): (240, 160),
+    ("plain", 64, False): (16, 48), ("spans", 64, False): (32, 32), ("bits", 64, False): (32, 32),
+    ("alibi", 64, False): (16, 0), ("tensor", 64, False): (48, 48), ("relative", 64, False): (32, 40),
+    ("plain", 64, True): (0, 0), ("spans", 64, True): (24, 8), ("bits", 64, True): (32, 32),
+    ("alibi", 64, True): (16, 0), ("tensor", 64, True): (40, 48), ("relative", 64, True): (32, 40),
+    ("plain", 128, False): (56, 72), ("spans", 128, False): (112, 144), ("bits", 128, False): (112, 120),
+    ("alibi", 128, False): (64, 272), ("tensor", 128, False): (160, 224), ("relative", 128, False): (216, 184),
+    ("plain", 128, True): (80, 104), ("spans", 128, True): (136, 152), ("bits", 128, True): (120, 144),
+    ("alibi", 128, True): (160, 280), ("tensor", 128, True): (176, 232), ("relative", 128, True): (216, 184),
+    ("plain", 256, False): (56, 176), ("spans", 256, False): (136, 224), ("bits", 256, False): (112, 200),
+    ("alibi", 256, False): (136, 184), ("tensor", 256, False): (168, 240), ("relative", 256, False): (208, 200),
+    ("plain", 256, True): (152, 256), ("spans", 256, True): (216, 296), ("bits", 256, True): (184, 272),
+    ("alibi", 256, True): (184, 264), ("tensor", 256, True): (208, 304), ("relative", 256, True): (264, 264),
 }  # fmt: skip
 WAITS = 2 * 5  # of each group four for a block of rows, and one behind the last
+WIDE_WAITS = 2 * 6  # four, and two behind the last, for the parts of dQ
 
 
 def slopes_of(w: Work, entropy: bool = False, dO: Tensor | None = None) -> Slopes:
@@ -54,25 +60,26 @@ def slopes_of(w: Work, entropy: bool = False, dO: Tensor | None = None) -> Slope
 def made_for(w: Work, entropy: bool = False, blocks: chip.Blocks | None = None) -> Any:
     """The kernel for a work."""
     blocks = blocks or chip.blocks_for(w)
-    args, options = chip.backward_arguments(w, slopes_of(w, entropy), chip.memory_for(w, blocks), blocks)
-    return chip.backward.warmup(*args, grid=(1,), **options)
+    seen = torch.ones(*w.rows[:2], w.m, dtype=torch.int8) if w.kind in (TENSOR, RELATIVE) else None
+    args, options = chip.backward_arguments(w, slopes_of(w, entropy), chip.memory_for(w, blocks), blocks, seen)
+    return chip.kernel_for(blocks).warmup(*args, grid=(1,), **options)
 
 
 @lru_cache
 def compiled(kind: str, dim: int, entropy: bool) -> Any:
-    return made_for(work(dim, **biased(ALIBI)) if kind == "alibi" else work(dim, kind), entropy)
+    return made_for(work(dim, **biased(BIASES[kind])) if kind in BIASES else work(dim, kind), entropy)
 
 
-def every() -> Iterator[Any]:
-    yield from EVERY_DAY
-    for dim in DIMS:
+def every(dims: tuple[int, ...]) -> Iterator[Any]:
+    for dim in dims:
         for kind in KINDS:
             for entropy in (False, True):
-                if (kind, dim, entropy) not in EVERY_DAY:
-                    yield pytest.param(kind, dim, entropy, marks=pytest.mark.slow)
+                marks = [] if (kind, dim, entropy) in EVERY_DAY else [pytest.mark.slow]
+                yield pytest.param(kind, dim, entropy, marks=marks)
 
 
-every_kernel = pytest.mark.parametrize(("kind", "dim", "entropy"), [*every()])
+every_kernel = pytest.mark.parametrize(("kind", "dim", "entropy"), [*every(DIMS)])
+every_narrow_kernel = pytest.mark.parametrize(("kind", "dim", "entropy"), [*every(DIMS[:4])])
 
 
 @compiles
@@ -81,15 +88,16 @@ def test_a_backward_compiles_for_hopper_and_spills_no_more_than_is_pinned(
     kind: str, dim: int, entropy: bool, hopper: None
 ) -> None:
     kernel = compiled(kind, dim, entropy)
-    fits(kernel, SPILLED[kind, 64 if dim == 64 else 128, entropy][RECENT])
+    fits(kernel, SPILLED[kind, min(size for size in (64, 128, 256) if size >= dim), entropy][RECENT])
     assert "cp.reduce.async.bulk.tensor" in kernel.asm["ptx"]
 
 
 def waits_as_written(kernel: Any) -> None:
     """The assembler waits for products where the kernel does; one that cannot have them in flight waits for each."""
-    assert kernel.asm["ptx"].count("wgmma.wait_group") == WAITS
+    written = kernel.asm["ptx"].count("wgmma.wait_group")
+    assert written in (WAITS, WIDE_WAITS)
     waits = machine_code(kernel).count("WARPGROUP.DEPBAR")
-    assert waits <= 2 * WAITS, f"{waits} waits, {WAITS} are written"
+    assert waits <= 2 * written, f"{waits} waits, {written} are written"
 
 
 @compiles
@@ -98,23 +106,26 @@ def test_products_run_beside_what_comes_after_them(kind: str, dim: int, entropy:
     waits_as_written(compiled(kind, dim, entropy))
 
 
+HELD, SHARED, WIDE = chip.Blocks(held=True), chip.Blocks(), chip.Blocks(wide=True)
 WORN: list[Any] = [
-    ("spans", {"scales": torch.ones(4)}, True),
+    ("spans", {"scales": torch.ones(4)}, HELD),
     *(
-        pytest.param(kind, more, held, marks=pytest.mark.slow)
+        pytest.param(kind, more, blocks, marks=pytest.mark.slow)
         for kind in ("none", "spans", "bits")
         for more in ({}, {"softcap": 9.0}, {"scales": torch.ones(4)})
-        for held in (True, False)
-        if (kind, "scales" in more, held) != ("spans", True, True)
+        for blocks in (HELD, SHARED, WIDE)
+        if (kind, "scales" in more, blocks) != ("spans", True, HELD)
     ),
 ]
 
 
 @compiles
-@pytest.mark.parametrize(("kind", "more", "held"), WORN)
-def test_no_product_finds_its_operand_overwritten(kind: str, more: dict[str, Any], held: bool, hopper: None) -> None:
+@pytest.mark.parametrize(("kind", "more", "blocks"), WORN)
+def test_no_product_finds_its_operand_overwritten(
+    kind: str, more: dict[str, Any], blocks: chip.Blocks, hopper: None
+) -> None:
     """The assembler of Triton 3.6 did so to keys that a group held in registers."""
-    kernel = made_for(work(64, kind, **more), blocks=chip.Blocks(held=held))
+    kernel = made_for(work(256 if blocks.wide else 64, kind, **more), blocks=blocks)
     assert lost_operands(machine_code(kernel)) == []
 
 
@@ -140,11 +151,11 @@ def flips(code: str) -> list[tuple[str, str]]:
 
 
 @compiles
-@every_kernel
+@every_narrow_kernel
 def test_the_two_warps_that_add_take_every_other_block_of_rows_over_all_heads(
     kind: str, dim: int, entropy: bool, hopper: None
 ) -> None:
-    # Triton 3.6 loses a count that both loops carry.
+    # Triton 3.6 loses a count that both loops carry. (At dims above 128 each has a half of dQ of every block.)
     assert [flips(code) for code in adding(compiled(kind, dim, entropy))] == [[("%c0", "0")], [("%c0", "1")]]
 
 
@@ -164,11 +175,14 @@ MORE = {"softcap": 9.0, "scales": torch.ones(4)}
 @pytest.mark.parametrize(
     ("w", "stack"),
     [
-        (work(64, "spans", drop=DROPPED), (88, 96)),
-        (work(64, "spans", drop=DROPPED, **MORE, **biased(ALIBI)), (216, 272)),
-        (work(128, "bits", **MORE, **biased(ALIBI)), (416, 408)),
+        (work(64, "spans", drop=DROPPED), (152, 256)),
+        (work(128, "spans", drop=DROPPED), (184, 408)),
+        (work(256, "spans", drop=DROPPED), (160, 336)),
+        (work(64, "spans", drop=DROPPED, **MORE, **biased(ALIBI)), (232, 368)),
+        (work(128, "bits", drop=DROPPED, **MORE, **biased(TENSOR)), (520, 664)),
+        (work(256, "bits", drop=DROPPED, **MORE, **biased(RELATIVE)), (552, 616)),
     ],
-    ids=["dropout", "all at 64", "all at 128"],
+    ids=["dropout at 64", "dropout at 128", "dropout at 256", "all at 64", "all at 128", "all at 256"],
 )
 def test_all_else_compiles_for_hopper_together(w: Work, stack: tuple[int, int], hopper: None) -> None:
     kernel = made_for(w, entropy=w.softcap is not None)
@@ -178,7 +192,10 @@ def test_all_else_compiles_for_hopper_together(w: Work, stack: tuple[int, int], 
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "of_values", "stack"), [(64, 128, (48, 56)), (128, 64, (48, 0))])
+@pytest.mark.parametrize(
+    ("dim", "of_values", "stack"),
+    [(64, 128, (48, 56)), (128, 64, (40, 0)), (192, 128, (112, 160)), (64, 256, (136, 224)), (256, 64, (112, 128))],
+)
 def test_keys_and_values_may_have_dims_of_their_own(
     dim: int, of_values: int, stack: tuple[int, int], hopper: None
 ) -> None:
@@ -192,9 +209,10 @@ def test_keys_and_values_may_have_dims_of_their_own(
 def test_as_many_heads_are_worked_on_together_as_fill_the_chip() -> None:
     for m in (1, 300, 5000, 40000):
         q, k = torch.zeros(4, 8, 1, 8), torch.zeros(4, 4, m, 8)
-        section = chip._section(Work(q, k, k, Layout(1, m)), chip.Blocks())
-        programs = section * -(-m // 128)
-        assert section == 16 or 132 <= programs < 132 + -(-m // 128)
+        for blocks in (chip.Blocks(), chip.Blocks(wide=True)):
+            section = chip._section(Work(q, k, k, Layout(1, m)), blocks)
+            programs = section * -(-m // blocks.BN)
+            assert section == 16 or 132 <= programs < 132 + -(-m // blocks.BN)
 
 
 def reasons(w: Work, dO: Tensor | None = None) -> list[str]:
@@ -202,15 +220,14 @@ def reasons(w: Work, dO: Tensor | None = None) -> list[str]:
 
 
 HALF = torch.zeros(2, 4, N, 72, dtype=torch.bfloat16)
+FAR = {"kind": TENSOR, "bias": Added(torch.zeros(1), 0, 0, 2**31 // (N - 1) + 1, 1)}
 
 
 @pytest.mark.parametrize(
     ("w", "dO", "reason"),
     [
-        (work(136), None, "at most 128"),
-        (work(64, **biased(TENSOR)), None, "a bias may hide keys"),
-        (work(64, **biased(RELATIVE)), None, "a bias may hide keys"),
-        (work(72, drop=DROPPED), None, "with dropout"),
+        (work(264), None, "at most 256"),
+        (work(64, **FAR), None, "a bias are counted in 31 bits"),
         (work(64), HALF[..., 4:68], "the output's gradient"),
         (work(64), HALF.mT.contiguous().mT[..., :64], "the output's gradient"),
         (work(64), torch.zeros(2, 4, N, 64), "the output's gradient: torch.float32"),
@@ -223,27 +240,39 @@ def test_a_refusal_says_why(w: Work, dO: Tensor | None, reason: str) -> None:
 
 
 def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
-    def long(n: int, m: int = 1) -> list[str]:
-        q, k = (torch.zeros(1, heads, 1, 64, dtype=torch.bfloat16) for heads in (2, 1))
-        w = Work(q.expand(1, 2, n, 64), k.expand(1, 1, m, 64), k.expand(1, 1, m, 64), Layout(n, m))
+    def long(n: int, m: int = 1, dim: int = 64) -> list[str]:
+        q, k = (torch.zeros(1, heads, 1, dim, dtype=torch.bfloat16) for heads in (2, 1))
+        w = Work(q.expand(1, 2, n, dim), k.expand(1, 1, m, dim), k.expand(1, 1, m, dim), Layout(n, m))
         rows = torch.zeros(1, 1, 1)
         return [r for r in chip.refuses(w, Slopes(w.query, rows, rows, rows, None, None)) if "31 bits" in r]
 
     assert long(2**29 - 127)
     assert not long(2**29 - 128)
+    assert long(2**28 - 127, dim=256)
+    assert not long(2**28 - 128, dim=256)
     assert long(1, 2**30 - 15)
     assert not long(1, 2**30 - 16)
 
 
 @pytest.mark.parametrize(
-    "w", [work(8), work(128, "bits"), work(64, "spans", drop=DROPPED), work(128, **MORE, **biased(ALIBI))]
+    "w",
+    [
+        work(8),
+        work(128, "bits"),
+        work(128, "spans", drop=DROPPED),
+        work(256, **MORE, **biased(ALIBI)),
+        work(192, **biased(TENSOR)),
+        work(64, **biased(RELATIVE)),
+    ],
 )
 def test_all_else_is_taken(w: Work) -> None:
     assert reasons(w) == []
     assert reasons(w, torch.zeros(2, N, 4, w.value.shape[3], dtype=torch.bfloat16).transpose(1, 2)) == []
 
 
-OURS = {"regard.kernels.hopper.backward.backward", "regard.kernels.hopper.backward.finish"}
+FINISH, HIDDEN = "regard.kernels.hopper.backward.finish", "regard.kernels.hopper.hidden.attended"
+OURS = {"regard.kernels.hopper.backward.backward", FINISH}
+WIDE_OURS = {"regard.kernels.hopper.wide.backward", FINISH}
 QUERIES, KEYS = "regard.kernels.backward.queries", "regard.kernels.backward.keys"
 
 
@@ -255,7 +284,7 @@ def gradients(variants: set[tuple[str, str]], wanted: str = "qkv", dim: int = 64
     ]
     variants.clear()
     regard.attention(*inputs, backend="triton", **more).sum().backward()
-    return {name for name, _ in variants} & {*OURS, QUERIES, KEYS}
+    return {name for name, _ in variants} & {*OURS, *WIDE_OURS, HIDDEN, QUERIES, KEYS}
 
 
 @compiles
@@ -278,11 +307,20 @@ def test_one_kernel_makes_all_gradients_and_the_portable_ones_those_of_one_side(
 
 
 @compiles
-@pytest.mark.parametrize("more", [{"dim": 136}, {"bias": torch.zeros(300, 200)}, {"dim": 128, "dropout": 0.1}])
-def test_what_the_kernel_refuses_goes_to_the_portable_ones(
-    more: dict[str, Any], variants: set[tuple[str, str]]
+@pytest.mark.parametrize(
+    ("more", "kernels"),
+    [
+        ({"dim": 136}, WIDE_OURS),
+        ({"dim": 128, "dropout": 0.1}, OURS),
+        ({"bias": torch.zeros(300, 200)}, {*OURS, HIDDEN}),  # whose −inf may hide keys
+        ({"dim": 256, "bias": torch.zeros(300, 200)}, {*WIDE_OURS, HIDDEN}),
+        ({"softcap": 1e4}, {QUERIES, KEYS}),  # refused
+    ],
+)
+def test_who_makes_gradients_is_told_by_the_work(
+    more: dict[str, Any], kernels: set[str], variants: set[tuple[str, str]]
 ) -> None:
-    assert gradients(variants, **more) == {QUERIES, KEYS}
+    assert gradients(variants, **more) == kernels
 
 
 @compiles
@@ -299,17 +337,18 @@ def test_gradients_have_the_shapes_of_their_inputs_and_unscaled_ones_are_float32
 
 @compiles
 @warmed
+@pytest.mark.parametrize(("dim", "kernels"), [(64, OURS), (256, WIDE_OURS)])
 def test_masks_lengths_and_grouped_heads_compile_nothing_that_warmup_has_not(
-    variant: str, masks: list[Any], variants: set[tuple[str, str]]
+    variant: str, masks: list[Any], dim: int, kernels: set[str], variants: set[tuple[str, str]]
 ) -> None:
-    for _ in warmup.warm(warmup.plan(dims=[64], variants=[variant]), device="cpu"):
+    for _ in warmup.warm(warmup.plan(dims=[dim], variants=[variant]), device="cpu"):
         pass
-    assert {name for name, _ in variants} >= OURS
+    assert {name for name, _ in variants} >= kernels
     before = set(variants)
     for mask in masks:
         for heads in (1, 2, 4):
             q, k, v = (
-                torch.zeros(2, *shape, 64, dtype=torch.bfloat16, requires_grad=True)
+                torch.zeros(2, *shape, dim, dtype=torch.bfloat16, requires_grad=True)
                 for shape in ((4, 1000), (heads, 700), (heads, 700))
             )
             regard.attention(q, k, v, mask=mask, backend="triton").sum().backward()

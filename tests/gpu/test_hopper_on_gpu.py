@@ -36,7 +36,8 @@ pytestmark = [
     pytest.mark.skipif(not HOPPER, reason="the Hopper kernels need a GPU of compute capability 9.0"),
 ]
 N, M = 1025, 1150  # of 8 heads and two items
-FORWARD, BACKWARD = "regard.kernels.hopper.forward.forward", "regard.kernels.hopper.backward.backward"
+FORWARD = "regard.kernels.hopper.forward.forward"
+BACKWARD, WIDE_BACKWARD = "regard.kernels.hopper.backward.backward", "regard.kernels.hopper.wide.backward"
 PASSES = "regard.kernels.hopper.passes"
 PORTABLE = {"regard.kernels.forward.forward", "regard.kernels.backward.keys", "regard.kernels.backward.queries"}
 
@@ -48,6 +49,7 @@ MADE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "bits": lambda n, m: {"mask": of_bits(n, m)},
     "bias": lambda n, m: {"bias": random(8, n, m, dtype=torch.float32, seed=4).requires_grad_()},
     "alibi": lambda n, m: {"bias": biases.alibi(torch.linspace(0.01, 0.2, 8, device=DEVICE))},
+    "relative": lambda n, m: {"bias": biases.relative(random(8, 129, dtype=torch.float32, seed=5))},
     "gqa": lambda n, m: {"mask": regard.causal()},
     "dropout": lambda n, m: {"dropout": 0.3},
 }
@@ -100,22 +102,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(("name", "d"), [*((name, 64) for name in MADE), ("full", 40), ("full", 96), ("full", 128)])
+@pytest.mark.parametrize(("name", "d"), [*((name, d) for name in MADE for d in (64, 192)), ("full", 40), ("full", 96)])
 def test_the_chips_own_kernels_run(name: str, d: int, started: list[str]) -> None:
     tensors, kwargs = made(name, d)
     output = regard.attention(*tensors, **kwargs, backend="triton")
     assert set(started) == {FORWARD}
     started.clear()
     torch.autograd.grad(output, [*tensors, *learnt(kwargs)], upstream(tensors))
-    refused = name == "bias"  # which may hide a key from some blocks of rows alone
-    assert (BACKWARD in started) is not refused
-    assert bool(PORTABLE.intersection(started)) is refused
-
-
-@pytest.mark.parametrize("d", [192, 256])
-def test_a_wide_forward_runs_on_the_chips_own_kernel(d: int, started: list[str]) -> None:
-    regard.attention(*(x.detach() for x in inputs(N, M, d)), backend="triton")
-    assert set(started) == {FORWARD}
+    assert (WIDE_BACKWARD if d > 128 else BACKWARD) in started
+    assert not PORTABLE.intersection(started)
 
 
 def test_what_each_key_receives_and_maps_have_kernels_of_the_chip(started: list[str]) -> None:
@@ -192,7 +187,7 @@ def test_a_mask_that_another_stream_lays_out_is_waited_for() -> None:
         assert not torch.equal(first, expected)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("name", MADE)
 def test_two_hundred_runs_give_the_same_bits(name: str, d: int) -> None:
     tensors, kwargs = made(name, d)
@@ -232,7 +227,7 @@ def item(x: Any, at: int) -> Any:
     return x
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("name", BATCHED)
 def test_a_sequence_does_not_depend_on_its_batch(name: str, d: int) -> None:
     n, m = 513, 640
@@ -260,7 +255,7 @@ SPANS: dict[str, regard.Mask] = {
 }
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("name", SPANS)
 def test_a_mask_has_the_same_bits_as_spans_and_as_a_tensor(name: str, d: int) -> None:
     """Beside an item with holes, which no spans can tell, a tensor's bits are read for all items."""
@@ -312,12 +307,12 @@ def unharmed(room: Tensor) -> bool:
 @pytest.mark.parametrize(
     ("name", "d"),
     [
-        *((name, d) for name in MADE for d in (64, 128)),
+        *((name, d) for name in MADE for d in (64, 128, 256)),
         ("full", 40),
         ("causal", 72),
         ("bits", 96),
         ("bias", 96),
-        ("full", 256),
+        ("causal", 136),
     ],
 )
 def test_poisoned_memory_and_guard_bands_change_no_bit(name: str, d: int, request: pytest.FixtureRequest) -> None:
@@ -350,22 +345,53 @@ def test_statistics_in_poisoned_memory_have_the_same_bits(name: str, request: py
     assert all(map(unharmed, rooms))
 
 
-def test_values_that_nobody_may_see_leave_no_trace() -> None:
-    tensors = inputs(301, 333, 64)
-    mask = regard.causal() & regard.padding([100, 333])
-    clean = everything(tensors, mask=mask)
+def unseen(name: str, n: int, m: int) -> dict[str, Any]:
+    """What hides the keys from the 100th on from all rows of the first item, and all keys from the first row."""
+    mask = regard.causal(-1) & regard.padding([100, m])
+    if name == "mask":
+        return {"mask": mask}
+    bias = random(2, 1, n, m, dtype=torch.float32, seed=6)
+    if name == "bias":
+        return {"bias": bias.masked_fill(~mask.dense(n, m, device=DEVICE), -math.inf).requires_grad_()}
+    bias[0, :, :, 100:] = -math.inf  # the mask hides the rest
+    return {"bias": bias.requires_grad_(), "mask": regard.causal(-1)}
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("name", ["mask", "bias", "both"])
+def test_values_that_nobody_may_see_leave_no_trace(name: str, d: int) -> None:
+    tensors = inputs(301, 333, d)
+    kwargs = unseen(name, 301, 333)
+    clean = everything(tensors, **kwargs)
+    assert all(x.isfinite().all() for x in clean if x.shape == tensors[0].shape)
     with torch.no_grad():
         for x in tensors[1:]:
             x[0, :, 100:] = math.nan
-    assert same_bits(everything(tensors, mask=mask), clean)
+        tensors[0][0, :, 0] = math.nan
+    assert same_bits(everything(tensors, **kwargs), clean)
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_a_key_that_is_no_number_is_seen_by_the_rows_that_a_bias_shows_it_to(d: int) -> None:
+    tensors, kwargs = made("bias", d, 301, 333)
+    with torch.no_grad():
+        kwargs["bias"][:, 1:, 200] = -math.inf  # but for the first row
+        tensors[1][0, :, 200] = math.nan
+    _, dq, _, _, _ = output_and_gradients(tensors, upstream(tensors), **kwargs)
+    assert dq[0, :, 0].isnan().all()
+    assert dq[1].isfinite().all()
 
 
 # Exact: the contract, against float64.
 
-WIDE = [replace(case, shape=replace(case.shape, d=64, dv=64)) for case in CASES]
+SIZED = [
+    pytest.param(replace(case, shape=replace(case.shape, d=d, dv=dv)), id=f"{case.name}, {d} and {dv}")
+    for case in CASES
+    for d, dv in ((64, 64), (192, 128))
+]
 
 
-@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SIZED)
 def test_every_case_of_the_contract_agrees_with_float64(case: Case) -> None:
     tensors, kwargs = case.inputs(torch.bfloat16)
     true, true_grads = truth(tensors, kwargs)
@@ -380,8 +406,8 @@ def test_every_case_of_the_contract_agrees_with_float64(case: Case) -> None:
 
 
 SEVERAL = [
-    *((name, d, torch.bfloat16) for name in MADE if name != "dropout" for d in (64, 96, 128)),
-    *((name, d, torch.float16) for name in ("causal", "bias") for d in (64, 128)),
+    *((name, d, torch.bfloat16) for name in MADE if name != "dropout" for d in (64, 96, 128, 256)),
+    *((name, d, torch.float16) for name in ("causal", "bias") for d in (64, 128, 192)),
 ]
 
 
@@ -396,3 +422,18 @@ def test_several_blocks_agree_with_float64(name: str, d: int, dtype: torch.dtype
     found, grads = results("triton", tensors, kwargs)
     agree(found, true, ordinary, 2, "result")
     agree(grads, true_grads, ordinary_grads, 3, "gradient")
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("mask", [None, regard.causal()], ids=["full", "causal"])
+def test_dropout_drops_what_the_reference_drops(mask: regard.Mask | None, d: int) -> None:
+    tensors = inputs(301, 333, d)
+
+    def found(backend: str, dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(3)
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        output = regard.attention(*leaves, mask=mask, dropout=0.3, backend=backend)
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream(tensors).to(dtype))]
+
+    for ours, true in zip(found("triton", torch.bfloat16), found("reference", torch.float64), strict=True):
+        assert (ours - true).norm() < 0.01 * true.norm()

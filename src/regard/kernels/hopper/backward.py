@@ -26,32 +26,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..tile import (
+    _ALIBI,
     _NONE,
     _PLAIN,
     DEEP,
     LN2,
     LOG2E,
-    bias_rows,
-    bias_tile,
-    drop_keys,
-    kept,
 )
-from .by_keys import common, hides, place, rows_at, turn_at, veil, walk_of
-from .exchange import ACQUIRE, RELEASE, SETTLED, tma_add
-from .fold import log2, scored
+from .by_keys import added, common, hides, place, rows_at, turn_at, veil, walk_of
+from .drops import dropped, survive, survivors
+from .exchange import await_turn, next_turn, tma_add
+from .fold import log2, saturation
 from .forward import PIECE, flat, group_barrier, tma_store
 from .layouts import turned as turned_layout
 from .walk import ROWS, advance, tma_load
 
-_acquire, _release, _settled = gl.constexpr(ACQUIRE), gl.constexpr(RELEASE), gl.constexpr(SETTLED)
+GROUPS = gl.constexpr(2)  # of warps, each with ROWS keys
 
 
 @gluon.jit
-def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
          ENTROPY: gl.constexpr):
     """The warp that copies: K and V once, then of each block of rows Q, dO and the facts."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
-     groups, section) = given
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
+     heads, groups, section) = given
     q, k, v, do, level, delta, g_entropy, _, _, _ = described
     FACTS: gl.constexpr = 3 if ENTROPY else 2
     Q, K, V, dO, dS, dQ = X
@@ -85,10 +83,10 @@ def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl
 
 
 @gluon.jit
-def add(given, ODD: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr):
+def add(given, ODD: gl.constexpr, BM: gl.constexpr, MASK: gl.constexpr):
     """One of two warps that add dQ to memory when its turn has come: this one every other block of rows."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
-     groups, section) = given
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
+     heads, groups, section) = given
     sums = described[7]
     dQ = X[5]
     d_ready, d_free = barriers[4], barriers[5]
@@ -105,9 +103,7 @@ def add(given, ODD: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, MASK: 
                 b, slot = rows_at(turns, t, first, MASK)
                 turn = turn_at(where, turns, t, b, first, item, h, block, blocks, MASK)
                 at = (item * heads + h) * gl.cdiv(n, BM) + b
-                now = gl.inline_asm_elementwise(_acquire, "=r,l", [counters + at], gl.int32, False, 1)
-                while now != turn:
-                    now = gl.inline_asm_elementwise(_acquire, "=r,l", [counters + at], gl.int32, False, 1)
+                await_turn(counters + at, turn)
                 mbarrier.wait(d_ready.index(ODD), parity)
                 parity ^= 1
                 for g in gl.static_range(GROUPS):
@@ -117,9 +113,7 @@ def add(given, ODD: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, MASK: 
                         tma_add(sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(d_free.index(ODD))
-                gl.inline_asm_elementwise(_settled, "=r,r", [turn], gl.int32, False, 1)  # memory has been written
-                group_barrier()
-                gl.inline_asm_elementwise(_release, "=r,l,r", [counters + at, turn + 1], gl.int32, False, 1)
+                next_turn(counters + at, turn)
             spot ^= 1
 
 
@@ -133,11 +127,13 @@ def turned(X, L: gl.constexpr):
 def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns, n, M, partial, BM: gl.constexpr, MASK: gl.constexpr,
             BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, TL: gl.constexpr):
     """P [BM, ROWS] of products S; 0 where the pair is hidden."""
-    if not FAST:
-        i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
-        S, show = scored(S, scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS)
-        if BIAS != _PLAIN:
-            S = gl.where(show, S, float("-inf"))
+    if CAP:
+        S = cap * saturation(S, scale, cap)
+    elif not FAST:
+        S *= scale
+    if BIAS != _PLAIN:
+        X = added(bias, item, h, b, j, n, M, BM, BIAS, TL)
+        S = gl.where(X != float("-inf"), S + X, float("-inf"))  # by the bias and not by the sum, which a hidden key may make NaN
     if partial:
         S = veil(S, b, j, slot, item, h, where, turns, M, BM, MASK, TL)
     T = S * unit - level[:, None] if FAST else (S - level[:, None]) * LOG2E
@@ -145,9 +141,10 @@ def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns,
 
 
 @gluon.jit
-def slopes(P, dP, level, g, cap, bias, at, i, j, n, M, partial, BIAS: gl.constexpr, ENTROPY: gl.constexpr, CAP: gl.constexpr):
+def slopes(P, dP, level, g, item, h, b, j, cap, bias, n, M, partial, BM: gl.constexpr, BIAS: gl.constexpr, ENTROPY: gl.constexpr,
+           CAP: gl.constexpr, TL: gl.constexpr):
     """dS [BM, ROWS] of the scaled products from dP − δ. What a cap has left of a logit is told from P."""
-    if BIAS != _PLAIN:
+    if BIAS != _PLAIN and BIAS != _ALIBI:
         dP = gl.where(P > 0.0, dP, 0.0)
     else:
         if partial:
@@ -158,7 +155,7 @@ def slopes(P, dP, level, g, cap, bias, at, i, j, n, M, partial, BIAS: gl.constex
     if CAP:
         S = log2(P) * LN2 + level[:, None]
         if BIAS != _PLAIN:
-            S -= bias_tile(bias, at, i, j, n, M, BIAS)
+            S -= added(bias, item, h, b, j, n, M, BM, BIAS, TL)
         t = S * (1.0 / cap)
         dS = gl.where(P > 0.0, dS * (1.0 - t * t), 0.0)
     return dS
@@ -175,27 +172,50 @@ def blank(X, levels, BM: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def attended(where, item, kv, j, M, groups):
-    """Of keys j, which some row of some head may attend, int32; of those beyond the last, all."""
-    at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item
-    seen = j * 0
-    for u in range(groups):
-        seen = seen | gl.load(where.seen + at + (kv * groups + u) * where.seen_head + j, mask=j < M, other=1).to(gl.int32)
-    return seen
+def lost(levels, BM: gl.constexpr):
+    """Whether some row of a block sees nothing."""
+    return gl.max(levels.load(gl.BlockedLayout([BM // 32], [32], [4], [0])), 0) == float("inf")  # each warp has them all
 
 
 @gluon.jit
-def clean(X, where, item, kv, j0, M, groups, C: gl.constexpr):
-    """Zeros for keys X [ROWS, C] that no row may attend, which may be NaN."""
-    j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
-    if gl.min(attended(where, item, kv, j, M, groups), 0) == 0:
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-        for r in gl.static_range(0, ROWS, PIECE):
-            some = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, L))
-            part = X.slice(r, PIECE)
-            part.store(gl.where((attended(where, item, kv, some, M, groups) != 0)[:, None], part.load(L), 0.0))
-        fence_async_shared()
-        group_barrier()
+def attended(where, seen, item, kv, j, M, heads, groups, HIDING: gl.constexpr):
+    """Of keys j, which some row of some head may attend, int32; of those beyond the last, all."""
+    some = j * 0
+    for u in range(groups):
+        h = kv * groups + u
+        if HIDING:
+            at = seen + (item * heads + h).to(gl.int64) * M
+        else:
+            at = where.seen + (item // gl.load(where.inner)).to(gl.int64) * where.seen_item + h * where.seen_head
+        some = some | gl.load(at + j, mask=j < M, other=1).to(gl.int32)
+    return some
+
+
+@gluon.jit
+def clean(X, where, seen, item, kv, j0, M, heads, groups, C: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr):
+    """Zeros for keys X [ROWS, C] that no row may attend, which may be NaN. What a bias hides by −inf is told by `seen`."""
+    HIDING: gl.constexpr = BIAS != _PLAIN and BIAS != _ALIBI
+    if MASK != _NONE or HIDING:
+        j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
+        if gl.min(attended(where, seen, item, kv, j, M, heads, groups, HIDING), 0) == 0:
+            L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+            for r in gl.static_range(0, ROWS, PIECE):
+                some = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, L))
+                part = X.slice(r, PIECE)
+                part.store(gl.where((attended(where, seen, item, kv, some, M, heads, groups, HIDING) != 0)[:, None], part.load(L), 0.0))
+            fence_async_shared()
+            group_barrier()
+
+
+@gluon.jit
+def blanked(X, levels, partial, BM: gl.constexpr, C: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr):
+    """`blank`, where the mask or the bias may hide all keys from a row."""
+    if MASK != _NONE or BIAS != _PLAIN:
+        empty = partial
+        if BIAS != _PLAIN and BIAS != _ALIBI:
+            empty = partial | lost(levels, BM)
+        if empty:
+            blank(X, levels, BM, C)
 
 
 @gluon.jit
@@ -211,18 +231,18 @@ def compared(K, X, stage, none, DA: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon.jit
-def valued(V, X, facts, stage, none, EA: gl.constexpr, BM: gl.constexpr, DROP: gl.constexpr, SL: gl.constexpr):
+def valued(V, dO, delta, none, EA: gl.constexpr, BM: gl.constexpr, DROP: gl.constexpr, SL: gl.constexpr):
     """dPᵀ − δ = V dOᵀ − δ [ROWS, BM], begun; without δ where dropout comes between."""
-    dO = flat(X[3].index(stage), BM, EA).permute((1, 0))
+    dO = flat(dO, BM, EA).permute((1, 0))
     if DROP:
         dP = warpgroup_mma(V, dO, none, use_acc=False, is_async=True)
     else:
-        dP = warpgroup_mma(V, dO, none - facts[1].index(stage).load(gl.SliceLayout(0, SL))[None, :], is_async=True)
+        dP = warpgroup_mma(V, dO, none - delta.load(gl.SliceLayout(0, SL))[None, :], is_async=True)
     return dP
 
 
 @gluon.jit
-def shared_out(X, at, none, G: gl.constexpr, GROUPS: gl.constexpr, DA: gl.constexpr):
+def shared_out(X, at, none, G: gl.constexpr, DA: gl.constexpr):
     """dQ = dS K, the group's share of its columns [BM, DA / GROUPS], begun."""
     K, dS = X[1], X[4]
     SHARE: gl.constexpr = DA // GROUPS
@@ -235,7 +255,7 @@ def shared_out(X, at, none, G: gl.constexpr, GROUPS: gl.constexpr, DA: gl.conste
 
 
 @gluon.jit
-def hand_over(share, dQ, at, d_free, d_ready, phase, G: gl.constexpr, GROUPS: gl.constexpr):
+def hand_over(share, dQ, at, d_free, d_ready, phase, G: gl.constexpr):
     """A share of dQ to the warp that adds it."""
     mbarrier.wait(d_free.index(at), phase)
     dQ.index(at * GROUPS + G).store(share)
@@ -263,12 +283,12 @@ def put(X, desc, out, strides, item, kv, row, M, D, scale, into, C: gl.constexpr
 
 
 @gluon.jit
-def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
             HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
             DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
     """A warp group: its ROWS keys against all rows that see the block. dQ of a block is made in the next block's step."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners, heads,
-     groups, section) = given
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
+     heads, groups, section) = given
     Q, K, V, dO, dS, dQ = X
     k_ready, ready, free, s_ready, d_ready, d_free = barriers
     SHARE: gl.constexpr = DA // GROUPS  # columns of dQ that the group makes
@@ -287,8 +307,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
     none = gl.zeros([ROWS, BM], gl.float32, SL)
     no_dQ = gl.zeros([BM, SHARE], gl.float32, QL)
     mbarrier.wait(k_ready, 0)
-    if MASK != _NONE:
-        clean(flat(K.index(G), ROWS, DA), where, item, kv, row, M, groups, DA)
+    clean(flat(K.index(G), ROWS, DA), where, seen, item, kv, row, M, heads, groups, DA, MASK, BIAS)
     own_k = flat(K.index(G), ROWS, DA)
     own_v = flat(V.index(G), ROWS, EA)
     if HELD:
@@ -311,8 +330,11 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             partial = hides(b, slot, begin, behind, n, BM, MASK) | beyond
             q = flat(Q.index(stage), BM, DA)
             do = flat(dO.index(stage), BM, EA)
+            j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            if DROP:
+                bits = survivors(drop, item, h, heads, b, j, n, BM, TL)
             mbarrier.wait(s_ready.index(turn ^ 1), phase, pred=late)
-            share = shared_out(X, turn ^ 1, no_dQ, G, GROUPS, DA)
+            share = shared_out(X, turn ^ 1, no_dQ, G, DA)
             mbarrier.wait(ready.index(stage), parity)
             keys, values = own_k, own_v
             if HELD:
@@ -321,38 +343,32 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             S = compared(keys, X, stage, none, DA, BM)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
-                hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G, GROUPS)
-            dP = valued(values, X, facts, stage, none, EA, BM, DROP, SL)
+                hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G)
+            dP = valued(values, dO.index(stage), facts[1].index(stage), none, EA, BM, DROP, SL)
             level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
-            j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             S = turned(warpgroup_mma_wait(1, deps=[S]), TL)
             P = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns, n, M, partial, BM, MASK, BIAS, CAP, FAST, TL)
             Pd = P
             if DROP:
-                i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
-                low, high = drop_keys(drop, item, h, heads, i, n)
-                keep = kept(low, high, j, drop.bound)
-                Pd = gl.where(keep, P * drop.factor, 0.0)
+                P = gl.where(survive(bits, BM, TL), P, -P)  # the sign says who was dropped
+                Pd = gl.where(P < 0.0, 0.0, P * drop.factor)
             dV = warpgroup_mma(gl.convert_layout(Pd.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
             slope = turned(warpgroup_mma_wait(1, deps=[dP]), TL)
             if DROP:
-                slope = gl.where(keep, slope * drop.factor, 0.0) - facts[1].index(stage).load(gl.SliceLayout(1, TL))[:, None]
+                P, slope = dropped(P, slope, facts[1].index(stage).load(gl.SliceLayout(1, TL)), drop)
             g = level
             if ENTROPY:
                 g = facts[2].index(stage).load(gl.SliceLayout(1, TL))
             if CAP:
                 level = facts[0].index(stage).load(gl.SliceLayout(1, TL))
-            i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
-            slope = slopes(P, slope, level, g, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, partial, BIAS, ENTROPY, CAP)
+            slope = slopes(P, slope, level, g, item, h, b, j, cap, bias, n, M, partial, BM, BIAS, ENTROPY, CAP, TL)
             of_keys = slope
             if SCALES:  # each query head has its own, and dK is of them all
                 of_keys = slope * scale
             slope = gl.convert_layout(slope.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
             dS.index(turn * GROUPS + G).store(slope)
             of_keys = gl.convert_layout(of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
-            if MASK != _NONE or BIAS != _PLAIN:
-                if partial:
-                    blank(q, facts[0].index(stage), BM, DA)
+            blanked(q, facts[0].index(stage), partial, BM, DA, MASK, BIAS)
             fence_async_shared()
             group_barrier()
             mbarrier.arrive(s_ready.index(turn))
@@ -365,17 +381,17 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             stage, parity = advance(stage, parity, STAGES)
     if late:
         mbarrier.wait(s_ready.index(turn ^ 1), phase)
-        share = shared_out(X, turn ^ 1, no_dQ, G, GROUPS, DA)
+        share = shared_out(X, turn ^ 1, no_dQ, G, DA)
         share = warpgroup_mma_wait(0, deps=[share])
-        hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G, GROUPS)
+        hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G)
     put(dV, described[9], dv, strides[1], item, kv, row, M, E, 1.0, V.index(G), EA, DESCRIBED, VL)
     put(dK, described[8], dk, strides[0], item, kv, row, M, D, 1.0 if SCALES else scale, V.index(G), DA, DESCRIBED, KL)
 
 
 @gluon.jit(do_not_specialize=["where", "turns", "drop", "n", "M", "D", "E", "NP", "blocks", "owners", "heads", "groups", "section"])
 def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
-             counters, n, M, D, E, NP, blocks, owners, heads, groups, section,
-             DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+             seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section,
+             DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
              HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
              DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
     """A program has one block of keys of one key head; its query heads come one after the other."""
@@ -410,27 +426,27 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
     X = (Q, K, V, dO, dS, dQ)
     barriers = (k_ready, ready, free, s_ready, d_ready, d_free)
     facts = (levels, deltas, third)  # then g_H of the entropy
-    given = (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, counters, n, M, D, E, NP, blocks, owners,
-             heads, groups, section)
+    given = (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks,
+             owners, heads, groups, section)
     gl.warp_specialize([
-        (compute, (given, 0, DA, EA, BM, GROUPS, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
-        (compute, (given, 1, DA, EA, BM, GROUPS, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
-        (copy, (given, DA, EA, BM, GROUPS, STAGES, MASK, ENTROPY)),
-        (add, (given, 0, BM, GROUPS, MASK)),
-        (add, (given, 1, BM, GROUPS, MASK)),
+        (compute, (given, 0, DA, EA, BM, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
+        (compute, (given, 1, DA, EA, BM, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
+        (copy, (given, DA, EA, BM, STAGES, MASK, ENTROPY)),
+        (add, (given, 0, BM, MASK)),
+        (add, (given, 1, BM, MASK)),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
 
 
 @triton.jit(do_not_specialize=["n", "D"])
-def finish(sums, counters, dq, scale, n, D, BM: tl.constexpr, GROUPS: tl.constexpr, C: tl.constexpr):
-    """A block of rows of dQ from its sums; zeros if nothing was added."""
+def finish(sums, counters, dq, scale, n, D, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, COUNTERS: tl.constexpr):
+    """A block of rows of dQ from its sums, in PARTS of C columns; zeros if nothing was added."""
     at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    some = tl.load(counters + at) > 0
+    some = tl.load(counters + at * COUNTERS) > 0
     r = tl.arange(0, BM)
     i = tl.program_id(0) * BM + r
-    for g in tl.static_range(GROUPS):
+    for g in tl.static_range(PARTS):
         c = tl.arange(0, C)
-        X = tl.load(sums + ((at.to(tl.int64) * GROUPS + g) * BM + r)[:, None] * C + c[None, :])  # [BM, C]
+        X = tl.load(sums + ((at.to(tl.int64) * PARTS + g) * BM + r)[:, None] * C + c[None, :])  # [BM, C]
         X = tl.where(some, X, 0.0) * scale
         to = (tl.program_id(1).to(tl.int64) * n + i)[:, None] * D + (g * C + c)[None, :]
         tl.store(dq + to, X.to(dq.dtype.element_ty), mask=(i < n)[:, None] & (g * C + c < D)[None, :])

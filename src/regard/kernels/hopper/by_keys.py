@@ -1,4 +1,4 @@
-"""Which blocks of rows a block of keys meets on Hopper, its turn to add to each of them, and what the mask hides of it."""
+"""Which blocks of rows a block of keys meets on Hopper, its turn to add to each of them, what the mask hides of it, and what a bias adds."""
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
 
@@ -7,10 +7,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..tile import _BITS, _NONE, _SPANS, seat
+from ..tile import _ALIBI, _BITS, _NONE, _SPANS, _TENSOR, bias_rows, bias_tile, seat
+from . import asm
 from .fold import OUTSIDE, UNSET
 from .walk import ROWS
 from .walk import place as nth_place
+
+
+@gluon.constexpr_function
+def lent(dtype):
+    """The PTX that loads a number of a bias."""
+    return asm.LENT[str(dtype)]
 
 
 @gluon.jit
@@ -103,3 +110,24 @@ def veil(S, b, j, slot, item, h, where, turns, M, BM: gl.constexpr, MASK: gl.con
         behind = gl.load(turns.behind + at, mask=j < M, other=0)[None, :] - begin[:, None]
         S = gl.inline_asm_elementwise(OUTSIDE, "=f,f,r,r,r", [S, c, first, behind], gl.float32, True, 1)
     return S
+
+
+@gluon.jit
+def added(bias, item, h, b, j, n, M, BM: gl.constexpr, BIAS: gl.constexpr, TL: gl.constexpr):
+    """What a bias adds to the logits of a block's rows and keys j, [BM, ROWS]; rows and keys beyond the last have what the last have.
+
+    Addresses are told by 31 bits: a thread holds 32 numbers, and has no registers for as many of 64.
+    """
+    i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
+    if BIAS == _ALIBI:
+        X = bias_tile(bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, BIAS)
+    else:
+        at = bias.at + h.to(gl.int64) * bias.head + item.to(gl.int64) * bias.item
+        if BIAS == _TENSOR:
+            each = gl.minimum(i, n - 1)[:, None] * bias.row + gl.minimum(j, M - 1)[None, :] * bias.key  # [BM, ROWS]
+        else:
+            ahead = j[None, :] - (i[:, None] + bias.offset)
+            each = gl.minimum(gl.maximum(ahead, -bias.reach), bias.reach) + bias.reach
+        LENT: gl.constexpr = lent(bias.at.dtype.element_ty)
+        X = gl.inline_asm_elementwise(LENT, "=f,l,r", [at.to(gl.int64, bitcast=True), each], gl.float32, True, 1)
+    return X

@@ -1,0 +1,352 @@
+"""The backward pass on Hopper for dims above 128, where one warp group cannot hold dK and dV of its keys together.
+
+A program has ROWS keys. One group weighs: S, P, and dV. The other slopes: dP, dS, and dK; it gets P through shared memory.
+Each makes half of dQ = dS K, in two parts, and one warp adds these to memory in turns. All else is as in `backward.py`.
+"""
+# Written for Triton's compiler, which has types of its own.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..tile import LOG2E
+from .backward import blanked, clean, put, slopes, turned, valued, weights
+from .by_keys import common, hides, place, rows_at, turn_at, walk_of
+from .drops import dropped, survive, survivors
+from .exchange import await_turn, next_turn, tma_add
+from .forward import flat, group_barrier, tma_store
+from .layouts import turned as turned_layout
+from .walk import ROWS, advance, tma_load
+
+HALVES = gl.constexpr(2)  # of dQ, one for each group
+PARTS = gl.constexpr(2)  # of each half, which are made one after the other
+PART = gl.constexpr(64)  # columns of a part
+
+
+@gluon.jit
+def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, ENTROPY: gl.constexpr):
+    """The warp that copies: K and V once, then of each block of rows Q, and dO as soon as the one before it is done with."""
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
+     heads, groups, section) = given
+    q, k, v, do, level, delta, g_entropy, _, _, _ = described
+    Q, K, V, dO, P, dS, dQ = X
+    k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
+    block, own = place(blocks, owners, section)
+    kv_heads = heads // groups
+    item, kv = own // kv_heads, own % kv_heads
+    mbarrier.expect(k_ready, ROWS * (DA + EA) * 2)
+    tma_load(k, [item, kv, block * ROWS, 0], k_ready, K)
+    tma_load(v, [item, kv, block * ROWS, 0], k_ready, V)
+    stage = 0
+    parity = 1
+    o_parity = 1
+    for u in range(groups):
+        h = kv * groups + u
+        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        at = (item * heads + h) * NP
+        for t in range(count):
+            b, slot = rows_at(turns, t, first, MASK)
+            now = q_ready.index(stage)
+            mbarrier.wait(q_free.index(stage), parity)
+            mbarrier.expect(now, BM * DA * 2 + BM * 4)
+            tma_load(q, [item, h, b * BM, 0], now, Q.index(stage))
+            tma_load(level, [at + b * BM], now, facts[0].index(stage))
+            mbarrier.wait(o_free, o_parity)
+            mbarrier.expect(o_ready, BM * EA * 2 + BM * 4 * (2 if ENTROPY else 1))
+            tma_load(do, [item, h, b * BM, 0], o_ready, dO)
+            tma_load(delta, [at + b * BM], o_ready, facts[1])
+            if ENTROPY:
+                tma_load(g_entropy, [at + b * BM], o_ready, facts[2])
+            o_parity ^= 1
+            stage, parity = advance(stage, parity, STAGES)
+
+
+@gluon.jit
+def add(given, G: gl.constexpr, BM: gl.constexpr, MASK: gl.constexpr):
+    """The warp that adds a group's half of dQ to memory when its turn has come. Each half has counters of its own."""
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
+     heads, groups, section) = given
+    sums = described[7]
+    dQ = X[6]
+    d_ready, d_free = barriers[9], barriers[10]
+    block, own = place(blocks, owners, section)
+    kv_heads = heads // groups
+    item, kv = own // kv_heads, own % kv_heads
+    for u in range(groups):
+        h = kv * groups + u
+        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        for t in range(count):
+            b, slot = rows_at(turns, t, first, MASK)
+            turn = turn_at(where, turns, t, b, first, item, h, block, blocks, MASK)
+            at = ((item * heads + h) * gl.cdiv(n, BM) + b) * HALVES + G
+            await_turn(counters + at, turn)
+            for part in gl.static_range(PARTS):
+                mbarrier.wait(d_ready.index(G), part)
+                if turn == 0:
+                    tma_store(sums, [(at * PARTS + part) * BM, 0], dQ.index(G))
+                else:
+                    tma_add(sums, [(at * PARTS + part) * BM, 0], dQ.index(G))
+                tma.store_wait(0)  # shared memory has been read
+                mbarrier.arrive(d_free.index(G))
+            next_turn(counters + at, turn)
+
+
+@gluon.jit
+def part_of(K, dS, none, G: gl.constexpr, part: gl.constexpr, DA: gl.constexpr):
+    """dQ = dS K [BM, PART], a part of a group's columns, begun."""
+    return warpgroup_mma(dS.permute((1, 0)), flat(K, ROWS, DA).slice((G * PARTS + part) * PART, PART, dim=1), none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def hand_over(share, dQ, d_free, d_ready, G: gl.constexpr, part: gl.constexpr):
+    """A part of dQ to the warp that adds it. There are two parts a block, so barriers are in the same parity each time."""
+    mbarrier.wait(d_free.index(G), part ^ 1)
+    dQ.index(G).store(share)
+    fence_async_shared()
+    group_barrier()
+    mbarrier.arrive(d_ready.index(G))
+
+
+@gluon.jit
+def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
+          CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
+    """The group that makes P and dV, and the first half of dQ."""
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
+     heads, groups, section) = given
+    Q, K, V, dO, P, dS, dQ = X
+    k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EA, 16])
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    TL: gl.constexpr = turned_layout(BM)
+    block, own = place(blocks, owners, section)
+    kv_heads = heads // groups
+    item, kv = own // kv_heads, own % kv_heads
+    row = block * ROWS
+    beyond = row + ROWS > M
+    dV = gl.zeros([ROWS, EA], gl.float32, VL)
+    none = gl.zeros([ROWS, BM], gl.float32, SL)
+    no_dQ = gl.zeros([BM, PART], gl.float32, QL)
+    mbarrier.wait(k_ready, 0)
+    clean(flat(K, ROWS, DA), where, seen, item, kv, row, M, heads, groups, DA, MASK, BIAS)
+    mbarrier.arrive(k_clean)
+    stage = 0
+    parity = 0
+    turn = 0  # of dS, which has two places
+    phase = 1  # of the dS before
+    o_parity = 0
+    p_parity = 1
+    late = False
+    for u in range(groups):
+        h = kv * groups + u
+        if SCALES:
+            scale = gl.load(scales + h)
+        unit = scale * LOG2E
+        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        begin, behind = common(where, turns, item, h, row, n, M, MASK)
+        for t in range(count):
+            b, slot = rows_at(turns, t, first, MASK)
+            partial = hides(b, slot, begin, behind, n, BM, MASK) | beyond
+            j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            if DROP:
+                bits = survivors(drop, item, h, heads, b, j, n, BM, TL)
+            mbarrier.wait(s_ready.index(turn ^ 1), phase, pred=late)
+            share = part_of(K, dS.index(turn ^ 1), no_dQ, 0, 0, DA)
+            mbarrier.wait(q_ready.index(stage), parity)
+            S = warpgroup_mma(flat(K, ROWS, DA), flat(Q.index(stage), BM, DA).permute((1, 0)), none, use_acc=False, is_async=True)
+            share = warpgroup_mma_wait(1, deps=[share])
+            if late:
+                hand_over(share, dQ, d_free, d_ready, 0, 0)
+            share = part_of(K, dS.index(turn ^ 1), no_dQ, 0, 1, DA)
+            level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
+            S = turned(warpgroup_mma_wait(1, deps=[S]), TL)
+            W = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns, n, M, partial, BM, MASK, BIAS, CAP, FAST, TL)
+            share = warpgroup_mma_wait(0, deps=[share])
+            if late:
+                hand_over(share, dQ, d_free, d_ready, 0, 1)
+            mbarrier.wait(p_free, p_parity)
+            Pd = W
+            if DROP:
+                W = gl.where(survive(bits, BM, TL), W, -W)  # the sign says who was dropped
+                Pd = gl.where(W < 0.0, 0.0, W * drop.factor)
+            P.store(gl.convert_layout(W.permute((1, 0)), SL, assert_trivial=True))
+            group_barrier()
+            mbarrier.arrive(p_ready)
+            mbarrier.arrive(q_free.index(stage))
+            mbarrier.wait(o_ready, o_parity)
+            do = flat(dO, BM, EA)
+            dV = warpgroup_mma(gl.convert_layout(Pd.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
+            dV = warpgroup_mma_wait(0, deps=[dV])
+            mbarrier.arrive(o_free)
+            o_parity ^= 1
+            p_parity ^= 1
+            late = True
+            phase = gl.where(turn == 0, phase ^ 1, phase)
+            turn ^= 1
+            stage, parity = advance(stage, parity, STAGES)
+    if late:
+        mbarrier.wait(s_ready.index(turn ^ 1), phase)
+        for part in gl.static_range(PARTS):
+            share = part_of(K, dS.index(turn ^ 1), no_dQ, 0, part, DA)
+            share = warpgroup_mma_wait(0, deps=[share])
+            hand_over(share, dQ, d_free, d_ready, 0, part)
+    mbarrier.wait(p_free, p_parity)  # the other group has read V for the last time
+    put(dV, described[9], dv, strides[1], item, kv, row, M, E, 1.0, V, EA, DESCRIBED, VL)
+
+
+@gluon.jit
+def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
+          CAP: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
+    """The group that makes dS and dK, and the second half of dQ."""
+    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
+     heads, groups, section) = given
+    Q, K, V, dO, P, dS, dQ = X
+    k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DA, 16])
+    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    TL: gl.constexpr = turned_layout(BM)
+    block, own = place(blocks, owners, section)
+    kv_heads = heads // groups
+    item, kv = own // kv_heads, own % kv_heads
+    row = block * ROWS
+    beyond = row + ROWS > M
+    dK = gl.zeros([ROWS, DA], gl.float32, KL)
+    none = gl.zeros([ROWS, BM], gl.float32, SL)
+    no_dQ = gl.zeros([BM, PART], gl.float32, QL)
+    mbarrier.wait(k_ready, 0)
+    mbarrier.wait(k_clean, 0)
+    stage = 0
+    parity = 0
+    turn = 0
+    o_parity = 0
+    p_parity = 0
+    late = False
+    for u in range(groups):
+        h = kv * groups + u
+        if SCALES:
+            scale = gl.load(scales + h)
+        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+        begin, behind = common(where, turns, item, h, row, n, M, MASK)
+        for t in range(count):
+            b, slot = rows_at(turns, t, first, MASK)
+            partial = hides(b, slot, begin, behind, n, BM, MASK) | beyond
+            share = part_of(K, dS.index(turn ^ 1), no_dQ, 1, 0, DA)  # its own: written in the step before
+            mbarrier.wait(o_ready, o_parity)
+            dP = valued(flat(V, ROWS, EA), dO, facts[1], none, EA, BM, DROP, SL)
+            share = warpgroup_mma_wait(1, deps=[share])
+            if late:
+                hand_over(share, dQ, d_free, d_ready, 1, 0)
+            share = part_of(K, dS.index(turn ^ 1), no_dQ, 1, 1, DA)
+            j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            dP = turned(warpgroup_mma_wait(1, deps=[dP]), TL)
+            g = facts[1]
+            if ENTROPY:
+                g = facts[2].load(gl.SliceLayout(1, TL))
+            mbarrier.wait(p_ready, p_parity)
+            W = P.permute((1, 0)).load(TL)  # [BM, ROWS]
+            if DROP:
+                W, dP = dropped(W, dP, facts[1].load(gl.SliceLayout(1, TL)), drop)
+            group_barrier()
+            mbarrier.arrive(p_free)
+            mbarrier.arrive(o_free)
+            share = warpgroup_mma_wait(0, deps=[share])
+            if late:
+                hand_over(share, dQ, d_free, d_ready, 1, 1)
+            mbarrier.wait(q_ready.index(stage), parity)
+            level = g
+            if CAP:
+                level = facts[0].index(stage).load(gl.SliceLayout(1, TL))
+            dP = slopes(W, dP, level, g, item, h, b, j, cap, bias, n, M, partial, BM, BIAS, ENTROPY, CAP, TL)
+            of_keys = dP
+            if SCALES:
+                of_keys = dP * scale
+            q = flat(Q.index(stage), BM, DA)
+            dS.index(turn).store(gl.convert_layout(dP.to(q.dtype).permute((1, 0)), SL, assert_trivial=True))
+            of_keys = gl.convert_layout(of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
+            blanked(q, facts[0].index(stage), partial, BM, DA, MASK, BIAS)
+            fence_async_shared()
+            group_barrier()
+            mbarrier.arrive(s_ready.index(turn))
+            dK = warpgroup_mma(of_keys, q, dK, is_async=True)
+            dK = warpgroup_mma_wait(0, deps=[dK])
+            mbarrier.arrive(q_free.index(stage))
+            o_parity ^= 1
+            p_parity ^= 1
+            late = True
+            turn ^= 1
+            stage, parity = advance(stage, parity, STAGES)
+    if late:
+        for part in gl.static_range(PARTS):
+            share = part_of(K, dS.index(turn ^ 1), no_dQ, 1, part, DA)
+            share = warpgroup_mma_wait(0, deps=[share])
+            hand_over(share, dQ, d_free, d_ready, 1, part)
+    put(dK, described[8], dk, strides[0], item, kv, row, M, D, 1.0 if SCALES else scale, Q.index(0), DA, DESCRIBED, KL)
+
+
+@gluon.jit(do_not_specialize=["where", "turns", "drop", "n", "M", "D", "E", "NP", "blocks", "owners", "heads", "groups", "section"])
+def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
+             seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section,
+             DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr,
+             BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
+    """A program has ROWS keys of one key head; its query heads come one after the other."""
+    K = gl.allocate_shared_memory(k.dtype, [1, 1, ROWS, DA], k.layout)
+    V = gl.allocate_shared_memory(v.dtype, [1, 1, ROWS, EA], v.layout)
+    Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
+    dO = gl.allocate_shared_memory(do.dtype, [1, 1, BM, EA], do.layout)
+    P = gl.allocate_shared_memory(gl.float32, [ROWS, BM], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+    dS = gl.allocate_shared_memory(q.dtype, [2, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
+    dQ = gl.allocate_shared_memory(gl.float32, [2, BM, PART], sums.layout)
+    levels = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [BM], level.layout)
+    third = deltas
+    if ENTROPY:
+        third = gl.allocate_shared_memory(gl.float32, [BM], level.layout)
+    BL: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
+    k_clean = gl.allocate_shared_memory(gl.int64, [1], BL)
+    o_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
+    o_free = gl.allocate_shared_memory(gl.int64, [1], BL)
+    p_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
+    p_free = gl.allocate_shared_memory(gl.int64, [1], BL)
+    s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
+    d_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
+    d_free = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    mbarrier.init(k_ready, count=1)
+    mbarrier.init(k_clean, count=1)
+    mbarrier.init(o_ready, count=1)
+    mbarrier.init(o_free, count=2)
+    mbarrier.init(p_ready, count=1)
+    mbarrier.init(p_free, count=1)
+    for s in gl.static_range(2):
+        mbarrier.init(s_ready.index(s), count=1)
+        mbarrier.init(d_ready.index(s), count=1)
+        mbarrier.init(d_free.index(s), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(s), count=1)
+        mbarrier.init(q_free.index(s), count=2)
+    fence_async_shared()
+    described = (q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc)
+    X = (Q, K, V, dO, P, dS, dQ)
+    barriers = (k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free)
+    facts = (levels, deltas, third)
+    given = (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks,
+             owners, heads, groups, section)
+    gl.warp_specialize([
+        (weigh, (given, DA, EA, BM, STAGES, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
+        (slope, (given, DA, EA, BM, STAGES, MASK, BIAS, CAP, ENTROPY, DROP, SCALES, DESCRIBED)),
+        (copy, (given, DA, EA, BM, STAGES, MASK, ENTROPY)),
+        (add, (given, 0, BM, MASK)),
+        (add, (given, 1, BM, MASK)),
+    ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
