@@ -18,11 +18,14 @@ import regard
 TOKENS, HIDDEN = 16384, 2048
 SHAPES = {
     f"d{d}, n{n}, {'causal' if causal else 'full'}": (d, n, causal)
-    for d in (128, 64)
+    for d in (128, 64, 256)
     for n in (16384, 4096)
     for causal in (False, True)
     if os.environ.get("REGARD_SHAPES", "") in f"d{d}, n{n}, "  # a part of a name takes the shapes that have it
 }
+
+
+NARROW = 128  # dims up to which there is a must
 
 
 class Plain(NamedTuple):
