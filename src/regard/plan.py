@@ -21,8 +21,10 @@ from .problem import Problem, autocasts
 __all__ = ["Plan", "choose", "plan", "run"]
 
 LONG = 4096  # rows from which on FlashAttention-4 is known to be the fastest; fewer are left to torch
-WON = {64: 16384, 128: 4096}  # rows from which on our Hopper forward is, by dim …
-MUCH = 2**37  # … if there are pairs times dims enough for some 0.4 ms: a shorter kernel ends before the next is started
+# Rows from which on our Hopper forward is, full and causal, by dim; if there are pairs times dims enough for some 0.4 ms:
+# a shorter kernel ends before the next is started.
+WON = {64: (4096, 16384), 128: (4096, 4096), 256: (4096, 4096)}
+MUCH = 2**37
 
 
 class Order(NamedTuple):
@@ -71,16 +73,22 @@ def order(p: Problem) -> Order:
         return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
     if p.rows < LONG:
         return PLAIN
-    return LONG_ON_HOPPER if _won_on_hopper(p) else LONG_PLAIN
+    return LONG_ON_HOPPER if _won_on_hopper(p, causal) else LONG_PLAIN
 
 
-def _won_on_hopper(p: Problem) -> bool:
+def _won_on_hopper(p: Problem, causal: bool) -> bool:
     """Whether the chip's own forward was measured to be faster than torch's; a compiler keeps the one that it knows."""
     if torch.compiler.is_compiling() or p.query.dtype not in (torch.float16, torch.bfloat16) or watched(*p.tensors):
         return False
     items, heads, rows, dim = p.query.shape
-    long = dim in WON and dim == p.value.shape[3] and rows >= WON[dim] and items * heads * rows * p.keys * dim >= MUCH
-    if not long or p.bias is not None or p.dropout or any(0 in x.stride() for x in (p.query, p.key, p.value)):
+    long = dim in WON and dim == p.value.shape[3] and rows >= WON[dim][causal]
+    if (
+        not long
+        or items * heads * rows * p.keys * dim < MUCH
+        or p.bias is not None
+        or p.dropout
+        or any(0 in x.stride() for x in (p.query, p.key, p.value))
+    ):
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(p.query.device) == (9, 0)
 
