@@ -21,8 +21,8 @@ from .problem import Problem, autocasts
 __all__ = ["Plan", "choose", "plan", "run"]
 
 LONG = 4096  # rows from which on FlashAttention-4 is known to be the fastest; fewer are left to torch
-# Rows from which on our Hopper forward is, full and causal, by dim; if there are pairs times dims enough for some 0.4 ms:
-# a shorter kernel ends before the next is started.
+# Rows from which on our Hopper forward is, full and causal, by dim; if there are pairs times dims enough for some
+# 0.4 ms: a shorter kernel ends before the next is started.
 WON = {64: (4096, 16384), 128: (4096, 4096), 256: (4096, 4096)}
 MUCH = 2**37
 

@@ -24,8 +24,8 @@ class Tile(NamedTuple):
 
 
 # (padded dim of keys, of values): the larger of the two counts. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
-# d128 640 and 653, with entropy 600 and 585; d64 517 and 495, with entropy 480 and 461 (bench/results/gpu_forward.md). With one
-# block of rows a program, in earlier runs, d128 649 and 637, d64 496 and 482; persistent, but dealt out in turns, d128 causal
+# d128 635 and 623, with entropy 594 and 576; d64 507 and 505, with entropy 475 and 453; d256 705 and 715, with entropy 688 and
+# 664 (bench/results/gpu_forward.md). With one block of rows a program, in earlier runs, d128 649 and 637, d64 496 and 482; persistent, but dealt out in turns, d128 causal
 # 571. Before sums stayed in the thread, d128 627 and 617; with 232 registers 617 and 610, rescaling O only where the max rose by much 618 and 616; d64
 # with two groups 450 and 447. The others were chosen by shared memory and registers.
 _PLAIN: dict[int, Tile] = {
