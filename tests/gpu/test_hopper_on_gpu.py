@@ -172,6 +172,30 @@ def test_a_graph_deals_out_its_blocks_anew_at_each_replay(d: int) -> None:
         assert torch.equal(static, expected)
 
 
+@pytest.mark.parametrize("d", [64, 256])
+def test_a_graph_looks_anew_which_keys_a_bias_hides(d: int) -> None:
+    tensors = inputs(N, M, d, heads=8, kv_heads=8)
+    bias = random(8, N, M, dtype=torch.float32, seed=4)
+    dO = upstream(tensors)
+    graph, static = captured(lambda: output_and_gradients(tensors, dO, bias=bias))
+    with torch.no_grad():
+        bias[..., 500:] = -math.inf
+        for x in tensors[1:]:
+            x[:, :, 500:] = math.nan
+    graph.replay()
+    assert all(x.isfinite().all() for x in static)
+    assert same_bits(static, output_and_gradients(tensors, dO, bias=bias))
+
+
+def test_more_heads_of_items_than_a_side_of_a_grid_has() -> None:
+    tensors = inputs(16, 16, 64, batch=8192, heads=8, kv_heads=8)
+    output = regard.attention(*tensors, backend="triton")
+    grads = torch.autograd.grad(output, tensors, upstream(tensors))
+    last = [x.detach()[-1:].clone().requires_grad_() for x in tensors]
+    alone = torch.autograd.grad(regard.attention(*last, backend="triton"), last, upstream(tensors)[-1:])
+    assert same_bits([x[-1:] for x in grads], list(alone))
+
+
 def test_a_mask_that_another_stream_lays_out_is_waited_for() -> None:
     tensors = [x.detach() for x in inputs(N, N, 64)]
     expected = regard.attention(*tensors, mask=regard.causal(-3), backend="triton")
@@ -419,6 +443,28 @@ def test_several_blocks_agree_with_float64(name: str, d: int, dtype: torch.dtype
     written = {"mask": mask.dense(301, 333, device=DEVICE)} if isinstance(mask, regard.Mask) else {}
     true, true_grads = truth(tensors, kwargs)
     ordinary, ordinary_grads = plain_results(tensors, kwargs | written)
+    found, grads = results("triton", tensors, kwargs)
+    agree(found, true, ordinary, 2, "result")
+    agree(grads, true_grads, ordinary_grads, 3, "gradient")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_all_together_over_many_blocks_agrees_with_float64(d: int, dtype: torch.dtype) -> None:
+    """Grouped heads of which one is blind to some blocks of keys, a bias in halves, a cap, scales and sinks."""
+    n, m, heads = 301, 333, 4
+    tensors = inputs(n, m, d, heads=heads, kv_heads=2, dtype=dtype)
+    seen = of_bits(n, m).expand(1, heads, n, m).clone()
+    seen[:, 0, :, 64:200] = False
+    kwargs: dict[str, Any] = {
+        "mask": seen,
+        "bias": random(heads, n, m, dtype=dtype, seed=4).requires_grad_(),
+        "softcap": 5.0,
+        "scale": torch.full((heads,), d**-0.5, dtype=dtype, device=DEVICE, requires_grad=True),
+        "sink": random(heads, dtype=dtype, seed=5).requires_grad_(),
+    }
+    true, true_grads = truth(tensors, kwargs)
+    ordinary, ordinary_grads = plain_results(tensors, kwargs)
     found, grads = results("triton", tensors, kwargs)
     agree(found, true, ordinary, 2, "result")
     agree(grads, true_grads, ordinary_grads, 3, "gradient")

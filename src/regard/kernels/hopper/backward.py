@@ -32,6 +32,7 @@ from ..tile import (
     DEEP,
     LN2,
     LOG2E,
+    seats,
 )
 from .by_keys import added, common, hides, place, rows_at, turn_at, veil, walk_of
 from .drops import dropped, survive, survivors
@@ -178,7 +179,7 @@ def lost(levels, BM: gl.constexpr):
 
 
 @gluon.jit
-def attended(where, seen, item, kv, j, M, heads, groups, HIDING: gl.constexpr):
+def seen_by_some(where, seen, item, kv, j, M, heads, groups, HIDING: gl.constexpr):
     """Of keys j, which some row of some head may attend, int32; of those beyond the last, all."""
     some = j * 0
     for u in range(groups):
@@ -197,12 +198,12 @@ def clean(X, where, seen, item, kv, j0, M, heads, groups, C: gl.constexpr, MASK:
     HIDING: gl.constexpr = BIAS != _PLAIN and BIAS != _ALIBI
     if MASK != _NONE or HIDING:
         j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
-        if gl.min(attended(where, seen, item, kv, j, M, heads, groups, HIDING), 0) == 0:
+        if gl.min(seen_by_some(where, seen, item, kv, j, M, heads, groups, HIDING), 0) == 0:
             L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
             for r in gl.static_range(0, ROWS, PIECE):
                 some = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, L))
                 part = X.slice(r, PIECE)
-                part.store(gl.where((attended(where, seen, item, kv, some, M, heads, groups, HIDING) != 0)[:, None], part.load(L), 0.0))
+                part.store(gl.where((seen_by_some(where, seen, item, kv, some, M, heads, groups, HIDING) != 0)[:, None], part.load(L), 0.0))
             fence_async_shared()
             group_barrier()
 
@@ -440,13 +441,14 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
 @triton.jit(do_not_specialize=["n", "D"])
 def finish(sums, counters, dq, scale, n, D, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, COUNTERS: tl.constexpr):
     """A block of rows of dQ from its sums, in PARTS of C columns; zeros if nothing was added."""
-    at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    block, own = seats(tl.cdiv(n, BM))
+    at = tl.program_id(0)
     some = tl.load(counters + at * COUNTERS) > 0
     r = tl.arange(0, BM)
-    i = tl.program_id(0) * BM + r
+    i = block * BM + r
     for g in tl.static_range(PARTS):
         c = tl.arange(0, C)
         X = tl.load(sums + ((at.to(tl.int64) * PARTS + g) * BM + r)[:, None] * C + c[None, :])  # [BM, C]
         X = tl.where(some, X, 0.0) * scale
-        to = (tl.program_id(1).to(tl.int64) * n + i)[:, None] * D + (g * C + c)[None, :]
+        to = (own.to(tl.int64) * n + i)[:, None] * D + (g * C + c)[None, :]
         tl.store(dq + to, X.to(dq.dtype.element_ty), mask=(i < n)[:, None] & (g * C + c < D)[None, :])

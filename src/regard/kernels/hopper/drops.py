@@ -22,7 +22,7 @@ def pieces(X, BM: gl.constexpr):
 
 
 @gluon.jit
-def seats_of(BM: gl.constexpr, TL: gl.constexpr):
+def own_bits(BM: gl.constexpr, TL: gl.constexpr):
     """The bit of each weight, [BM, ROWS]: a thread's have different ones."""
     r = gl.arange(0, BM, gl.SliceLayout(1, TL))
     j = gl.arange(0, ROWS, gl.SliceLayout(0, TL))
@@ -32,16 +32,17 @@ def seats_of(BM: gl.constexpr, TL: gl.constexpr):
 @gluon.jit
 def survivors(drop, item, h, heads, b, j, n, BM: gl.constexpr, TL: gl.constexpr):
     """A bit for each weight of a block's rows and keys j, a register a thread."""
+    gl.static_assert(BM <= 64, "a thread has 32 weights at most")
     i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
     low, high = drop_keys(drop, item, h, heads, i, n)
-    bits = gl.where(kept(low, high, j, drop.bound), seats_of(BM, TL), 0)
+    bits = gl.where(kept(low, high, j, drop.bound), own_bits(BM, TL), 0)
     return gl.sum(gl.sum(gl.sum(pieces(bits, BM), 4), 2), 0)
 
 
 @gluon.jit
 def survive(bits, BM: gl.constexpr, TL: gl.constexpr):
     """Which weights [BM, ROWS] survive, from their bits."""
-    own = pieces(seats_of(BM, TL), BM)
+    own = pieces(own_bits(BM, TL), BM)
     each = gl.expand_dims(gl.expand_dims(gl.expand_dims(bits, 0), 2), 4)
     return gl.convert_layout((each & own).reshape([BM, ROWS]), TL, assert_trivial=True) != 0
 

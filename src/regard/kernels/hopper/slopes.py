@@ -17,7 +17,7 @@ from . import launch as forward
 from . import wide
 from .backward import backward, finish
 from .configs import ROWS, cdiv
-from .describe import describable, described, in_a_row, of_matrix
+from .describe import KINDS, describable, described, in_a_row, of_matrix
 from .hidden import attended
 
 __all__ = ["Blocks", "backward_arguments", "blocks_for", "kernel_for", "memory_for", "refuses", "seen_keys", "slopes"]
@@ -69,6 +69,8 @@ class Memory(NamedTuple):
 def refuses(w: Work, s: Slopes) -> list[str]:
     """Why the kernel cannot do this work; empty if it can."""
     reasons = forward.refuses(w)
+    if w.kind in (TENSOR, RELATIVE) and w.bias.at is not None and w.bias.at.dtype not in KINDS:
+        reasons.append(f"a bias has float32, float16 or bfloat16 numbers; got {w.bias.at.dtype}")
     if w.kind == TENSOR and max(w.bias.row, w.bias.key, (w.n - 1) * w.bias.row + (w.m - 1) * w.bias.key) >= 2**31:
         reasons.append(f"the numbers of a bias are counted in 31 bits; got strides of {w.bias.row} and {w.bias.key}")
     if s.dO.dtype != w.query.dtype or not describable(s.dO):
@@ -153,7 +155,7 @@ def finished(w: Work, memory: Memory, blocks: Blocks) -> Tensor:
     exact = w.scales is not None
     dq = w.query.new_empty(L, H, N, D, dtype=torch.float32 if exact else w.query.dtype)
     scale = 1.0 if exact else w.scale
-    finish[(cdiv(N, blocks.BM), L * H)](
+    finish[(cdiv(N, blocks.BM) * L * H,)](
         memory.sums, memory.counters, dq, scale, N, D,
         BM=blocks.BM, PARTS=blocks.parts, C=memory.sums.shape[1], COUNTERS=blocks.counters, num_warps=4,
     )  # fmt: skip
@@ -173,6 +175,6 @@ def _facts(s: Slopes) -> tuple[Tensor, Tensor, Tensor | None]:
     return s.peak, s.delta - s.g_entropy * s.mean, s.g_entropy * math.log(2)
 
 
-def _rows(x: Tensor | None, padded: int, beyond: float = 0.0) -> Tensor | None:
-    """A number a row, up to `padded` rows; those beyond the last have `beyond`."""
-    return x if x is None or x.shape[-1] == padded else pad(x, (0, padded - x.shape[-1]), value=beyond)
+def _rows(x: Tensor | None, rows: int, beyond: float = 0.0) -> Tensor | None:
+    """A number for each of so many rows; those beyond the last have `beyond`."""
+    return x if x is None or x.shape[-1] == rows else pad(x, (0, rows - x.shape[-1]), value=beyond)

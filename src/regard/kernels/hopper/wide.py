@@ -1,7 +1,7 @@
 """The backward pass on Hopper for dims above 128, where one warp group cannot hold dK and dV of its keys together.
 
 A program has ROWS keys. One group weighs: S, P, and dV. The other slopes: dP, dS, and dK; it gets P through shared memory.
-Each makes half of dQ = dS K, in two parts, and one warp adds these to memory in turns. All else is as in `backward.py`.
+Each makes half of dQ = dS K, in two parts, and has a warp that adds these to memory in turns. All else is as in `backward.py`.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -118,7 +118,7 @@ def hand_over(share, dQ, d_free, d_ready, G: gl.constexpr, part: gl.constexpr):
 
 @gluon.jit
 def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
-          CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
+          CAP: gl.constexpr, FAST: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
     """The group that makes P and dV, and the first half of dQ."""
     (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
      heads, groups, section) = given
@@ -297,8 +297,10 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
 def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
              seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section,
              DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr,
-             BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
+             BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr,
+             DESCRIBED: gl.constexpr):
     """A program has ROWS keys of one key head; its query heads come one after the other."""
+    gl.static_assert(BM == ROWS, "dK goes to memory through a block of queries")
     K = gl.allocate_shared_memory(k.dtype, [1, 1, ROWS, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [1, 1, ROWS, EA], v.layout)
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
@@ -344,7 +346,7 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
     given = (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks,
              owners, heads, groups, section)
     gl.warp_specialize([
-        (weigh, (given, DA, EA, BM, STAGES, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
+        (weigh, (given, DA, EA, BM, STAGES, MASK, BIAS, CAP, FAST, DROP, SCALES, DESCRIBED)),
         (slope, (given, DA, EA, BM, STAGES, MASK, BIAS, CAP, ENTROPY, DROP, SCALES, DESCRIBED)),
         (copy, (given, DA, EA, BM, STAGES, MASK, ENTROPY)),
         (add, (given, 0, BM, MASK)),
