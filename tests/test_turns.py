@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -54,8 +55,11 @@ def launched(made: Layout, shape: Shape) -> list[tuple[int, int, int]]:
     found = []
     for program in range(blocks * owners):
         place = in_python(by_keys.place, program_id=lambda axis, program=program: program)
-        block, own = place(blocks, owners, min(shape.section, owners))
-        found.append((*divmod(own, shape.kv), block))
+        heads, section = shape.kv * shape.groups, min(shape.section, owners)
+        block, item, kv = place(
+            SimpleNamespace(blocks=blocks, owners=owners, section=section, heads=heads, groups=shape.groups)
+        )
+        found.append((item, kv, block))
     return found
 
 
@@ -69,14 +73,20 @@ class Step(NamedTuple):
 def walked(made: Layout, shape: Shape, item: int, head: int, block: int) -> list[Step]:
     """The blocks of rows that a block of keys meets, in the order of the kernel."""
     BM, BN = shape.BM, shape.BN
-    where, order = pointed(made.by_keys(BM, BN)), pointed(turns(made, BM, BN))
-    first, count = walk_of(where, order, item, head, block, made.n, BM, made.kind)
+    task = SimpleNamespace(
+        where=pointed(made.by_keys(BM, BN)),
+        turns=pointed(turns(made, BM, BN)),
+        n=made.n,
+        M=made.m,
+        blocks=-(-made.m // BN),
+    )
+    first, count = walk_of(task, item, head, block, BM, made.kind)
     groups = range(block * BN, min(block * BN + BN, made.m), ROWS)
-    ends = [common(where, order, item, head, row, made.n, made.m, made.kind) for row in groups]
+    ends = [common(task, item, head, row, made.kind) for row in groups]
     found = []
     for t in range(count):
-        b, slot = rows_at(order, t, first, made.kind)
-        turn = turn_at(where, order, t, b, first, item, head, block, -(-made.m // BN), made.kind)
+        b, slot = rows_at(task, t, first, made.kind)
+        turn = turn_at(task, t, b, first, item, head, block, made.kind)
         found.append(Step(b, slot, [bool(hides(b, slot, *end, made.n, BM, made.kind)) for end in ends], turn))
     return found
 

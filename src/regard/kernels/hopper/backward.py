@@ -34,13 +34,13 @@ from ..tile import (
     LOG2E,
     seats,
 )
-from .by_keys import added, common, hides, place, rows_at, turn_at, veil, walk_of
+from .by_keys import Task, added, common, hides, place, rows_at, turn_at, veil, walk_of
 from .drops import dropped, survive, survivors
 from .exchange import await_turn, next_turn, tma_add
 from .fold import log2, saturation
 from .forward import PIECE, flat, group_barrier, tma_store
 from .layouts import turned as turned_layout
-from .walk import ROWS, advance, tma_load
+from .walk import ROWS, advance, new_barriers, tma_load
 
 GROUPS = gl.constexpr(2)  # of warps, each with ROWS keys
 
@@ -49,15 +49,12 @@ GROUPS = gl.constexpr(2)  # of warps, each with ROWS keys
 def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
          ENTROPY: gl.constexpr):
     """The warp that copies: K and V once, then of each block of rows Q, dO and the facts."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
-     heads, groups, section) = given
+    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     q, k, v, do, level, delta, g_entropy, _, _, _ = described
     FACTS: gl.constexpr = 3 if ENTROPY else 2
     Q, K, V, dO, dS, dQ = X
     k_ready, ready, free, s_ready, d_ready, d_free = barriers
-    block, own = place(blocks, owners, section)
-    kv_heads = heads // groups
-    item, kv = own // kv_heads, own % kv_heads
+    block, item, kv = place(task)
     mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA) * 2)
     for g in gl.static_range(GROUPS):
         row = (block * GROUPS + g) * ROWS
@@ -65,12 +62,12 @@ def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl
         tma_load(v, [item, kv, row, 0], k_ready, V.index(g))
     stage = 0
     parity = 1
-    for u in range(groups):
-        h = kv * groups + u
-        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
-        at = (item * heads + h) * NP
+    for u in range(task.groups):
+        h = kv * task.groups + u
+        first, count = walk_of(task, item, h, block, BM, MASK)
+        at = (item * task.heads + h) * task.NP
         for t in range(count):
-            b, slot = rows_at(turns, t, first, MASK)
+            b, slot = rows_at(task, t, first, MASK)
             now = ready.index(stage)
             mbarrier.wait(free.index(stage), parity)
             mbarrier.expect(now, BM * (DA + EA) * 2 + BM * 4 * FACTS)
@@ -86,25 +83,22 @@ def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl
 @gluon.jit
 def add(given, ODD: gl.constexpr, BM: gl.constexpr, MASK: gl.constexpr):
     """One of two warps that add dQ to memory when its turn has come: this one every other block of rows."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
-     heads, groups, section) = given
+    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     sums = described[7]
     dQ = X[5]
     d_ready, d_free = barriers[4], barriers[5]
-    block, own = place(blocks, owners, section)
-    kv_heads = heads // groups
-    item, kv = own // kv_heads, own % kv_heads
+    block, item, kv = place(task)
     parity = 0
     spot = 0  # of dQ, which has two (Triton 3.6 loses a count that both loops carry; a bit that flips stays)
-    for u in range(groups):
-        h = kv * groups + u
-        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+    for u in range(task.groups):
+        h = kv * task.groups + u
+        first, count = walk_of(task, item, h, block, BM, MASK)
         for t in range(count):
             if spot == ODD:
-                b, slot = rows_at(turns, t, first, MASK)
-                turn = turn_at(where, turns, t, b, first, item, h, block, blocks, MASK)
-                at = (item * heads + h) * gl.cdiv(n, BM) + b
-                await_turn(counters + at, turn)
+                b, slot = rows_at(task, t, first, MASK)
+                turn = turn_at(task, t, b, first, item, h, block, MASK)
+                at = (item * task.heads + h) * gl.cdiv(task.n, BM) + b
+                await_turn(task.counters + at, turn)
                 mbarrier.wait(d_ready.index(ODD), parity)
                 parity ^= 1
                 for g in gl.static_range(GROUPS):
@@ -114,7 +108,7 @@ def add(given, ODD: gl.constexpr, BM: gl.constexpr, MASK: gl.constexpr):
                         tma_add(sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(d_free.index(ODD))
-                next_turn(counters + at, turn)
+                next_turn(task.counters + at, turn)
             spot ^= 1
 
 
@@ -125,7 +119,7 @@ def turned(X, L: gl.constexpr):
 
 
 @gluon.jit
-def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns, n, M, partial, BM: gl.constexpr, MASK: gl.constexpr,
+def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, task, partial, BM: gl.constexpr, MASK: gl.constexpr,
             BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, TL: gl.constexpr):
     """P [BM, ROWS] of products S; 0 where the pair is hidden."""
     if CAP:
@@ -133,16 +127,16 @@ def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns,
     elif not FAST:
         S *= scale
     if BIAS != _PLAIN:
-        X = added(bias, item, h, b, j, n, M, BM, BIAS, TL)
+        X = added(bias, item, h, b, j, task, BM, BIAS, TL)
         S = gl.where(X != float("-inf"), S + X, float("-inf"))  # by the bias and not by the sum, which a hidden key may make NaN
     if partial:
-        S = veil(S, b, j, slot, item, h, where, turns, M, BM, MASK, TL)
+        S = veil(S, b, j, slot, item, h, task, BM, MASK, TL)
     T = S * unit - level[:, None] if FAST else (S - level[:, None]) * LOG2E
     return gl.exp2(T)
 
 
 @gluon.jit
-def slopes(P, dP, level, g, item, h, b, j, cap, bias, n, M, partial, BM: gl.constexpr, BIAS: gl.constexpr, ENTROPY: gl.constexpr,
+def slopes(P, dP, level, g, item, h, b, j, cap, bias, task, partial, BM: gl.constexpr, BIAS: gl.constexpr, ENTROPY: gl.constexpr,
            CAP: gl.constexpr, TL: gl.constexpr):
     """dS [BM, ROWS] of the scaled products from dP − δ. What a cap has left of a logit is told from P."""
     if BIAS != _PLAIN and BIAS != _ALIBI:
@@ -156,7 +150,7 @@ def slopes(P, dP, level, g, item, h, b, j, cap, bias, n, M, partial, BM: gl.cons
     if CAP:
         S = log2(P) * LN2 + level[:, None]
         if BIAS != _PLAIN:
-            S -= added(bias, item, h, b, j, n, M, BM, BIAS, TL)
+            S -= added(bias, item, h, b, j, task, BM, BIAS, TL)
         t = S * (1.0 / cap)
         dS = gl.where(P > 0.0, dS * (1.0 - t * t), 0.0)
     return dS
@@ -179,31 +173,32 @@ def lost(levels, BM: gl.constexpr):
 
 
 @gluon.jit
-def seen_by_some(where, seen, item, kv, j, M, heads, groups, HIDING: gl.constexpr):
+def seen_by_some(task, item, kv, j, HIDING: gl.constexpr):
     """Of keys j, which some row of some head may attend, int32; of those beyond the last, all."""
+    where = task.where
     some = j * 0
-    for u in range(groups):
-        h = kv * groups + u
+    for u in range(task.groups):
+        h = kv * task.groups + u
         if HIDING:
-            at = seen + (item * heads + h).to(gl.int64) * M
+            at = task.seen + (item * task.heads + h).to(gl.int64) * task.M
         else:
             at = where.seen + (item // gl.load(where.inner)).to(gl.int64) * where.seen_item + h * where.seen_head
-        some = some | gl.load(at + j, mask=j < M, other=1).to(gl.int32)
+        some = some | gl.load(at + j, mask=j < task.M, other=1).to(gl.int32)
     return some
 
 
 @gluon.jit
-def clean(X, where, seen, item, kv, j0, M, heads, groups, C: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr):
+def clean(X, task, item, kv, j0, C: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr):
     """Zeros for keys X [ROWS, C] that no row may attend, which may be NaN. What a bias hides by −inf is told by `seen`."""
     HIDING: gl.constexpr = BIAS != _PLAIN and BIAS != _ALIBI
     if MASK != _NONE or HIDING:
         j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
-        if gl.min(seen_by_some(where, seen, item, kv, j, M, heads, groups, HIDING), 0) == 0:
+        if gl.min(seen_by_some(task, item, kv, j, HIDING), 0) == 0:
             L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
             for r in gl.static_range(0, ROWS, PIECE):
                 some = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, L))
                 part = X.slice(r, PIECE)
-                part.store(gl.where((seen_by_some(where, seen, item, kv, some, M, heads, groups, HIDING) != 0)[:, None], part.load(L), 0.0))
+                part.store(gl.where((seen_by_some(task, item, kv, some, HIDING) != 0)[:, None], part.load(L), 0.0))
             fence_async_shared()
             group_barrier()
 
@@ -288,8 +283,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
             DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
     """A warp group: its ROWS keys against all rows that see the block. dQ of a block is made in the next block's step."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
-     heads, groups, section) = given
+    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     Q, K, V, dO, dS, dQ = X
     k_ready, ready, free, s_ready, d_ready, d_free = barriers
     SHARE: gl.constexpr = DA // GROUPS  # columns of dQ that the group makes
@@ -298,17 +292,15 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EA, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16])
     TL: gl.constexpr = turned_layout(BM)
-    block, own = place(blocks, owners, section)
-    kv_heads = heads // groups
-    item, kv = own // kv_heads, own % kv_heads
+    block, item, kv = place(task)
     row = (block * GROUPS + G) * ROWS
-    beyond = row + ROWS > M
+    beyond = row + ROWS > task.M
     dK = gl.zeros([ROWS, DA], gl.float32, KL)
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
     none = gl.zeros([ROWS, BM], gl.float32, SL)
     no_dQ = gl.zeros([BM, SHARE], gl.float32, QL)
     mbarrier.wait(k_ready, 0)
-    clean(flat(K.index(G), ROWS, DA), where, seen, item, kv, row, M, heads, groups, DA, MASK, BIAS)
+    clean(flat(K.index(G), ROWS, DA), task, item, kv, row, DA, MASK, BIAS)
     own_k = flat(K.index(G), ROWS, DA)
     own_v = flat(V.index(G), ROWS, EA)
     if HELD:
@@ -319,27 +311,27 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
     turn = 0  # of dS and dQ, which have two places
     phase = 1  # of the dS before
     late = False  # whether there is a dS before
-    for u in range(groups):
-        h = kv * groups + u
+    for u in range(task.groups):
+        h = kv * task.groups + u
         if SCALES:
-            scale = gl.load(scales + h)
+            scale = gl.load(task.scales + h)
         unit = scale * LOG2E
-        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
-        begin, behind = common(where, turns, item, h, row, n, M, MASK)
+        first, count = walk_of(task, item, h, block, BM, MASK)
+        begin, behind = common(task, item, h, row, MASK)
         for t in range(count):
-            b, slot = rows_at(turns, t, first, MASK)
-            partial = hides(b, slot, begin, behind, n, BM, MASK) | beyond
+            b, slot = rows_at(task, t, first, MASK)
+            partial = hides(b, slot, begin, behind, task.n, BM, MASK) | beyond
             q = flat(Q.index(stage), BM, DA)
             do = flat(dO.index(stage), BM, EA)
             j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             if DROP:
-                bits = survivors(drop, item, h, heads, b, j, n, BM, TL)
+                bits = survivors(task, item, h, b, j, BM, TL)
             mbarrier.wait(s_ready.index(turn ^ 1), phase, pred=late)
             share = shared_out(X, turn ^ 1, no_dQ, G, DA)
             mbarrier.wait(ready.index(stage), parity)
             keys, values = own_k, own_v
             if HELD:
-                zero = (t + NP) >> 30
+                zero = (t + task.NP) >> 30
                 keys, values = fresh(own_k, zero), fresh(own_v, zero)
             S = compared(keys, X, stage, none, DA, BM)
             share = warpgroup_mma_wait(1, deps=[share])
@@ -348,21 +340,21 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
             dP = valued(values, dO.index(stage), facts[1].index(stage), none, EA, BM, DROP, SL)
             level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             S = turned(warpgroup_mma_wait(1, deps=[S]), TL)
-            P = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns, n, M, partial, BM, MASK, BIAS, CAP, FAST, TL)
+            P = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, task, partial, BM, MASK, BIAS, CAP, FAST, TL)
             Pd = P
             if DROP:
                 P = gl.where(survive(bits, BM, TL), P, -P)  # the sign says who was dropped
-                Pd = gl.where(P < 0.0, 0.0, P * drop.factor)
+                Pd = gl.where(P < 0.0, 0.0, P * task.drop.factor)
             dV = warpgroup_mma(gl.convert_layout(Pd.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
             slope = turned(warpgroup_mma_wait(1, deps=[dP]), TL)
             if DROP:
-                P, slope = dropped(P, slope, facts[1].index(stage).load(gl.SliceLayout(1, TL)), drop)
+                P, slope = dropped(P, slope, facts[1].index(stage).load(gl.SliceLayout(1, TL)), task.drop)
             g = level
             if ENTROPY:
                 g = facts[2].index(stage).load(gl.SliceLayout(1, TL))
             if CAP:
                 level = facts[0].index(stage).load(gl.SliceLayout(1, TL))
-            slope = slopes(P, slope, level, g, item, h, b, j, cap, bias, n, M, partial, BM, BIAS, ENTROPY, CAP, TL)
+            slope = slopes(P, slope, level, g, item, h, b, j, cap, bias, task, partial, BM, BIAS, ENTROPY, CAP, TL)
             of_keys = slope
             if SCALES:  # each query head has its own, and dK is of them all
                 of_keys = slope * scale
@@ -385,8 +377,8 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
         share = shared_out(X, turn ^ 1, no_dQ, G, DA)
         share = warpgroup_mma_wait(0, deps=[share])
         hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G)
-    put(dV, described[9], dv, strides[1], item, kv, row, M, E, 1.0, V.index(G), EA, DESCRIBED, VL)
-    put(dK, described[8], dk, strides[0], item, kv, row, M, D, 1.0 if SCALES else scale, V.index(G), DA, DESCRIBED, KL)
+    put(dV, described[9], dv, strides[1], item, kv, row, task.M, task.E, 1.0, V.index(G), EA, DESCRIBED, VL)
+    put(dK, described[8], dk, strides[0], item, kv, row, task.M, task.D, 1.0 if SCALES else scale, V.index(G), DA, DESCRIBED, KL)
 
 
 @gluon.jit(do_not_specialize=["where", "turns", "drop", "n", "M", "D", "E", "NP", "blocks", "owners", "heads", "groups", "section"])
@@ -407,28 +399,19 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
     third = deltas
     if ENTROPY:
         third = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
-    BL: gl.constexpr = mbarrier.MBarrierLayout()
-    k_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
-    d_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
-    d_free = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
-    s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    mbarrier.init(k_ready, count=1)
-    for s in gl.static_range(2):
-        mbarrier.init(s_ready.index(s), count=GROUPS)
-        mbarrier.init(d_ready.index(s), count=GROUPS)
-        mbarrier.init(d_free.index(s), count=1)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=GROUPS)
+    k_ready = new_barriers(1, 1).index(0)
+    d_ready = new_barriers(2, GROUPS)
+    d_free = new_barriers(2, 1)
+    s_ready = new_barriers(2, GROUPS)
+    ready = new_barriers(STAGES, 1)
+    free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
     described = (q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc)
     X = (Q, K, V, dO, dS, dQ)
     barriers = (k_ready, ready, free, s_ready, d_ready, d_free)
     facts = (levels, deltas, third)  # then g_H of the entropy
-    given = (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks,
-             owners, heads, groups, section)
+    task = Task(scales, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section)
+    given = (described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task)
     gl.warp_specialize([
         (compute, (given, 0, DA, EA, BM, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
         (compute, (given, 1, DA, EA, BM, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),

@@ -30,12 +30,12 @@ def own_bits(BM: gl.constexpr, TL: gl.constexpr):
 
 
 @gluon.jit
-def survivors(drop, item, h, heads, b, j, n, BM: gl.constexpr, TL: gl.constexpr):
+def survivors(task, item, h, b, j, BM: gl.constexpr, TL: gl.constexpr):
     """A bit for each weight of a block's rows and keys j, a register a thread."""
     gl.static_assert(BM <= 64, "a thread has 32 weights at most")
     i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
-    low, high = drop_keys(drop, item, h, heads, i, n)
-    bits = gl.where(kept(low, high, j, drop.bound), own_bits(BM, TL), 0)
+    low, high = drop_keys(task.drop, item, h, task.heads, i, task.n)
+    bits = gl.where(kept(low, high, j, task.drop.bound), own_bits(BM, TL), 0)
     return gl.sum(gl.sum(gl.sum(pieces(bits, BM), 4), 2), 0)
 
 

@@ -36,7 +36,7 @@ from ..tile import (
 )
 from .configs import copying
 from .fold import fold, operand, packed, parts, scored, shrink, summed, veil
-from .walk import PLAN, ROWS, advance, block_at, copy, place, seats_of, share_of, told, walk_of
+from .walk import PLAN, ROWS, advance, block_at, copy, new_barriers, place, seats_of, share_of, told, walk_of
 
 PIECE = gl.constexpr(16)  # values that are cleaned together
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -379,22 +379,13 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
         KB = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DB], kb.layout)
     if EB > 0:
         VB = gl.allocate_shared_memory(v.dtype, [STAGES + OWN, 1, 1, BN, EB], vb.layout)
-    BL: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [QS, 1], BL)
-    q_free = gl.allocate_shared_memory(gl.int64, [QS, 1], BL)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
+    q_ready = new_barriers(QS, 1)
+    q_free = new_barriers(QS, GROUPS)
+    k_ready = new_barriers(STAGES, 1)
+    k_free = new_barriers(STAGES, GROUPS)
+    v_ready = new_barriers(STAGES, 1)
+    v_free = new_barriers(STAGES, GROUPS)
     plan = gl.allocate_shared_memory(gl.int32, [QS * PLAN, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for s in gl.static_range(QS):
-        mbarrier.init(q_ready.index(s), count=1)
-        mbarrier.init(q_free.index(s), count=GROUPS)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(s), count=1)
-        mbarrier.init(k_free.index(s), count=GROUPS)
-        mbarrier.init(v_ready.index(s), count=1)
-        mbarrier.init(v_free.index(s), count=GROUPS)
     fence_async_shared()
     described = (q, qb, k, kb, v, vb, o, ob)
     X = (Q, QB, K, KB, V, VB)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, met, seat, shown, span_rows
 from .fold import scored
 from .forward import flat
-from .walk import ROWS, advance, entry_at, place, tma_load
+from .walk import ROWS, advance, entry_at, new_barriers, place, tma_load
 
 PAIR = gl.constexpr(2 * ROWS.value)  # rows of a block in the lists: two tiles
 COPYING = gl.constexpr(24)  # registers of a thread that copies
@@ -218,14 +218,9 @@ def rooms(q, qb, k, kb, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, ST
     if DB > 0:
         QB = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, ROWS, DB], qb.layout)
         KB = gl.allocate_shared_memory(k.dtype, [1, 1, BN, DB], kb.layout)
-    BL: gl.constexpr = mbarrier.MBarrierLayout()
-    k_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    mbarrier.init(k_ready, count=1)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+    k_ready = new_barriers(1, 1).index(0)
+    ready = new_barriers(STAGES, 1)
+    free = new_barriers(STAGES, 1)
     fence_async_shared()
     return (Q, QB, K, KB), (k_ready, ready, free)
 

@@ -28,6 +28,15 @@ def place(t, blocks, owners, section):
 
 
 @gluon.jit
+def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """So many barriers, each of which is passed when so many have arrived."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(COUNT):
+        mbarrier.init(made.index(s), count=arrivals)
+    return made
+
+
+@gluon.jit
 def advance(stage, parity, STAGES: gl.constexpr):
     """The next stage; each time round, its barriers are in the other parity."""
     wraps = stage == STAGES - 1

@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..tile import LOG2E
 from .backward import blanked, clean, put, slopes, turned, valued, weights
-from .by_keys import common, hides, place, rows_at, turn_at, walk_of
+from .by_keys import Task, common, hides, place, rows_at, turn_at, walk_of
 from .drops import dropped, survive, survivors
 from .exchange import await_turn, next_turn, tma_add
 from .forward import flat, group_barrier, tma_store
 from .layouts import turned as turned_layout
-from .walk import ROWS, advance, tma_load
+from .walk import ROWS, advance, new_barriers, tma_load
 
 HALVES = gl.constexpr(2)  # of dQ, one for each group
 PARTS = gl.constexpr(2)  # of each half, which are made one after the other
@@ -35,26 +35,23 @@ PART = gl.constexpr(64)  # columns of a part
 @gluon.jit
 def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, ENTROPY: gl.constexpr):
     """The warp that copies: K and V once, then of each block of rows Q, and dO as soon as the one before it is done with."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
-     heads, groups, section) = given
+    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     q, k, v, do, level, delta, g_entropy, _, _, _ = described
     Q, K, V, dO, P, dS, dQ = X
     k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
-    block, own = place(blocks, owners, section)
-    kv_heads = heads // groups
-    item, kv = own // kv_heads, own % kv_heads
+    block, item, kv = place(task)
     mbarrier.expect(k_ready, ROWS * (DA + EA) * 2)
     tma_load(k, [item, kv, block * ROWS, 0], k_ready, K)
     tma_load(v, [item, kv, block * ROWS, 0], k_ready, V)
     stage = 0
     parity = 1
     o_parity = 1
-    for u in range(groups):
-        h = kv * groups + u
-        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
-        at = (item * heads + h) * NP
+    for u in range(task.groups):
+        h = kv * task.groups + u
+        first, count = walk_of(task, item, h, block, BM, MASK)
+        at = (item * task.heads + h) * task.NP
         for t in range(count):
-            b, slot = rows_at(turns, t, first, MASK)
+            b, slot = rows_at(task, t, first, MASK)
             now = q_ready.index(stage)
             mbarrier.wait(q_free.index(stage), parity)
             mbarrier.expect(now, BM * DA * 2 + BM * 4)
@@ -73,22 +70,19 @@ def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl
 @gluon.jit
 def add(given, G: gl.constexpr, BM: gl.constexpr, MASK: gl.constexpr):
     """The warp that adds a group's half of dQ to memory when its turn has come. Each half has counters of its own."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
-     heads, groups, section) = given
+    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     sums = described[7]
     dQ = X[6]
     d_ready, d_free = barriers[9], barriers[10]
-    block, own = place(blocks, owners, section)
-    kv_heads = heads // groups
-    item, kv = own // kv_heads, own % kv_heads
-    for u in range(groups):
-        h = kv * groups + u
-        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
+    block, item, kv = place(task)
+    for u in range(task.groups):
+        h = kv * task.groups + u
+        first, count = walk_of(task, item, h, block, BM, MASK)
         for t in range(count):
-            b, slot = rows_at(turns, t, first, MASK)
-            turn = turn_at(where, turns, t, b, first, item, h, block, blocks, MASK)
-            at = ((item * heads + h) * gl.cdiv(n, BM) + b) * HALVES + G
-            await_turn(counters + at, turn)
+            b, slot = rows_at(task, t, first, MASK)
+            turn = turn_at(task, t, b, first, item, h, block, MASK)
+            at = ((item * task.heads + h) * gl.cdiv(task.n, BM) + b) * HALVES + G
+            await_turn(task.counters + at, turn)
             for part in gl.static_range(PARTS):
                 mbarrier.wait(d_ready.index(G), part)
                 if turn == 0:
@@ -97,7 +91,7 @@ def add(given, G: gl.constexpr, BM: gl.constexpr, MASK: gl.constexpr):
                     tma_add(sums, [(at * PARTS + part) * BM, 0], dQ.index(G))
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(d_free.index(G))
-            next_turn(counters + at, turn)
+            next_turn(task.counters + at, turn)
 
 
 @gluon.jit
@@ -120,24 +114,21 @@ def hand_over(share, dQ, d_free, d_ready, G: gl.constexpr, part: gl.constexpr):
 def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
           CAP: gl.constexpr, FAST: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
     """The group that makes P and dV, and the first half of dQ."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
-     heads, groups, section) = given
+    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     Q, K, V, dO, P, dS, dQ = X
     k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EA, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     TL: gl.constexpr = turned_layout(BM)
-    block, own = place(blocks, owners, section)
-    kv_heads = heads // groups
-    item, kv = own // kv_heads, own % kv_heads
+    block, item, kv = place(task)
     row = block * ROWS
-    beyond = row + ROWS > M
+    beyond = row + ROWS > task.M
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
     none = gl.zeros([ROWS, BM], gl.float32, SL)
     no_dQ = gl.zeros([BM, PART], gl.float32, QL)
     mbarrier.wait(k_ready, 0)
-    clean(flat(K, ROWS, DA), where, seen, item, kv, row, M, heads, groups, DA, MASK, BIAS)
+    clean(flat(K, ROWS, DA), task, item, kv, row, DA, MASK, BIAS)
     mbarrier.arrive(k_clean)
     stage = 0
     parity = 0
@@ -146,19 +137,19 @@ def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
     o_parity = 0
     p_parity = 1
     late = False
-    for u in range(groups):
-        h = kv * groups + u
+    for u in range(task.groups):
+        h = kv * task.groups + u
         if SCALES:
-            scale = gl.load(scales + h)
+            scale = gl.load(task.scales + h)
         unit = scale * LOG2E
-        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
-        begin, behind = common(where, turns, item, h, row, n, M, MASK)
+        first, count = walk_of(task, item, h, block, BM, MASK)
+        begin, behind = common(task, item, h, row, MASK)
         for t in range(count):
-            b, slot = rows_at(turns, t, first, MASK)
-            partial = hides(b, slot, begin, behind, n, BM, MASK) | beyond
+            b, slot = rows_at(task, t, first, MASK)
+            partial = hides(b, slot, begin, behind, task.n, BM, MASK) | beyond
             j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             if DROP:
-                bits = survivors(drop, item, h, heads, b, j, n, BM, TL)
+                bits = survivors(task, item, h, b, j, BM, TL)
             mbarrier.wait(s_ready.index(turn ^ 1), phase, pred=late)
             share = part_of(K, dS.index(turn ^ 1), no_dQ, 0, 0, DA)
             mbarrier.wait(q_ready.index(stage), parity)
@@ -169,7 +160,7 @@ def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             share = part_of(K, dS.index(turn ^ 1), no_dQ, 0, 1, DA)
             level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             S = turned(warpgroup_mma_wait(1, deps=[S]), TL)
-            W = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, where, turns, n, M, partial, BM, MASK, BIAS, CAP, FAST, TL)
+            W = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, task, partial, BM, MASK, BIAS, CAP, FAST, TL)
             share = warpgroup_mma_wait(0, deps=[share])
             if late:
                 hand_over(share, dQ, d_free, d_ready, 0, 1)
@@ -177,7 +168,7 @@ def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             Pd = W
             if DROP:
                 W = gl.where(survive(bits, BM, TL), W, -W)  # the sign says who was dropped
-                Pd = gl.where(W < 0.0, 0.0, W * drop.factor)
+                Pd = gl.where(W < 0.0, 0.0, W * task.drop.factor)
             P.store(gl.convert_layout(W.permute((1, 0)), SL, assert_trivial=True))
             group_barrier()
             mbarrier.arrive(p_ready)
@@ -200,26 +191,23 @@ def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             share = warpgroup_mma_wait(0, deps=[share])
             hand_over(share, dQ, d_free, d_ready, 0, part)
     mbarrier.wait(p_free, p_parity)  # the other group has read V for the last time
-    put(dV, described[9], dv, strides[1], item, kv, row, M, E, 1.0, V, EA, DESCRIBED, VL)
+    put(dV, described[9], dv, strides[1], item, kv, row, task.M, task.E, 1.0, V, EA, DESCRIBED, VL)
 
 
 @gluon.jit
 def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
           CAP: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
     """The group that makes dS and dK, and the second half of dQ."""
-    (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners,
-     heads, groups, section) = given
+    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     Q, K, V, dO, P, dS, dQ = X
     k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DA, 16])
     QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     TL: gl.constexpr = turned_layout(BM)
-    block, own = place(blocks, owners, section)
-    kv_heads = heads // groups
-    item, kv = own // kv_heads, own % kv_heads
+    block, item, kv = place(task)
     row = block * ROWS
-    beyond = row + ROWS > M
+    beyond = row + ROWS > task.M
     dK = gl.zeros([ROWS, DA], gl.float32, KL)
     none = gl.zeros([ROWS, BM], gl.float32, SL)
     no_dQ = gl.zeros([BM, PART], gl.float32, QL)
@@ -231,15 +219,15 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
     o_parity = 0
     p_parity = 0
     late = False
-    for u in range(groups):
-        h = kv * groups + u
+    for u in range(task.groups):
+        h = kv * task.groups + u
         if SCALES:
-            scale = gl.load(scales + h)
-        first, count = walk_of(where, turns, item, h, block, n, BM, MASK)
-        begin, behind = common(where, turns, item, h, row, n, M, MASK)
+            scale = gl.load(task.scales + h)
+        first, count = walk_of(task, item, h, block, BM, MASK)
+        begin, behind = common(task, item, h, row, MASK)
         for t in range(count):
-            b, slot = rows_at(turns, t, first, MASK)
-            partial = hides(b, slot, begin, behind, n, BM, MASK) | beyond
+            b, slot = rows_at(task, t, first, MASK)
+            partial = hides(b, slot, begin, behind, task.n, BM, MASK) | beyond
             share = part_of(K, dS.index(turn ^ 1), no_dQ, 1, 0, DA)  # its own: written in the step before
             mbarrier.wait(o_ready, o_parity)
             dP = valued(flat(V, ROWS, EA), dO, facts[1], none, EA, BM, DROP, SL)
@@ -255,7 +243,7 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             mbarrier.wait(p_ready, p_parity)
             W = P.permute((1, 0)).load(TL)  # [BM, ROWS]
             if DROP:
-                W, dP = dropped(W, dP, facts[1].load(gl.SliceLayout(1, TL)), drop)
+                W, dP = dropped(W, dP, facts[1].load(gl.SliceLayout(1, TL)), task.drop)
             group_barrier()
             mbarrier.arrive(p_free)
             mbarrier.arrive(o_free)
@@ -266,7 +254,7 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             level = g
             if CAP:
                 level = facts[0].index(stage).load(gl.SliceLayout(1, TL))
-            dP = slopes(W, dP, level, g, item, h, b, j, cap, bias, n, M, partial, BM, BIAS, ENTROPY, CAP, TL)
+            dP = slopes(W, dP, level, g, item, h, b, j, cap, bias, task, partial, BM, BIAS, ENTROPY, CAP, TL)
             of_keys = dP
             if SCALES:
                 of_keys = dP * scale
@@ -290,7 +278,7 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             share = part_of(K, dS.index(turn ^ 1), no_dQ, 1, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
             hand_over(share, dQ, d_free, d_ready, 1, part)
-    put(dK, described[8], dk, strides[0], item, kv, row, M, D, 1.0 if SCALES else scale, Q.index(0), DA, DESCRIBED, KL)
+    put(dK, described[8], dk, strides[0], item, kv, row, task.M, task.D, 1.0 if SCALES else scale, Q.index(0), DA, DESCRIBED, KL)
 
 
 @gluon.jit(do_not_specialize=["where", "turns", "drop", "n", "M", "D", "E", "NP", "blocks", "owners", "heads", "groups", "section"])
@@ -313,38 +301,24 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
     third = deltas
     if ENTROPY:
         third = gl.allocate_shared_memory(gl.float32, [BM], level.layout)
-    BL: gl.constexpr = mbarrier.MBarrierLayout()
-    k_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
-    k_clean = gl.allocate_shared_memory(gl.int64, [1], BL)
-    o_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
-    o_free = gl.allocate_shared_memory(gl.int64, [1], BL)
-    p_ready = gl.allocate_shared_memory(gl.int64, [1], BL)
-    p_free = gl.allocate_shared_memory(gl.int64, [1], BL)
-    s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
-    d_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
-    d_free = gl.allocate_shared_memory(gl.int64, [2, 1], BL)
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BL)
-    mbarrier.init(k_ready, count=1)
-    mbarrier.init(k_clean, count=1)
-    mbarrier.init(o_ready, count=1)
-    mbarrier.init(o_free, count=2)
-    mbarrier.init(p_ready, count=1)
-    mbarrier.init(p_free, count=1)
-    for s in gl.static_range(2):
-        mbarrier.init(s_ready.index(s), count=1)
-        mbarrier.init(d_ready.index(s), count=1)
-        mbarrier.init(d_free.index(s), count=1)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(s), count=1)
-        mbarrier.init(q_free.index(s), count=2)
+    k_ready = new_barriers(1, 1).index(0)
+    k_clean = new_barriers(1, 1).index(0)
+    o_ready = new_barriers(1, 1).index(0)
+    o_free = new_barriers(1, 2).index(0)
+    p_ready = new_barriers(1, 1).index(0)
+    p_free = new_barriers(1, 1).index(0)
+    s_ready = new_barriers(2, 1)
+    d_ready = new_barriers(2, 1)
+    d_free = new_barriers(2, 1)
+    q_ready = new_barriers(STAGES, 1)
+    q_free = new_barriers(STAGES, 2)
     fence_async_shared()
     described = (q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc)
     X = (Q, K, V, dO, P, dS, dQ)
     barriers = (k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free)
     facts = (levels, deltas, third)
-    given = (described, X, barriers, facts, dk, dv, strides, scale, scales, cap, bias, where, turns, drop, seen, counters, n, M, D, E, NP, blocks,
-             owners, heads, groups, section)
+    task = Task(scales, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section)
+    given = (described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task)
     gl.warp_specialize([
         (weigh, (given, DA, EA, BM, STAGES, MASK, BIAS, CAP, FAST, DROP, SCALES, DESCRIBED)),
         (slope, (given, DA, EA, BM, STAGES, MASK, BIAS, CAP, ENTROPY, DROP, SCALES, DESCRIBED)),
