@@ -39,6 +39,7 @@ from .drops import dropped, survive, survivors
 from .exchange import await_turn, next_turn, tma_add
 from .fold import log2, saturation
 from .forward import PIECE, flat, group_barrier, tma_store
+from .layouts import product
 from .layouts import turned as turned_layout
 from .walk import ROWS, advance, new_barriers, tma_load
 
@@ -287,10 +288,10 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.c
     Q, K, V, dO, dS, dQ = X
     k_ready, ready, free, s_ready, d_ready, d_free = barriers
     SHARE: gl.constexpr = DA // GROUPS  # columns of dQ that the group makes
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DA, 16])
-    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EA, 16])
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHARE, 16])
+    SL: gl.constexpr = product(BM)
+    KL: gl.constexpr = product(DA)
+    VL: gl.constexpr = product(EA)
+    QL: gl.constexpr = product(SHARE)
     TL: gl.constexpr = turned_layout(BM)
     block, item, kv = place(task)
     row = (block * GROUPS + G) * ROWS

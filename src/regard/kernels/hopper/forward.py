@@ -36,6 +36,7 @@ from ..tile import (
 )
 from .configs import copying
 from .fold import fold, operand, packed, parts, scored, shrink, summed, veil
+from .layouts import product
 from .walk import PLAN, ROWS, advance, block_at, copy, new_barriers, place, seats_of, share_of, told, walk_of
 
 PIECE = gl.constexpr(16)  # values that are cleaned together
@@ -254,9 +255,9 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
      plan) = given
     Q, QB, K, KB, V, VB = X
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EA, 16])
-    RL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EB if EB > 0 else EA, 16])
+    SL: gl.constexpr = product(BN)
+    OL: gl.constexpr = product(EA)
+    RL: gl.constexpr = product(EB if EB > 0 else EA)
     SR: gl.constexpr = gl.SliceLayout(1, SL)
     none = gl.zeros([ROWS, BN], gl.float32, SL)
     stage = 0

@@ -6,7 +6,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["turned"]
+__all__ = ["product", "turned"]
+
+
+@gluon.constexpr_function
+def product(columns):
+    """What a warp group multiplies, [64, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function

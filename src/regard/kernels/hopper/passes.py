@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, met, seat, shown, span_rows
 from .fold import scored
 from .forward import flat
+from .layouts import product
 from .walk import ROWS, advance, entry_at, new_barriers, place, tma_load
 
 PAIR = gl.constexpr(2 * ROWS.value)  # rows of a block in the lists: two tiles
@@ -179,7 +180,7 @@ def sum_received(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, ST
     described, X, barriers, facts, out, numbers, bias, where, n, M, blocks, owners, heads, groups, section = given
     k_ready, ready, free = barriers
     scale, scales, cap = numbers
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    SL: gl.constexpr = product(BN)
     block, own = place(gl.program_id(0), blocks, owners, section)
     block = blocks - 1 - block  # the first keys first: under a causal mask most rows see them
     item, h = own // heads, own % heads
@@ -378,7 +379,7 @@ def sum_pooled(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAG
     described, X, barriers, facts, out, numbers, bias, where, n, M, grid, key_blocks, columns_, owners, heads, groups, section = given
     k_ready, ready, free = barriers
     scale, scales, cap = numbers
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    SL: gl.constexpr = product(BN)
     column, band, item, h = whose(grid, heads, owners, columns_, section)
     x, part, start, stop = keys_of(grid, column, M, BN)
     b0, full, until, b1, low, high = seat_of(grid, where, item, h, column, band, n, MASK)

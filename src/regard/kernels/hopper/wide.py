@@ -24,6 +24,7 @@ from .by_keys import Task, common, hides, place, rows_at, turn_at, walk_of
 from .drops import dropped, survive, survivors
 from .exchange import await_turn, next_turn, tma_add
 from .forward import flat, group_barrier, tma_store
+from .layouts import product
 from .layouts import turned as turned_layout
 from .walk import ROWS, advance, new_barriers, tma_load
 
@@ -117,9 +118,9 @@ def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
     described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     Q, K, V, dO, P, dS, dQ = X
     k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    VL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EA, 16])
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    SL: gl.constexpr = product(BM)
+    VL: gl.constexpr = product(EA)
+    QL: gl.constexpr = product(PART)
     TL: gl.constexpr = turned_layout(BM)
     block, item, kv = place(task)
     row = block * ROWS
@@ -201,9 +202,9 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
     described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     Q, K, V, dO, P, dS, dQ = X
     k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    KL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DA, 16])
-    QL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    SL: gl.constexpr = product(BM)
+    KL: gl.constexpr = product(DA)
+    QL: gl.constexpr = product(PART)
     TL: gl.constexpr = turned_layout(BM)
     block, item, kv = place(task)
     row = block * ROWS
