@@ -6,6 +6,7 @@ found by the GPU's tests as a wrong number; here it is found as a wrong block.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -17,45 +18,67 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Trit
 import regard
 from regard.kernels.blocks import NONE, SPANS, Layout
 from regard.kernels.hopper import walk
-from regard.kernels.hopper.configs import ROWS
+from regard.kernels.hopper.configs import ROWS, Tile
 from regard.layout import _words, layout
 from walking import MASKS, in_python, pointed
 
 CPU = torch.device("cpu")
-walk_of, share_of, entry_at = (in_python(x) for x in (walk.walk_of, walk.share_of, walk.entry_at))
+walk_of, share_of, entry_at, row_of = (in_python(x) for x in (walk.walk_of, walk.share_of, walk.entry_at, walk.row_of))
 
 
 class Part(NamedTuple):
-    blocks: list[int]  # that the rows meet, in the order of the kernel
-    whole: int  # how many of them, from the first on, a group takes as they are …
-    total: int  # … and how many it looks at
+    row: int  # the first of a group
+    blocks: list[int]  # that the rows of its block meet, in the order of the kernel
+    start: int  # from which of them on the group looks at them …
+    entire: int  # … and takes them as they are
 
 
 def part_of(made: Layout, groups: int, BN: int, item: int, head: int, block: int, group: int) -> Part:
-    where = pointed(made.by_rows(groups * ROWS, BN))
+    tile = Tile(groups, BN, 2, 240)
+    where = pointed(made.by_rows(tile.BM, BN, tile.before(made.n)))
     first, full, until, whole, total = walk_of(where, item, head, block, made.m, BN, made.kind)
-    row = (block * groups + group) * ROWS
-    own = share_of(where, item, head, row, first, whole, total, made.n, BN, made.kind)
+    row = row_of(block, made.n, -(-made.n // tile.BM), group, groups)
+    own = share_of(where, item, head, row, first, full, whole, total, made.n, BN, made.kind)
     met = [entry_at(where, t, first, full, until, whole, total, made.kind)[0] for t in range(total)]
-    return Part(met, *own)
+    return Part(row, met, *own)
 
 
-def check(made: Layout, truth: Tensor, groups: int, BN: int) -> None:
+def parts_of(made: Layout, groups: int, BN: int, item: int = 0, head: int = 0) -> list[Part]:
+    """Of all groups of all blocks, in the order of their rows."""
+    blocks = range(-(-made.n // (groups * ROWS)))
+    return sorted(part_of(made, groups, BN, item, head, block, group) for block in blocks for group in range(groups))
+
+
+def turns(blocks: list[int]) -> int:
+    """How often the order, which falls over the partial blocks and rises over the full ones, is another one."""
+    rises = [a < b for a, b in pairwise(blocks)]
+    return sum(a != b for a, b in pairwise(rises))
+
+
+def check(made: Layout, truth: Tensor, groups: int, BN: int) -> list[list[int]]:
+    """What every group of rows sees, in the order of the kernel."""
+    every = []
     """Hold a layout against its mask (items, heads, n, m)."""
     spotless = made.by_rows(groups * ROWS, BN).spotless
     assert spotless is None if made.kind == NONE else bool(spotless) == bool(truth.any(2).all())
     for item in range(truth.shape[0]):
         for head in range(truth.shape[1]):
-            for at in range(-(-made.n // ROWS)):
-                blocks, whole, total = part_of(made, groups, BN, item, head, *divmod(at, groups))
-                rows = truth[item, head, at * ROWS : (at + 1) * ROWS]
+            parts = parts_of(made, groups, BN, item, head)
+            assert [part.row for part in parts] == [at * ROWS for at in range(len(parts))]
+            for row, blocks, start, entire in parts:
+                rows = truth[item, head, row : row + ROWS]
                 seen = {b for b, keys in enumerate(rows.split(BN, 1)) if keys.any()}
                 assert len(set(blocks)) == len(blocks)
-                assert seen <= set(blocks[:total])
-                for b in blocks[:whole]:
+                assert turns(blocks) <= 1
+                assert 0 <= start <= entire <= max(len(blocks), 1)
+                assert seen <= set(blocks[start:])
+                assert len(rows) or start == max(len(blocks), 1)
+                for b in blocks[entire:]:
                     keys = rows[:, b * BN : (b + 1) * BN]
                     assert keys.shape[1] == BN
                     assert keys.all()
+                every.append([b for b in blocks if b in seen])
+    return every
 
 
 @pytest.mark.parametrize(("groups", "BN"), [(3, 128), (2, 128), (2, 64)])
@@ -64,20 +87,36 @@ def test_a_group_looks_at_all_that_it_sees_and_masks_all_that_is_hidden(
     mask: regard.Mask, n: int, m: int, groups: int, BN: int
 ) -> None:
     truth = mask.dense(n, m).expand(*mask.lead, n, m)
-    check(layout(mask, n, m, CPU), truth, groups, BN)
-    check(Layout(n, m, words=_words(mask, n, m, CPU), lead=mask.lead), truth, groups, BN)
+    by_spans = check(layout(mask, n, m, CPU), truth, groups, BN)
+    by_lists = check(Layout(n, m, words=_words(mask, n, m, CPU), lead=mask.lead), truth, groups, BN)
+    assert by_spans == by_lists  # so that the results have the same bits
 
 
-def test_a_group_leaves_out_what_only_later_rows_see_and_masks_one_block_of_a_causal_mask() -> None:
-    n, BN = 192 * 5, 128
+@pytest.mark.parametrize("n", [192 * 5, 192 * 5 + 64, 192 * 5 + 100])
+def test_a_group_leaves_out_what_only_later_rows_see_and_masks_one_block_of_a_causal_mask(n: int) -> None:
+    BN = 128
     made = layout(regard.causal(), n, n, CPU)
     assert made.kind == SPANS
-    parts = [part_of(made, 3, BN, 0, 0, *divmod(at, 3)) for at in range(n // ROWS)]
-    assert [p.total for p in parts] == [at * ROWS // BN + 1 for at in range(n // ROWS)]
-    assert [p.total - p.whole for p in parts] == [1] * len(parts)
+    parts = [part for part in parts_of(made, 3, BN) if part.row < n]
+    looked = [(min(at * ROWS + ROWS, n) - 1) // BN + 1 for at in range(-(-n // ROWS))]
+    assert [len(p.blocks) - p.start for p in parts] == looked
+    assert [p.blocks[p.start] for p in parts] == [count - 1 for count in looked]
+    assert [p.entire - p.start for p in parts] == [1] * len(parts)
+
+
+@pytest.mark.parametrize("n", [64, 200, 4096])
+def test_all_groups_of_the_last_block_have_rows_if_there_are_enough(n: int) -> None:
+    made = layout(regard.causal(), n, n, CPU)
+    blocks = -(-n // 192)
+    rows = [part_of(made, 3, 128, 0, 0, blocks - 1, group).row for group in range(3)]
+    assert rows[-1] == (n - 1) // ROWS * ROWS
+    assert rows == sorted(rows) or blocks == 1
+    longest = [max(len(part_of(made, 3, 128, 0, 0, block, g).blocks) for g in range(3)) for block in range(blocks)]
+    assert longest == sorted(longest)
 
 
 def test_rows_beyond_the_last_meet_nothing() -> None:
     made = layout(regard.everything(), 200, 500, CPU)
-    assert part_of(made, 3, 128, 0, 0, 1, 0)[1:] == (3, 4)
-    assert part_of(made, 3, 128, 0, 0, 1, 1)[1:] == (0, 0)
+    assert part_of(made, 3, 128, 0, 0, 0, 2) == (0, [3, 0, 1, 2], 0, 1)
+    assert part_of(made, 3, 128, 0, 0, 0, 0) == (256, [3, 0, 1, 2], 4, 4)
+    assert part_of(made, 2, 128, 0, 0, 1, 1) == (192, [3, 0, 1, 2], 0, 1)

@@ -80,7 +80,7 @@ class Layout:
     words: Words | None = None
     lead: tuple[int, int] = (1, 1)  # items and heads that it tells apart
     inner: int = 1
-    _known: dict[tuple[int, int, bool], Where] = field(default_factory=dict)
+    _known: dict[tuple[int, int, bool, int], Where] = field(default_factory=dict)
     _seen: Tensor | None = None
     _stream: int | None = None  # where its last part was made …
     _there: torch.cuda.Event | None = None  # … and when it is there
@@ -92,13 +92,13 @@ class Layout:
     def kind(self) -> int:
         return BITS if self.words is not None else SPANS if self.lo is not None else NONE
 
-    def by_rows(self, BM: int, BN: int) -> Where:
-        """For kernels that hold BM rows and walk over key blocks of BN."""
-        return self._remembered(BM, BN, False)
+    def by_rows(self, BM: int, BN: int, before: int = 0) -> Where:
+        """For kernels that hold BM rows and walk over key blocks of BN; the first block begins that many rows before the first."""
+        return self._remembered(BM, BN, False, before)
 
     def by_keys(self, BM: int, BN: int) -> Where:
         """For kernels that hold BN keys and walk over row blocks of BM."""
-        return self._remembered(BM, BN, True)
+        return self._remembered(BM, BN, True, 0)
 
     def made(self) -> None:
         """Note the stream that makes a part, so that others wait for it."""
@@ -121,19 +121,19 @@ class Layout:
         tensor = self.lo if self.words is None else self.words.bits
         return None if tensor is None or not tensor.is_cuda or captured() else torch.cuda.current_stream(tensor.device)
 
-    def _remembered(self, BM: int, BN: int, turned: bool) -> Where:
-        known = self._known.get((BM, BN, turned))
+    def _remembered(self, BM: int, BN: int, turned: bool, before: int) -> Where:
+        known = self._known.get((BM, BN, turned, before))
         if known is not None:
             self.awaited(known)
             return known
         self.awaited()
-        made = self._where(BM, BN, turned)
+        made = self._where(BM, BN, turned, before)
         if not captured():  # what a captured graph makes is there only while the graph runs
-            self._known[BM, BN, turned] = made
+            self._known[BM, BN, turned, before] = made
             self.made()
         return made
 
-    def _where(self, BM: int, BN: int, turned: bool) -> Where:
+    def _where(self, BM: int, BN: int, turned: bool, before: int) -> Where:
         items, heads = self.lead
         if self.words is None and self.lo is None:
             return Where()
@@ -143,7 +143,7 @@ class Layout:
             states = block_states(self.words, self.n, self.m, part, BN, turned)  # (items, heads, row blocks, key blocks)
             slots = self.words.table.repeat_interleave(SIDE // part, 2).repeat_interleave(SIDE // BN, 3)
             slots = slots[:, :, : states.shape[2], : states.shape[3]]
-            states, slots = _joined(states, slots, BM // part)
+            states, slots = _joined(states, slots, BM // part, before // part)
             if turned:
                 states, slots = states.mT, slots.transpose(2, 3)
             spare = -states.shape[2] % EVEN
@@ -156,8 +156,8 @@ class Layout:
             return Where(None, None, None, *lists, *kept, 0, 0, *strides, *strides_of(table), *strides_of(seen))
         if self.lo is None or self.hi is None:
             raise RuntimeError("spans have two ends")
-        make = _bounds_of_blocks if turned else _bounds_by_rows
-        bounds = pad_to_even(make(self.lo, self.hi, self.n, self.m, BM, BN).flatten(2))
+        ends = (self.lo, self.hi, self.n, self.m, BM, BN)
+        bounds = pad_to_even((_bounds_of_blocks(*ends) if turned else _bounds_by_rows(*ends, before)).flatten(2))
         lo, hi = pad_to_even(self.lo), pad_to_even(self.hi)
         (item, head), (block_item, block_head), (seen_item, seen_head) = map(strides_of, (lo, bounds, seen))
         return Where(
@@ -223,14 +223,14 @@ def block_states(words: Words, n: int, m: int, BM: int, BN: int, turned: bool) -
     return state[:, :, : -(-n // BM), : -(-m // BN)]
 
 
-def _joined(states: Tensor, slots: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+def _joined(states: Tensor, slots: Tensor, parts: int, before: int) -> tuple[Tensor, Tensor]:
     """The states of blocks of `parts` blocks below each other, and the slot of each part: (items, heads, rows, keys, parts).
 
-    Parts beyond the last row do not count, and have no slot.
+    Parts before the first and beyond the last row do not count, and have no slot.
     """
-    below = (0, 0, 0, -states.shape[2] % parts)
-    full, hidden = (pad(states == known, below, value=True).unflatten(2, (-1, parts)).all(3) for known in (2, 0))
-    slots = pad(slots, below, value=-1).unflatten(2, (-1, parts)).transpose(3, 4)
+    around = (0, 0, before, -(states.shape[2] + before) % parts)
+    full, hidden = (pad(states == known, around, value=True).unflatten(2, (-1, parts)).all(3) for known in (2, 0))
+    slots = pad(slots, around, value=-1).unflatten(2, (-1, parts)).transpose(3, 4)
     return torch.where(full, 2, torch.where(hidden, 0, 1)), slots
 
 
@@ -306,10 +306,11 @@ def strides_of(x: Tensor) -> tuple[int, int]:
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0
 
 
-def _bounds_by_rows(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int) -> Tensor:
+def _bounds_by_rows(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int, before: int) -> Tensor:
     """For each block of BM rows, in blocks of BN keys: the first it meets, the full ones, one behind the last."""
-    last = torch.arange(BM - 1, n + BM - 1, BM, device=lo.device).clamp_(max=n - 1)  # (blocks,)
-    first_lo, first_hi, last_lo, last_hi = lo[..., ::BM], hi[..., ::BM], lo[..., last], hi[..., last]
+    begin = torch.arange(-before, n, BM, device=lo.device)  # (blocks,)
+    top, last = begin.clamp(min=0), (begin + (BM - 1)).clamp_(max=n - 1)
+    first_lo, first_hi, last_lo, last_hi = lo[..., top], hi[..., top], lo[..., last], hi[..., last]
     some = last_hi > first_lo
     first = torch.where(some, first_lo // BN, 0)
     behind = torch.where(some, (last_hi + BN - 1) // BN, 0)

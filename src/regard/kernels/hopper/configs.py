@@ -22,6 +22,14 @@ class Tile(NamedTuple):
     def BM(self) -> int:
         return ROWS * self.groups
 
+    def before(self, rows: int) -> int:
+        """How many rows before the first the first block begins (`walk.row_of`), so that all groups of the last have some.
+
+        >>> Tile(3, 128, 3, 160).before(64)
+        128
+        """
+        return (-cdiv(rows, ROWS) % 3) * ROWS if self.groups == 3 else 0
+
 
 # (padded dim of keys, of values): the larger of the two counts. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
 # d128 635 and 623, with entropy 594 and 576; d64 507 and 505, with entropy 475 and 453; d256 705 and 715, with entropy 688 and

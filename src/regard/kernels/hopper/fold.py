@@ -86,6 +86,13 @@ def shrink(O, a, OL: gl.constexpr):
 
 
 @gluon.jit
+def before(x):
+    """The places of a thread that are before place x, as bits; 0, 1, 8, 9, 16, … are its places."""
+    count = gl.minimum(gl.maximum((x >> 3) * 2 + gl.minimum(x & 7, 2), 0), 32)
+    return gl.where(count < 32, (1 << (count & 31)) - 1, -1)
+
+
+@gluon.jit
 def veil(S, where, lo, hi, slot, i, j0, MASK: gl.constexpr):
     """S [ROWS, BN], −inf where the mask hides; slot −1 hides all.
 
@@ -110,7 +117,8 @@ def veil(S, where, lo, hi, slot, i, j0, MASK: gl.constexpr):
     elif MASK == _NONE:
         S = gl.inline_asm_elementwise(BEHIND, "=f,f,r,r", [S, c, hi[:, None] - begin[None, :]], gl.float32, True, 1)
     else:
-        S = gl.inline_asm_elementwise(OUTSIDE, "=f,f,r,r,r", [S, c, lo[:, None] - begin[None, :], hi[:, None] - begin[None, :]], gl.float32, True, 1)
+        word = before(hi[:, None] - begin[None, :]) & ~before(lo[:, None] - begin[None, :])  # [ROWS, BN]: one of each row of a thread
+        S = gl.inline_asm_elementwise(UNSET, "=f,f,r,r", [S, word, (c * 0 + 1) << (c // 8 * 2 + c % 2)], gl.float32, True, 1)
     return S
 
 

@@ -1,8 +1,9 @@
 """The forward pass on Hopper, in Gluon: what `kernels/forward.py` computes, with a copying warp and warp groups that compute.
 
 One warp copies blocks of K and V into shared memory. Each warp group holds 64 rows; while it folds the logits of one
-block into m, l, e, the tensor cores multiply O += P V of the block before. Blocks are met in the portable kernel's order:
-those that all rows see whole, then the others with their mask. Letters and units are the portable kernel's.
+block into m, l, e, the tensor cores multiply O += P V of the block before. Blocks that hide something come first, from the
+last one backwards, then those that all rows see whole: so of a causal mask a group masks the one block that it begins with,
+which has no P V beside it. Letters and units are the portable kernel's.
 
 A tensor has power-of-two sides here. So a dim of 96 or 192 is taken in two chunks, A and B: S is the sum of two products,
 and the second half of O is a tile of its own, R. B is 0 where one chunk is enough.
@@ -37,7 +38,7 @@ from ..tile import (
 from .configs import copying
 from .fold import fold, operand, packed, parts, scored, shrink, summed, veil
 from .layouts import product
-from .walk import PLAN, ROWS, advance, block_at, copy, new_barriers, place, seats_of, share_of, told, walk_of
+from .walk import PLAN, ROWS, advance, block_at, copy, new_barriers, place, row_of, seats_of, share_of, told, walk_of
 
 PIECE = gl.constexpr(16)  # values that are cleaned together
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -165,14 +166,16 @@ def meet(t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, bar
     stage, parity = advance(stage, parity, STAGES)
     b, slot = block_at(where, t, first, full, until, whole, total, G, GROUPS, MASK)
     j = b * BN + gl.arange(0, BN, gl.SliceLayout(0, SL))
+    mbarrier.wait(k_ready.index(stage), parity)
+    S = products(X, mine, stage, none, DA, DB, BN)
+    O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
     lo, hi = i, i
     if MASKED:
         j0 = b * BN  # of a full block every value is clean
         lo, hi = span_rows(where, item, h, i, n, M, MASK)  # each time, so that they take no registers in full blocks
-    mbarrier.wait(k_ready.index(stage), parity)
-    S = products(X, mine, stage, none, DA, DB, BN)
-    O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
     S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
+    if MASKED and GROUPS == 3 and not ENTROPY:  # there already; but behind a loop the assembler does not compare before S is there, and pack that
+        mbarrier.wait(k_ready.index(stage), parity)
     mbarrier.arrive(k_free.index(stage))
     BESIDE: gl.constexpr = GROUPS == 2 or not ENTROPY  # whether the fold runs beside the group's own product
     if not BESIDE:
@@ -192,10 +195,13 @@ def meet(t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, bar
 
 
 @gluon.jit
-def put(O, share, out, strides, item, h, row, n, E, first, X, mine, D: gl.constexpr, C: gl.constexpr, DESCRIBED: gl.constexpr,
-        OL: gl.constexpr):
+def put(O, share, empty, out, strides, item, h, row, n, E, first, X, mine, D: gl.constexpr, C: gl.constexpr, MASK: gl.constexpr,
+        DESCRIBED: gl.constexpr, OL: gl.constexpr):
     """O [ROWS, C], divided, into the place that the group's queries had, or by pointers to columns `first` … of the output."""
-    O = (O * gl.convert_layout(share, gl.SliceLayout(1, OL))[:, None]).to(X.dtype)
+    O = O * gl.convert_layout(share, gl.SliceLayout(1, OL))[:, None]
+    if MASK != _NONE:
+        O = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, OL))[:, None], 0.0, O)  # what was met for nothing may hold NaN
+    O = O.to(X.dtype)
     if DESCRIBED:
         flat(X.index(mine), ROWS, C).store(O)
     else:
@@ -207,8 +213,8 @@ def put(O, share, out, strides, item, h, row, n, E, first, X, mine, D: gl.conste
 
 @gluon.jit
 def write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA: gl.constexpr,
-          DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr,
-          SINK: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr):
+          DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, MASK: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
+          DROP: gl.constexpr, SINK: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr):
     """The output of a group's rows, and what is told of each row."""
     output, lse, peak, spread, entropy = out
     l = summed(l, m)
@@ -226,9 +232,9 @@ def write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, dro
     if SINK:
         whole = l + gl.exp2((gl.load(sinks + h) - natural) * LOG2E)  # the sink's share of the denominator
     share = share / whole
-    put(O, share, output, strides, item, h, row, n, E, 0, X[0], mine, DA, EA, DESCRIBED, OL)
+    put(O, share, empty, output, strides, item, h, row, n, E, 0, X[0], mine, DA, EA, MASK, DESCRIBED, OL)
     if EB > 0:
-        put(R, share, output, strides, item, h, row, n, E, EA, X[1] if DESCRIBED else X[0], mine, DB, EB, DESCRIBED, RL)
+        put(R, share, empty, output, strides, item, h, row, n, E, EA, X[1] if DESCRIBED else X[0], mine, DB, EB, MASK, DESCRIBED, RL)
     if DESCRIBED:
         fence_async_shared()
         group_barrier()
@@ -273,14 +279,14 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         mbarrier.wait(q_ready.index(0), 0)
     while tile < blocks * owners:
         if PERSISTENT:
-            block, item, h, first, full, until, total, own_whole, own_total = seats_of(plan, q_stage * PLAN, G)
+            block, item, h, first, full, until, total, start, entire = seats_of(plan, q_stage * PLAN, G)
             whole = until - full
         else:
             block, own = place(tile, blocks, owners, section)
             item, h = own // heads, own % heads
             first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
-            own_whole, own_total = share_of(where, item, h, (block * GROUPS + G) * ROWS, first, whole, total, n, BN, MASK)
-        row = (block * GROUPS + G) * ROWS
+            start, entire = share_of(where, item, h, row_of(block, n, blocks, G, GROUPS), first, full, whole, total, n, BN, MASK)
+        row = row_of(block, n, blocks, G, GROUPS)
         i = row + gl.arange(0, ROWS, SR)  # [ROWS]
         if SCALES:
             scale = gl.load(scales + h)
@@ -297,21 +303,29 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         if EB > 0:
             R = gl.zeros([ROWS, EB], gl.float32, RL)
 
-        b, slot = block_at(where, 0, first, full, until, whole, total, G, GROUPS, MASK)
-        lo, hi = span_rows(where, item, h, i, n, M, MASK)
-        hi = gl.where(total > 0, hi, 0)
+        count = gl.maximum(total, 1)
+        begin = gl.minimum(start, count - 1)
+        if not PERSISTENT:
+            mbarrier.wait(q_ready.index(0), 0)
+        for _ in range(begin):  # what the rows of other groups see alone
+            mbarrier.wait(k_ready.index(stage), parity)
+            mbarrier.arrive(k_free.index(stage))
+            mbarrier.wait(v_ready.index(stage), parity)
+            mbarrier.arrive(v_free.index(stage))
+            stage, parity = advance(stage, parity, STAGES)
+        b, slot = block_at(where, begin, first, full, until, whole, total, G, GROUPS, MASK)
         j0 = b * BN
         j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
         mine = q_stage * GROUPS + G
-        if not PERSISTENT:
-            mbarrier.wait(q_ready.index(0), 0)
         mbarrier.wait(k_ready.index(stage), parity)
         S = products(X, mine, stage, none, DA, DB, BN)
+        lo, hi = span_rows(where, item, h, i, n, M, MASK)
+        hi = gl.where(total > 0, hi, 0)
         S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
         S, show = judge(S, i, j, j0, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, BIAS != _PLAIN)
         if BIAS == _PLAIN:
-            if own_whole == 0:
+            if begin < entire:
                 S = veil(S, where, lo, hi, slot, i, j0, MASK)
         seen, dirty = unseen(show, where, spotless, item, h, j0, M, BN, MASK, BIAS, True)
         P, m, l, e, a = fold(S, m, l, e, unit, ENTROPY, FAST, True)
@@ -323,32 +337,25 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
                 mbarrier.arrive(q_free.index(q_stage ^ 1))
 
         met_by = (first, full, until, whole, total)
-        for t in range(1, own_whole):
+        if MASK != _NONE:  # without a mask the first block alone may hide something
+            for t in range(begin + 1, entire):
+                O, R, P, m, l, e, seen, dirty, j0, stage, parity = meet(
+                    t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
+                    cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, True)
+        if BIAS == _PLAIN:  # the values of full blocks are clean
+            tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, True)
+        for t in range(gl.maximum(begin + 1, entire), count):
             O, R, P, m, l, e, seen, dirty, j0, stage, parity = meet(
                 t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
                 cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, False)
-        for t in range(gl.maximum(own_whole, 1), own_total):
-            O, R, P, m, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
-                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, True)
 
-        clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, True)
+        clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, False)
         O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
         O, R = ended(O, R, EB)
         mbarrier.arrive(v_free.index(stage))
         stage, parity = advance(stage, parity, STAGES)
-        for _ in range(gl.maximum(own_total, 1), total):  # what the other groups see
-            mbarrier.wait(k_ready.index(stage), parity)
-            mbarrier.arrive(k_free.index(stage))
-            mbarrier.wait(v_ready.index(stage), parity)
-            mbarrier.arrive(v_free.index(stage))
-            stage, parity = advance(stage, parity, STAGES)
-        if MASK != _NONE:
-            O = gl.where(own_total > 0, O, 0.0)  # the block that was met for nothing may hold NaN
-            if EB > 0:
-                R = gl.where(own_total > 0, R, 0.0)
-        write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, FAST, ENTROPY, DROP,
-              SINK, DESCRIBED, OL, RL)
+        write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, MASK, FAST, ENTROPY,
+              DROP, SINK, DESCRIBED, OL, RL)
         if PERSISTENT:
             q_stage, q_parity = advance(q_stage, q_parity, QS)
             mbarrier.wait(q_ready.index(q_stage), q_parity)

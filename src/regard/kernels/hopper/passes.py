@@ -40,7 +40,7 @@ def walk_of(where, item, h, block, n, MASK: gl.constexpr):
 
 @gluon.jit
 def block_at(where, t, met_by, MASK: gl.constexpr):
-    """The t-th block of rows that is met, the full ones first, and the slot of its bits; behind the last any block."""
+    """The t-th block of rows that is met, the full ones last, and the slot of its bits; behind the last any block."""
     b, at, partial = entry_at(where, t, *met_by, MASK)
     slot = 0
     if MASK == _BITS:
@@ -195,15 +195,15 @@ def sum_received(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, ST
     stage = 0
     parity = 0
     mbarrier.wait(k_ready, 0)
-    for t in range(met_by[3]):
-        total, stage, parity = meet(
-            t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, item, h, scale, unit, cap, bias, where, n, M,
-            DA, DB, BN, STAGES, MASK, BIAS, CAP, FAST, False, SL)
     if MASK != _NONE:
-        for t in range(met_by[3], met_by[4]):
+        for t in range(met_by[4] - met_by[3]):
             total, stage, parity = meet(
                 t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, item, h, scale, unit, cap, bias, where, n, M,
                 DA, DB, BN, STAGES, MASK, BIAS, CAP, FAST, True, SL)
+    for t in range(met_by[4] - met_by[3], met_by[4]):
+        total, stage, parity = meet(
+            t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, item, h, scale, unit, cap, bias, where, n, M,
+            DA, DB, BN, STAGES, MASK, BIAS, CAP, FAST, False, SL)
     CL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     j = block * BN + gl.arange(0, BN, CL)
     gl.store(out + (item.to(gl.int64) * heads + h) * M + j, gl.convert_layout(gl.sum(total.reshape([32, BN]), 0), CL), mask=j < M)

@@ -37,6 +37,20 @@ def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
+def row_of(block, n, blocks, G: gl.constexpr, GROUPS: gl.constexpr):
+    """The first row of group G of a block.
+
+    Where the groups of the last block would not all have rows, those that have none are the first of the first block
+    instead, and are told rows beyond the last: of a causal mask the first block is the shortest.
+    """
+    at = block * GROUPS + G
+    if GROUPS == 3:
+        at -= blocks * GROUPS - gl.cdiv(n, ROWS)
+        at = gl.where(at < 0, at + blocks * GROUPS, at)
+    return at * ROWS
+
+
+@gluon.jit
 def advance(stage, parity, STAGES: gl.constexpr):
     """The next stage; each time round, its barriers are in the other parity."""
     wraps = stage == STAGES - 1
@@ -51,34 +65,42 @@ def walk_of(where, item, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
-def share_of(where, item, h, row, first, whole, total, n, BN: gl.constexpr, MASK: gl.constexpr):
-    """How many of the blocks that are met hide nothing from a group's own ROWS rows, and behind how many they see none.
+def share_of(where, item, h, row, first, full, whole, total, n, BN: gl.constexpr, MASK: gl.constexpr):
+    """From which of the blocks that are met a group's own ROWS rows see some keys, and from which on they see all.
 
-    The full blocks come first, then those before them, then those behind them. So a group leaves out the last ones; and
-    where its rows see the first of all whole, its own full ones go on. Rows beyond the last see none.
+    Of spans, the blocks that the last rows of a block of rows see alone come first. So a group leaves these out; and where
+    its rows see the first block whole, its own full ones begin early. Rows that see none, as those beyond the last, leave out all.
     """
+    rest = total - whole
+    start, entire = 0, rest
+    none = total == 0
     if MASK == _SPANS:
         at = (item // gl.load(where.inner)).to(gl.int64) * where.item + h * where.head
         last = gl.minimum(row + ROWS, n) - 1
         begin, until, behind = gl.load(where.lo + at + last), gl.load(where.hi + at + gl.minimum(row, n - 1)), gl.load(where.hi + at + last)
-        whole = gl.maximum(whole, gl.where(begin <= first * BN, gl.minimum(until // BN - first, total), 0))
-        total = gl.minimum(total, gl.maximum(gl.cdiv(behind, BN) - first, whole))
-    return gl.where(row < n, whole, 0), gl.where(row < n, total, 0)
+        seen = gl.maximum(gl.cdiv(behind, BN) - first, 0)  # blocks until there
+        start = gl.minimum(gl.maximum(total - seen, 0), rest - (full - first))
+        entire = gl.where(begin <= first * BN, gl.minimum(gl.maximum(total - (until // BN - first), start), rest), rest)
+        none = none | ((seen == 0) & (whole == 0))
+    none = gl.where(row < n, none, True)
+    return gl.where(none, gl.maximum(total, 1), start), gl.where(none, gl.maximum(total, 1), entire)
 
 
 @gluon.jit
 def entry_at(where, t, first, full, until, whole, total, MASK: gl.constexpr):
-    """The t-th block that is met, the full ones first; of lists also its place among the partial ones, and whether it is one."""
+    """The t-th block that is met: the partial ones backwards, then the full ones; of lists also its place, and whether it is partial."""
+    rest = total - whole
+    u = t - rest  # among the full ones
     if MASK == _BITS:
-        at = first + t - whole
-        partial = (t >= whole) & (t < total)
-        b = gl.load(where.full_entry + full + t, mask=t < whole, other=0)
+        at = first + rest - 1 - t
+        partial = u < 0
+        b = gl.load(where.full_entry + full + u, mask=(u >= 0) & (t < total), other=0)
         b += gl.load(where.entry + at, mask=partial, other=0)
     else:
         at = 0
         partial = True
-        u = t - whole
-        b = gl.where(t < whole, full + t, gl.where(u < full - first, first + u, until + u - (full - first)))
+        behind = rest - (full - first)  # how many there are behind the full ones; the others are before them
+        b = gl.where(u >= 0, full + u, gl.where(t < behind, until + behind - 1 - t, full + behind - 1 - t))
     return b, at, partial
 
 
@@ -109,7 +131,7 @@ def told(plan, at):
 
 @gluon.jit
 def seats_of(plan, at, G: gl.constexpr):
-    """What is noted of a block of rows: (block, item, head, first, full, until, how many, the group's own full, its own)."""
+    """What is noted of a block of rows: (block, item, head, first, full, until, how many, and the group's own: `share_of`)."""
     return (told(plan, at + 1), told(plan, at + 2), told(plan, at + 3), told(plan, at + 4), told(plan, at + 5), told(plan, at + 6),
             told(plan, at + 7), told(plan, at + 8 + 2 * G), told(plan, at + 9 + 2 * G))
 
@@ -146,14 +168,14 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
             note(plan, at + 6, until)
             note(plan, at + 7, total)
             for g in gl.static_range(GROUPS):
-                own_whole, own_total = share_of(where, item, h, (block * GROUPS + g) * ROWS, first, whole, total, n, BN, MASK)
-                note(plan, at + 8 + 2 * g, own_whole)
-                note(plan, at + 9 + 2 * g, own_total)
+                start, entire = share_of(where, item, h, row_of(block, n, blocks, g, GROUPS), first, full, whole, total, n, BN, MASK)
+                note(plan, at + 8 + 2 * g, start)
+                note(plan, at + 9 + 2 * g, entire)
             after = gl.inline_asm_elementwise(TAKE, "=r,l", [counter], gl.int32, False, 1)  # there when it is needed
         now = q_ready.index(q_stage)
         mbarrier.expect(now, GROUPS * ROWS * (DA + DB) * 2)
         for g in gl.static_range(GROUPS):
-            row = (block * GROUPS + g) * ROWS
+            row = row_of(block, n, blocks, g, GROUPS)
             tma_load(q, [item, h, row, 0], now, Q.index(q_stage * GROUPS + g))
             if DB > 0:
                 tma_load(qb, [item, h, row, DA], now, QB.index(q_stage * GROUPS + g))

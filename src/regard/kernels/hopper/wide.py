@@ -39,7 +39,7 @@ def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl
     described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     q, k, v, do, level, delta, g_entropy, _, _, _ = described
     Q, K, V, dO, P, dS, dQ = X
-    k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
+    k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free = barriers
     block, item, kv = place(task)
     mbarrier.expect(k_ready, ROWS * (DA + EA) * 2)
     tma_load(k, [item, kv, block * ROWS, 0], k_ready, K)
@@ -74,7 +74,7 @@ def add(given, G: gl.constexpr, BM: gl.constexpr, MASK: gl.constexpr):
     described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     sums = described[7]
     dQ = X[6]
-    d_ready, d_free = barriers[9], barriers[10]
+    d_ready, d_free = barriers[7], barriers[8]
     block, item, kv = place(task)
     for u in range(task.groups):
         h = kv * task.groups + u
@@ -117,7 +117,7 @@ def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
     """The group that makes P and dV, and the first half of dQ."""
     described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     Q, K, V, dO, P, dS, dQ = X
-    k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
+    k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free = barriers
     SL: gl.constexpr = product(BM)
     VL: gl.constexpr = product(EA)
     QL: gl.constexpr = product(PART)
@@ -130,13 +130,10 @@ def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
     no_dQ = gl.zeros([BM, PART], gl.float32, QL)
     mbarrier.wait(k_ready, 0)
     clean(flat(K, ROWS, DA), task, item, kv, row, DA, MASK, BIAS)
-    mbarrier.arrive(k_clean)
     stage = 0
     parity = 0
-    turn = 0  # of dS, which has two places
     phase = 1  # of the dS before
     o_parity = 0
-    p_parity = 1
     late = False
     for u in range(task.groups):
         h = kv * task.groups + u
@@ -151,21 +148,20 @@ def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             if DROP:
                 bits = survivors(task, item, h, b, j, BM, TL)
-            mbarrier.wait(s_ready.index(turn ^ 1), phase, pred=late)
-            share = part_of(K, dS.index(turn ^ 1), no_dQ, 0, 0, DA)
+            mbarrier.wait(s_ready, phase, pred=late)
+            share = part_of(K, dS, no_dQ, 0, 0, DA)
             mbarrier.wait(q_ready.index(stage), parity)
             S = warpgroup_mma(flat(K, ROWS, DA), flat(Q.index(stage), BM, DA).permute((1, 0)), none, use_acc=False, is_async=True)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
                 hand_over(share, dQ, d_free, d_ready, 0, 0)
-            share = part_of(K, dS.index(turn ^ 1), no_dQ, 0, 1, DA)
+            share = part_of(K, dS, no_dQ, 0, 1, DA)
             level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             S = turned(warpgroup_mma_wait(1, deps=[S]), TL)
             W = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, task, partial, BM, MASK, BIAS, CAP, FAST, TL)
             share = warpgroup_mma_wait(0, deps=[share])
             if late:
                 hand_over(share, dQ, d_free, d_ready, 0, 1)
-            mbarrier.wait(p_free, p_parity)
             Pd = W
             if DROP:
                 W = gl.where(survive(bits, BM, TL), W, -W)  # the sign says who was dropped
@@ -180,18 +176,15 @@ def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             dV = warpgroup_mma_wait(0, deps=[dV])
             mbarrier.arrive(o_free)
             o_parity ^= 1
-            p_parity ^= 1
             late = True
-            phase = gl.where(turn == 0, phase ^ 1, phase)
-            turn ^= 1
+            phase ^= 1
             stage, parity = advance(stage, parity, STAGES)
     if late:
-        mbarrier.wait(s_ready.index(turn ^ 1), phase)
+        mbarrier.wait(s_ready, phase)
         for part in gl.static_range(PARTS):
-            share = part_of(K, dS.index(turn ^ 1), no_dQ, 0, part, DA)
+            share = part_of(K, dS, no_dQ, 0, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
             hand_over(share, dQ, d_free, d_ready, 0, part)
-    mbarrier.wait(p_free, p_parity)  # the other group has read V for the last time
     put(dV, described[9], dv, strides[1], item, kv, row, task.M, task.E, 1.0, V, EA, DESCRIBED, VL)
 
 
@@ -201,7 +194,7 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
     """The group that makes dS and dK, and the second half of dQ."""
     described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
     Q, K, V, dO, P, dS, dQ = X
-    k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free = barriers
+    k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free = barriers
     SL: gl.constexpr = product(BM)
     KL: gl.constexpr = product(DA)
     QL: gl.constexpr = product(PART)
@@ -213,10 +206,8 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
     none = gl.zeros([ROWS, BM], gl.float32, SL)
     no_dQ = gl.zeros([BM, PART], gl.float32, QL)
     mbarrier.wait(k_ready, 0)
-    mbarrier.wait(k_clean, 0)
     stage = 0
     parity = 0
-    turn = 0
     o_parity = 0
     p_parity = 0
     late = False
@@ -229,13 +220,13 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
         for t in range(count):
             b, slot = rows_at(task, t, first, MASK)
             partial = hides(b, slot, begin, behind, task.n, BM, MASK) | beyond
-            share = part_of(K, dS.index(turn ^ 1), no_dQ, 1, 0, DA)  # its own: written in the step before
+            share = part_of(K, dS, no_dQ, 1, 0, DA)  # its own: written in the step before
             mbarrier.wait(o_ready, o_parity)
             dP = valued(flat(V, ROWS, EA), dO, facts[1], none, EA, BM, DROP, SL)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
                 hand_over(share, dQ, d_free, d_ready, 1, 0)
-            share = part_of(K, dS.index(turn ^ 1), no_dQ, 1, 1, DA)
+            share = part_of(K, dS, no_dQ, 1, 1, DA)
             j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             dP = turned(warpgroup_mma_wait(1, deps=[dP]), TL)
             g = facts[1]
@@ -246,7 +237,6 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             if DROP:
                 W, dP = dropped(W, dP, facts[1].load(gl.SliceLayout(1, TL)), task.drop)
             group_barrier()
-            mbarrier.arrive(p_free)
             mbarrier.arrive(o_free)
             share = warpgroup_mma_wait(0, deps=[share])
             if late:
@@ -260,23 +250,22 @@ def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: g
             if SCALES:
                 of_keys = dP * scale
             q = flat(Q.index(stage), BM, DA)
-            dS.index(turn).store(gl.convert_layout(dP.to(q.dtype).permute((1, 0)), SL, assert_trivial=True))
+            dS.store(gl.convert_layout(dP.to(q.dtype).permute((1, 0)), SL, assert_trivial=True))
             of_keys = gl.convert_layout(of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
             blanked(q, facts[0].index(stage), partial, BM, DA, MASK, BIAS)
             fence_async_shared()
             group_barrier()
-            mbarrier.arrive(s_ready.index(turn))
+            mbarrier.arrive(s_ready)
             dK = warpgroup_mma(of_keys, q, dK, is_async=True)
             dK = warpgroup_mma_wait(0, deps=[dK])
             mbarrier.arrive(q_free.index(stage))
             o_parity ^= 1
             p_parity ^= 1
             late = True
-            turn ^= 1
             stage, parity = advance(stage, parity, STAGES)
     if late:
         for part in gl.static_range(PARTS):
-            share = part_of(K, dS.index(turn ^ 1), no_dQ, 1, part, DA)
+            share = part_of(K, dS, no_dQ, 1, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
             hand_over(share, dQ, d_free, d_ready, 1, part)
     put(dK, described[8], dk, strides[0], item, kv, row, task.M, task.D, 1.0 if SCALES else scale, Q.index(0), DA, DESCRIBED, KL)
@@ -295,7 +284,7 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
     dO = gl.allocate_shared_memory(do.dtype, [1, 1, BM, EA], do.layout)
     P = gl.allocate_shared_memory(gl.float32, [ROWS, BM], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-    dS = gl.allocate_shared_memory(q.dtype, [2, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
+    dS = gl.allocate_shared_memory(q.dtype, [ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
     dQ = gl.allocate_shared_memory(gl.float32, [2, BM, PART], sums.layout)
     levels = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [BM], level.layout)
@@ -303,12 +292,10 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
     if ENTROPY:
         third = gl.allocate_shared_memory(gl.float32, [BM], level.layout)
     k_ready = new_barriers(1, 1).index(0)
-    k_clean = new_barriers(1, 1).index(0)
     o_ready = new_barriers(1, 1).index(0)
     o_free = new_barriers(1, 2).index(0)
     p_ready = new_barriers(1, 1).index(0)
-    p_free = new_barriers(1, 1).index(0)
-    s_ready = new_barriers(2, 1)
+    s_ready = new_barriers(1, 1).index(0)
     d_ready = new_barriers(2, 1)
     d_free = new_barriers(2, 1)
     q_ready = new_barriers(STAGES, 1)
@@ -316,7 +303,7 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
     fence_async_shared()
     described = (q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc)
     X = (Q, K, V, dO, P, dS, dQ)
-    barriers = (k_ready, k_clean, q_ready, q_free, o_ready, o_free, p_ready, p_free, s_ready, d_ready, d_free)
+    barriers = (k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free)
     facts = (levels, deltas, third)
     task = Task(scales, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section)
     given = (described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task)

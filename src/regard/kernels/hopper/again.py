@@ -1,0 +1,89 @@
+"""Calls like one before: the kernel that was compiled then is started again, without Triton's look at every argument.
+
+That look, the describing of tensors and the choices before them take longer on the host than many a call takes on the
+GPU. What they find depends on sizes, strides, dtypes and the mask's layout alone, so it is kept for a few dozen of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from copy import copy
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ..blocks import NONE, captured
+from ..parts import PLAIN
+from ..work import Found, Work
+
+__all__ = ["Call", "counter", "like", "remember", "remembered"]
+
+_KEPT = 64
+_CALLS: dict[Hashable, Call] = {}
+_DESCRIBED, _FOUND, _WHERE, _COUNTER = 8, 13, 19, 29  # where in the kernel's arguments these end, or are
+
+
+class Call(NamedTuple):
+    """A kernel on its grid, and what it was called with."""
+
+    kernel: Callable[..., object]
+    described: tuple[Any, ...]  # queries, keys, values and output, each in two chunks: how they lie, without them
+    numbers: tuple[Any, ...]  # before the mask's layout …
+    block: tuple[int, int, int]  # … which is asked for these blocks …
+    sizes: tuple[Any, ...]  # … and behind it
+    counts: bool  # whether programs count the blocks of rows that they take
+    constants: tuple[Any, ...]
+    mask: Any  # a weak reference: with the layout the call is forgotten
+
+    def start(self, w: Work, found: Found) -> None:
+        """Run the kernel for other tensors that lie as those did."""
+        tensors = (w.query, w.query, w.key, w.key, w.value, w.value, found.output, found.output)
+        described = (d if d is None else _of(d, x) for d, x in zip(self.described, tensors, strict=True))
+        out = (found.output, found.lse, found.max_logit, found.spread, found.entropy)
+        where = w.layout.by_rows(*self.block)  # waits for the stream that made it
+        self.kernel(*described, *out, *self.numbers, where, *self.sizes, counter(w) if self.counts else None, *self.constants)
+
+
+def counter(w: Work) -> Tensor:
+    """Where the programs of a call count the blocks of rows that they take."""
+    return torch.zeros(1, dtype=torch.int32, device=w.query.device)
+
+
+def like(w: Work, entropy: bool) -> Hashable:
+    """What calls have in common that are started alike; None for those with parts that are looked at each time."""
+    if w.kind != PLAIN or w.drop.keys is not None or w.sink is not None or w.scales is not None:
+        return None
+    q, k, v = w.query, w.key, w.value
+    mask = None if w.layout.kind == NONE else id(w.layout)
+    lies = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    return q.device, q.dtype, lies, w.scale, w.softcap, mask, entropy
+
+
+def remembered(key: Hashable) -> Call | None:
+    """The last call of this kind."""
+    return None if key is None else _CALLS.get(key)
+
+
+def remember(
+    key: Hashable, compiled: Any, programs: int, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any], w: Work, block: tuple[int, int, int]
+) -> None:
+    """Keep a call, whose kernel has these arguments. What a captured graph makes is there only while the graph runs."""
+    if key is None or compiled is None or captured():
+        return
+    kernel = compiled.result() if hasattr(compiled, "result") else compiled
+    described = tuple(d if d is None else _of(d, None) for d in args[:_DESCRIBED])
+    constants = tuple(options[name] for name in names[len(args) :])
+    sizes, counts = args[_WHERE + 1 : _COUNTER], args[_COUNTER] is not None
+    mask = ref(w.layout, lambda _: _CALLS.pop(key, None))
+    _CALLS[key] = Call(kernel[programs, 1, 1], described, args[_FOUND:_WHERE], block, sizes, counts, constants, None if w.layout.kind == NONE else mask)
+    if len(_CALLS) > _KEPT:
+        _CALLS.pop(next(iter(_CALLS)))
+
+
+def _of(description: Any, x: Tensor | None) -> Any:
+    """The same description of another tensor."""
+    twin = copy(description)
+    twin.base = x
+    return twin

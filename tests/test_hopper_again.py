@@ -1,0 +1,157 @@
+"""Calls of the Hopper forward that are like one before: the kernel is started with what a first call would give it."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
+
+from regard.kernels.hopper import again, launch
+from regard.kernels.parts import Dropped
+from regard.kernels.work import Work
+from regard.layout import layout
+
+CPU = torch.device("cpu")
+STARTS: list[tuple[Any, tuple[Any, ...]]] = []  # by which way, and with what
+
+
+class Compiled:
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *args: STARTS.append((("again", grid), args))
+
+
+class Kernel:
+    """Stands for the kernel: notes what it is called with, and says that it was compiled."""
+
+    arg_names = launch.forward.arg_names
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def run(*args: Any, **options: Any) -> Compiled:
+            STARTS.append((("first", (*grid, 1, 1)), args + tuple(options[x] for x in self.arg_names[len(args) :])))
+            return Compiled()
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "forward", Kernel())
+    monkeypatch.setattr(again, "_CALLS", {})
+    STARTS.clear()
+
+
+def work(d: int = 64, mask: regard.Mask | None = None, heads: int = 4, n: int = 300, **more: Any) -> Work:
+    made = layout(mask, n, n, CPU)
+    x = (torch.randn(2, h, n, d, dtype=torch.bfloat16) for h in (heads, 2, 2))
+    return replace(Work(*x, made, 0.125), **more)
+
+
+def comparable(x: Any) -> Any:
+    """An argument as something that equals another with the same numbers in the same places."""
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.stride(), x.dtype
+    if hasattr(x, "block_shape"):
+        return id(x.base), x.shape, x.strides, x.block_shape, x.layout
+    return tuple(map(comparable, x)) if isinstance(x, tuple) else x
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("mask", [None, regard.causal(), regard.window(9, 2), regard.strided(5)], ids=repr)
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_a_call_like_one_before_has_the_arguments_of_a_first_one(d: int, mask: Any, entropy: bool) -> None:
+    launch.attend(work(d, mask), entropy)
+    w = work(d, mask)
+    found = launch.attend(w, entropy)
+    assert [how for (how, _), _ in STARTS] == ["first", "again"]
+    args, options = launch.forward_arguments(w, found, entropy, launch.tile_for(w))
+    expected = args + tuple(options[x] for x in Kernel.arg_names[len(args) :])
+    assert len(STARTS[1][1]) == len(Kernel.arg_names)
+    assert tuple(map(comparable, STARTS[1][1])) == tuple(map(comparable, expected))
+    assert STARTS[0][0][1] == STARTS[1][0][1]  # the grid
+    given = STARTS[1][1]
+    assert all(given[at].base is x for at, x in zip((0, 2, 4), (w.query, w.key, w.value), strict=True))
+    assert given[6] is None or given[6].base is found.output
+    outputs = (found.output, found.lse, found.max_logit, found.spread, found.entropy)
+    assert all(x is y for x, y in zip(given[8:13], outputs, strict=True))
+
+
+def test_no_tensor_of_a_call_is_kept() -> None:
+    launch.attend(work(), True)
+    (call,) = again._CALLS.values()
+    assert all(d is None or d.base is None for d in call.described)
+    assert not any(isinstance(x, torch.Tensor) for x in call.numbers + call.sizes)
+
+
+def test_a_call_is_forgotten_with_its_mask() -> None:
+    mask = regard.padding(torch.tensor([5, 200]))
+    launch.attend(replace(work(), layout=layout(mask, 300, 300, CPU)), True)
+    assert len(again._CALLS) == 1
+    del mask
+    gc.collect()
+    assert not again._CALLS
+
+
+CHANGES = {
+    "length": {"n": 301},
+    "heads": {"heads": 2},
+    "dim": {"d": 128},
+    "scale": {"scale": 0.5},
+    "cap": {"softcap": 9.0},
+    "mask": {"mask": regard.causal()},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_call_is_a_first_one(change: str) -> None:
+    launch.attend(work(), True)
+    launch.attend(work(**CHANGES[change]), True)
+    launch.attend(work(), False)
+    assert [how for (how, _), _ in STARTS] == ["first"] * 3
+
+
+def test_other_strides_are_a_first_call() -> None:
+    w = work()
+    launch.attend(w, True)
+    launch.attend(replace(w, key=w.key.transpose(1, 2).contiguous().transpose(1, 2)), True)
+    launch.attend(replace(w, query=w.query.half(), key=w.key.half(), value=w.value.half()), True)
+    assert [how for (how, _), _ in STARTS] == ["first"] * 3
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"sink": torch.zeros(4)},
+        {"scales": torch.ones(4)},
+        {"drop": Dropped(torch.zeros(2, 4, 300, dtype=torch.int64), 5, 1.1)},
+    ],
+    ids=["sink", "scales", "dropout"],
+)
+def test_calls_with_other_parts_are_looked_at_each_time(part: dict[str, Any]) -> None:
+    for _ in range(2):
+        launch.attend(work(**part), True)
+    assert [how for (how, _), _ in STARTS] == ["first"] * 2
+
+
+def test_a_changed_mask_is_a_first_call() -> None:
+    lengths = torch.tensor([5, 200])
+    mask = regard.padding(lengths)
+    for change in (False, False, True):
+        if change:
+            lengths[0] = 7
+        w = work()
+        w = replace(w, layout=layout(mask, 300, 300, CPU))
+        launch.attend(w, True)
+    assert [how for (how, _), _ in STARTS] == ["first", "again", "first"]
+
+
+def test_few_calls_are_kept() -> None:
+    for n in range(1, 200):
+        launch.attend(work(n=n), True)
+    assert len(again._CALLS) == again._KEPT
