@@ -177,7 +177,7 @@ MORE = {"softcap": 9.0, "scales": torch.ones(4)}
     [
         (work(64, "spans", drop=DROPPED), (152, 256)),
         (work(128, "spans", drop=DROPPED), (184, 408)),
-        (work(256, "spans", drop=DROPPED), (160, 336)),
+        (work(256, "spans", drop=DROPPED), (168, 360)),
         (work(64, "spans", drop=DROPPED, **MORE, **biased(ALIBI)), (232, 368)),
         (work(128, "bits", drop=DROPPED, **MORE, **biased(TENSOR)), (520, 664)),
         (work(256, "bits", drop=DROPPED, **MORE, **biased(RELATIVE)), (552, 616)),

@@ -275,7 +275,7 @@ WON: dict[str, Any] = {
         ({"mask": regard.causal()}, True),
         ({"dim": 64, "rows": 16384, "items": 1, "heads": 32, "mask": regard.causal()}, True),
         ({"dim": 64, "heads": 32}, True),
-        ({"dim": 64, "heads": 32, "mask": regard.causal()}, False),
+        ({"dim": 64, "heads": 32, "mask": regard.causal()}, True),
         ({"dim": 256, "heads": 8, "mask": regard.causal()}, True),
         ({"dim": 192}, False),
         ({"items": 1, "rows": 8192}, True),

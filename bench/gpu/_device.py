@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -110,14 +111,18 @@ def each(cases: Mapping[str, Callable[[], Row]]) -> list[Row]:
 
 
 def measured(case: str, peers: Peers, rounds: int = 3, rep: int = 40) -> Measured:
-    """Median milliseconds by CUDA events, the peers taking turns so that a hot chip is hot for all of them."""
+    """Median milliseconds by CUDA events, the peers taking turns so that a hot chip is hot for all of them.
+
+    Each round has another order, so that none always runs behind the one that heats the chip most.
+    """
+    order = Random(0)
     first = {name: attempt(f"{case}, {name}", peer) for name, peer in peers.items() if peer is not None}
     left = {name: peers[name] for name, result in first.items() if result is not None}
     difference = _difference([_tensor(x) for x in first.values() if x is not None])
     del first
     taken: dict[str, list[float]] = {name: [] for name in left}
     for _ in range(rounds):
-        for name, peer in list(left.items()):
+        for name, peer in order.sample(list(left.items()), len(left)):
             ms = attempt(f"{case}, {name}", lambda peer=peer: _median(peer, rep))
             if ms is None:
                 del left[name]

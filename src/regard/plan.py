@@ -21,10 +21,8 @@ from .problem import Problem, autocasts
 __all__ = ["Plan", "choose", "plan", "run"]
 
 LONG = 4096  # rows from which on FlashAttention-4 is known to be the fastest; fewer are left to torch
-# Rows from which on our Hopper forward is, full and causal, by dim; if there are pairs times dims enough for some
-# 0.4 ms: a shorter kernel ends before the next is started.
-WON = {64: (4096, 16384), 128: (4096, 4096), 256: (4096, 4096)}
-MUCH = 2**37
+WON = (64, 128, 256)  # dims at which from there on our Hopper forward is faster than torch's kernels, full and causal …
+MUCH = 2**37  # … if there are pairs times dims enough for some 0.4 ms: a shorter kernel ends before the next is started
 
 
 class Order(NamedTuple):
@@ -73,17 +71,17 @@ def order(p: Problem) -> Order:
         return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
     if p.rows < LONG:
         return PLAIN
-    return LONG_ON_HOPPER if _won_on_hopper(p, causal) else LONG_PLAIN
+    return LONG_ON_HOPPER if _won_on_hopper(p) else LONG_PLAIN
 
 
-def _won_on_hopper(p: Problem, causal: bool) -> bool:
+def _won_on_hopper(p: Problem) -> bool:
     """Whether the chip's own forward was measured to be faster than torch's; a compiler keeps the one that it knows."""
     if torch.compiler.is_compiling() or p.query.dtype not in (torch.float16, torch.bfloat16) or watched(*p.tensors):
         return False
     items, heads, rows, dim = p.query.shape
-    long = dim in WON and dim == p.value.shape[3] and rows >= WON[dim][causal]
     if (
-        not long
+        dim not in WON
+        or dim != p.value.shape[3]
         or items * heads * rows * p.keys * dim < MUCH
         or p.bias is not None
         or p.dropout

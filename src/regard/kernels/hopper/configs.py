@@ -32,8 +32,8 @@ class Tile(NamedTuple):
 
 
 # (padded dim of keys, of values): the larger of the two counts. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
-# d128 635 and 623, with entropy 594 and 576; d64 507 and 505, with entropy 475 and 453; d256 705 and 715, with entropy 688 and
-# 664 (bench/results/gpu_forward.md). In earlier runs: with one block of rows a program d128 649 and 637, d64 496 and 482;
+# d128 652 and 625, with entropy 592 and 580; d64 523 and 511, with entropy 488 and 461; d256 745 and 750, with entropy 693 and
+# 686 (bench/results/gpu_forward.md). In earlier runs: with one block of rows a program d128 649 and 637, d64 496 and 482;
 # persistent, but dealt out in turns, d128 causal 571. Before sums stayed in the thread, d128 627 and 617; with 232 registers 617
 # and 610, rescaling O only where the max rose by much 618 and 616; d64 with two groups 450 and 447. Those of 96 and 192 were
 # chosen by shared memory and registers.
