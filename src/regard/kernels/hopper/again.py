@@ -79,7 +79,7 @@ def remember(
     mask = ref(w.layout, lambda _: _CALLS.pop(key, None))
     _CALLS[key] = Call(kernel[programs, 1, 1], described, args[_FOUND:_WHERE], block, sizes, counts, constants, None if w.layout.kind == NONE else mask)
     if len(_CALLS) > _KEPT:
-        _CALLS.pop(next(iter(_CALLS)))
+        _CALLS.pop(next(iter(_CALLS)), None)
 
 
 def _of(description: Any, x: Tensor | None) -> Any:

@@ -1,0 +1,38 @@
+"""The seam to the kernels: whatever the current device is, kernels are started on that of their tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from regard.kernels import launch
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", launch.__all__)
+def test_kernels_are_started_on_the_device_of_their_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Guard:
+        def __init__(self, x: Any) -> None:
+            asked.append(x)
+
+        def __enter__(self) -> NoReturn:
+            raise StoppedError
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    w = SimpleNamespace(query=object())
+    with pytest.raises(StoppedError):
+        getattr(launch, name)(w)
+    assert asked == [w.query]
