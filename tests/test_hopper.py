@@ -26,11 +26,11 @@ EVERY_DAY = [("spans", 128), ("bits, bias", 64)]
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9; all others have room.
 SPILLED = {
     ("plain", 96): (0, 16), ("plain", 128): (0, 16), ("plain", 256): (0, 56),
-    ("spans", 64): (32, 136), ("spans", 96): (24, 40), ("spans", 128): (24, 40),
-    ("spans", 192): (16, 80), ("spans", 256): (16, 80),
+    ("spans", 64): (40, 160), ("spans", 96): (24, 40), ("spans", 128): (24, 40),
+    ("spans", 192): (24, 80), ("spans", 256): (16, 80),
     ("bits", 64): (32, 160), ("bits", 96): (8, 24), ("bits", 128): (8, 8),
     ("bits", 192): (16, 64), ("bits", 256): (8, 56),
-    ("bias", 192): (24, 0), ("bias", 256): (16, 40),
+    ("bias", 192): (24, 0), ("bias", 256): (16, 40), ("bits, bias", 64): (0, 48),
 }  # fmt: skip
 hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
 

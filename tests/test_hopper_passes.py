@@ -25,7 +25,7 @@ EVERY_DAY = [("received", "spans", 128), ("pooled", "plain", 64)]  # what each r
 # Bytes of a thread that find no register, at most, by Triton 3.6 and 3.9; all others have room.
 SPILLED = {
     ("received", "spans", 192): 160,
-    ("received", "bits", 128): 8, ("received", "bits", 192): 168,
+    ("received", "bits", 128): 16, ("received", "bits", 192): 168,
     ("pooled", "plain", 64): 80, ("pooled", "plain", 96): 104, ("pooled", "plain", 128): 144,
     ("pooled", "plain", 192): 296,
     ("pooled", "spans", 64): 104, ("pooled", "spans", 96): 144, ("pooled", "spans", 128): 184,
