@@ -13,7 +13,7 @@ import regard
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
-from regard.kernels.hopper import again, launch
+from regard.kernels.hopper import again, configs, launch
 from regard.kernels.parts import Dropped
 from regard.kernels.work import Work
 from regard.layout import layout
@@ -149,6 +149,35 @@ def test_a_changed_mask_is_a_first_call() -> None:
         w = replace(w, layout=layout(mask, 300, 300, CPU))
         launch.attend(w, True)
     assert [how for (how, _), _ in STARTS] == ["first", "again", "first"]
+
+
+def test_another_tile_is_a_first_call() -> None:
+    tile = configs.config(64)
+    try:
+        for other in (None, tile._replace(persistent=False), tile._replace(BN=64), None):
+            configs.overridden(64, False, other)
+            launch.attend(work(), True)
+    finally:
+        configs.overridden(64, False, None)
+    assert [how for (how, _), _ in STARTS] == ["first", "first", "first", "again"]
+
+
+def test_a_call_whose_mask_is_another_one_in_the_same_place_is_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "id", lambda x: 1, raising=False)
+    for mask in (regard.causal(), regard.window(9, 2), regard.strided(5)):
+        launch.attend(work(mask=mask), True)
+    assert [how for (how, _), _ in STARTS] == ["first"] * 3
+
+
+def test_a_call_that_comes_again_stays_longest() -> None:
+    launch.attend(work(n=300), True)
+    for n in range(1, again._KEPT):
+        launch.attend(work(n=n), True)
+    launch.attend(work(n=300), True)
+    launch.attend(work(n=200), True)  # one too many: the second of all goes
+    launch.attend(work(n=300), True)
+    launch.attend(work(n=1), True)
+    assert [how for (how, _), _ in STARTS[-4:]] == ["again", "first", "again", "first"]
 
 
 def test_few_calls_are_kept() -> None:

@@ -56,9 +56,8 @@ def turns(blocks: list[int]) -> int:
 
 
 def check(made: Layout, truth: Tensor, groups: int, BN: int) -> list[list[int]]:
-    """What every group of rows sees, in the order of the kernel."""
+    """Hold a layout against its mask (items, heads, n, m): what each group of rows sees, in the order of the kernel."""
     every = []
-    """Hold a layout against its mask (items, heads, n, m)."""
     spotless = made.by_rows(groups * ROWS, BN).spotless
     assert spotless is None if made.kind == NONE else bool(spotless) == bool(truth.any(2).all())
     for item in range(truth.shape[0]):

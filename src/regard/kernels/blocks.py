@@ -5,7 +5,8 @@ lo[i] ≤ j < hi[i], both ends never falling; blocks inside every row's span nee
 a table of blocks of 128 × 128 pairs, each hidden or with a slot of bits; slot 0 is all ones. For the blocks of a kernel,
 which divide these, it gives lists of the full ones and of the partial ones.
 
-Whatever the kind, a kernel meets the full blocks first, then the partial ones: so a mask has one result, to the bit.
+A kernel meets them in one order, whatever the kind: the full blocks, then the partial ones, or on Hopper the partial ones
+backwards and then the full ones. So a mask has one result, to the bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Calls like one before: the kernel that was compiled then is started again, without Triton's look at every argument.
 
 That look, the describing of tensors and the choices before them take longer on the host than many a call takes on the
-GPU. What they find depends on sizes, strides, dtypes and the mask's layout alone, so it is kept for a few dozen of these.
+GPU. What they find depends on sizes, strides, dtypes, a few numbers, the tile and the mask's layout alone (`like`), so it
+is kept for a few dozen of these.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..blocks import NONE, captured
 from ..parts import PLAIN
 from ..work import Found, Work
+from .configs import Tile
 
 __all__ = ["Call", "counter", "like", "remember", "remembered"]
 
@@ -51,29 +53,34 @@ def counter(w: Work) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=w.query.device)
 
 
-def like(w: Work, entropy: bool) -> Hashable:
+def like(w: Work, entropy: bool, tile: Tile) -> Hashable:
     """What calls have in common that are started alike; None for those with parts that are looked at each time."""
     if w.kind != PLAIN or w.drop.keys is not None or w.sink is not None or w.scales is not None:
         return None
     q, k, v = w.query, w.key, w.value
     mask = None if w.layout.kind == NONE else id(w.layout)
     lies = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
-    return q.device, q.dtype, lies, w.scale, w.softcap, mask, entropy
+    return q.device, q.dtype, lies, w.scale, w.softcap, mask, entropy, tile
 
 
-def remembered(key: Hashable) -> Call | None:
-    """The last call of this kind."""
-    return None if key is None else _CALLS.get(key)
+def remembered(key: Hashable, w: Work) -> Call | None:
+    """The call of this kind, if there was one; now it is the last."""
+    call = None if key is None else _CALLS.pop(key, None)
+    if call is None or (call.mask is not None and call.mask() is not w.layout):
+        return None
+    _CALLS[key] = call
+    return call
 
 
 def remember(
-    key: Hashable, compiled: Any, programs: int, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any], w: Work, block: tuple[int, int, int]
+    key: Hashable, compiled: Any, programs: int, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any], w: Work, tile: Tile
 ) -> None:
     """Keep a call, whose kernel has these arguments. What a captured graph makes is there only while the graph runs."""
     if key is None or compiled is None or captured():
         return
     kernel = compiled.result() if hasattr(compiled, "result") else compiled
     described = tuple(d if d is None else _of(d, None) for d in args[:_DESCRIBED])
+    block = (tile.BM, tile.BN, tile.before(w.rows[2]))
     constants = tuple(options[name] for name in names[len(args) :])
     sizes, counts = args[_WHERE + 1 : _COUNTER], args[_COUNTER] is not None
     mask = ref(w.layout, lambda _: _CALLS.pop(key, None))

@@ -97,7 +97,8 @@ def veil(S, where, lo, hi, slot, i, j0, MASK: gl.constexpr):
     """S [ROWS, BN], −inf where the mask hides; slot −1 hides all.
 
     A key is its place among the keys of its thread, a constant, and where the thread begins: two of eight keys are a
-    thread's. So a bound costs a comparison with a constant, and a bit a test with one. The selection is one piece of
+    thread's. So the end of the keys costs a comparison with a constant, and a bit a test with one; of spans, the keys of a
+    row that a thread has are made one word of bits. The selection is one piece of
     PTX, which the compiler cannot tear apart to keep the comparisons of a whole tile.
     """
     BN: gl.constexpr = S.shape[1]

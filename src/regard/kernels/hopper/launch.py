@@ -57,18 +57,18 @@ def attend(w: Work, entropy: bool, tile: Tile | None = None, section: int | None
     output = w.value.new_empty(L, H, N, w.value.shape[3])
     lse, peak, spread = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
     found = Found(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), peak, spread)
-    key = again.like(w, entropy) if tile is None and section is None else None
-    call = again.remembered(key)
+    tile = tile or tile_for(w)
+    key = again.like(w, entropy, tile) if section is None else None
+    call = again.remembered(key, w)
     if call is not None:
         call.start(w, found)
         return found
-    tile = tile or tile_for(w)
     args, options = forward_arguments(w, found, entropy, tile, section)
     programs = cdiv(N, tile.BM) * L * H
     if tile.persistent:
         programs = min(programs, multiprocessors(w.query.device))
     compiled = forward[(programs,)](*args, **options)
-    again.remember(key, compiled, programs, forward.arg_names, args, options, w, (tile.BM, tile.BN, tile.before(N)))
+    again.remember(key, compiled, programs, forward.arg_names, args, options, w, tile)
     return found
 
 
