@@ -177,6 +177,8 @@ class Mask(ABC):
         found: list[Tensor] = []
         for name in self.__dataclass_fields__:  # what every torch's compiler can trace
             value = getattr(self, name, None)
+            if value is None or type(value) is int:
+                continue
             found += [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Mask) else ()
         return tuple(found)
 

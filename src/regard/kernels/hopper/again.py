@@ -8,7 +8,6 @@ is kept for a few dozen of these.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from copy import copy
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -90,7 +89,7 @@ def remember(
 
 
 def _of(description: Any, x: Tensor | None) -> Any:
-    """The same description of another tensor."""
-    twin = copy(description)
-    twin.base = x
+    """The same description of another tensor, which is not checked again."""
+    twin = object.__new__(type(description))
+    vars(twin).update(vars(description), base=x)
     return twin
