@@ -32,7 +32,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def there(function: Callable[Concatenate[Work, P], R]) -> Callable[Concatenate[Work, P], R]:
+def on_its_device(function: Callable[Concatenate[Work, P], R]) -> Callable[Concatenate[Work, P], R]:
     """Run a function on the device of its work: Triton starts kernels on the current one, whatever their tensors are on."""
 
     @wraps(function)
@@ -43,7 +43,7 @@ def there(function: Callable[Concatenate[Work, P], R]) -> Callable[Concatenate[W
     return wrapped
 
 
-@there
+@on_its_device
 def attend(w: Work, entropy: bool) -> Found:
     """The forward pass: by decoding, by the chip's own kernel, or by the portable one."""
     L, H, N = w.rows
@@ -70,7 +70,7 @@ def attend(w: Work, entropy: bool) -> Found:
     return found
 
 
-@there
+@on_its_device
 def push(w: Work, moves: Moves, entropy: bool) -> tuple[Found, tuple[Tensor, Tensor, Tensor]]:
     """The forward pass with its tangent: of output, lse and entropy. A sink is not seen."""
     L, H, N = w.rows
@@ -89,7 +89,7 @@ def push(w: Work, moves: Moves, entropy: bool) -> tuple[Found, tuple[Tensor, Ten
     return Found(output, lse, stat, peak, spread), (d_output, d_lse, d_stat)
 
 
-@there
+@on_its_device
 def bend(w: Work, moves: Moves, dO: Tensor, dO_dot: Tensor | None, rows: Bends, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """The tangents of dQ, dK and dV; of these the last two together. Scales are numbers, biases stand still, no sink."""
     L, H, N = w.rows
@@ -162,7 +162,7 @@ def split_length(keys: int) -> int:
     return 2048 if keys >= 16384 else 512 if keys >= 4096 else 256
 
 
-@there
+@on_its_device
 def prepare(w: Work, found: Found, dO: Tensor, g_lse: Tensor | None) -> tuple[Tensor, Tensor]:
     """δ = Σ dO ∘ O − g_lse of each row, and lse as the kernels tell exponents from it."""
     L, H, N = w.rows
@@ -183,7 +183,7 @@ class Gradients(NamedTuple):
     vector: Tensor | None = None
 
 
-@there
+@on_its_device
 def slopes(w: Work, s: Slopes, queries: bool = True, keys: bool = True) -> Gradients:
     """Those of queries and of keys and values that are asked for: by the chip's own kernel, which makes all, or by the portable two."""
     if queries and keys and not INTERPRETED and hopper(w.query.device):
@@ -232,7 +232,7 @@ def query_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor | None]:
     return dq, None if dw is None else dw.sum((0, 1, 2))
 
 
-@there
+@on_its_device
 def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
     """The gradient of a bias tensor of `shape` (L|1, H|1, N|1, M|1), of slopes (H,), or of a table (H|1, 2R + 1)."""
     L, H, N = w.rows
@@ -269,7 +269,7 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
     return out[:, :, None].sum_to_size(shape) if mode == bias_kernels.KEYS else out
 
 
-@there
+@on_its_device
 def received(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
     """Σ over rows of the weight each key receives: (L, H, M)."""
     if not INTERPRETED and hopper(w.query.device):
@@ -288,7 +288,7 @@ def received(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
     return out
 
 
-@there
+@on_its_device
 def moments(w: Work, peak: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
     """Σ p (1 − p) and Σ p |i + M − N − j| of each row: (L, H, N) each."""
     L, H, N = w.rows
@@ -300,7 +300,7 @@ def moments(w: Work, peak: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
     return health, distance
 
 
-@there
+@on_its_device
 def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int) -> Tensor:
     """The mean weight in each cell of a grid: (L, H, height, width)."""
     if not INTERPRETED and hopper(w.query.device):
@@ -320,7 +320,7 @@ def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int) -> Te
     return out
 
 
-@there
+@on_its_device
 def strongest(w: Work, k: int) -> tuple[Tensor, Tensor]:
     """The k largest logits of each row and their keys, (L, H, N, k) each; −inf and −1 where fewer are visible."""
     L, H, N = w.rows

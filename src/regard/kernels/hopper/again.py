@@ -11,19 +11,17 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torch
 from torch import Tensor
 
-from ..blocks import NONE, captured
+from ..blocks import NONE, Where, captured
 from ..parts import PLAIN
 from ..work import Found, Work
 from .configs import Tile
 
-__all__ = ["Call", "counter", "like", "remember", "remembered"]
+__all__ = ["Call", "like", "remember", "remembered"]
 
 _KEPT = 64
 _CALLS: dict[Hashable, Call] = {}
-_DESCRIBED, _FOUND, _WHERE, _COUNTER = 8, 13, 19, 29  # where in the kernel's arguments these end, or are
 
 
 class Call(NamedTuple):
@@ -31,25 +29,17 @@ class Call(NamedTuple):
 
     kernel: Callable[..., object]
     described: tuple[Any, ...]  # queries, keys, values and output, each in two chunks: how they lie, without them
-    numbers: tuple[Any, ...]  # before the mask's layout …
-    block: tuple[int, int, int]  # … which is asked for these blocks …
-    sizes: tuple[Any, ...]  # … and behind it
-    counts: bool  # whether programs count the blocks of rows that they take
+    numbers: tuple[Any, ...]  # between the results and what the mask's layout says …
+    sizes: tuple[Any, ...]  # … and behind that
     constants: tuple[Any, ...]
-    mask: Any  # a weak reference: with the layout the call is forgotten
+    mask: Any  # a weak reference to the layout, with which the call is forgotten; None where nothing is hidden
 
-    def start(self, w: Work, found: Found) -> None:
+    def start(self, w: Work, found: Found, where: Where, counter: Tensor | None) -> None:
         """Run the kernel for other tensors that lie as those did."""
         tensors = (w.query, w.query, w.key, w.key, w.value, w.value, found.output, found.output)
         described = (d if d is None else _of(d, x) for d, x in zip(self.described, tensors, strict=True))
         out = (found.output, found.lse, found.max_logit, found.spread, found.entropy)
-        where = w.layout.by_rows(*self.block)  # waits for the stream that made it
-        self.kernel(*described, *out, *self.numbers, where, *self.sizes, counter(w) if self.counts else None, *self.constants)
-
-
-def counter(w: Work) -> Tensor:
-    """Where the programs of a call count the blocks of rows that they take."""
-    return torch.zeros(1, dtype=torch.int32, device=w.query.device)
+        self.kernel(*described, *out, *self.numbers, where, *self.sizes, counter, *self.constants)
 
 
 def like(w: Work, entropy: bool, tile: Tile) -> Hashable:
@@ -72,18 +62,17 @@ def remembered(key: Hashable, w: Work) -> Call | None:
 
 
 def remember(
-    key: Hashable, compiled: Any, programs: int, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any], w: Work, tile: Tile
+    key: Hashable, w: Work, compiled: Any, programs: int, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
-    """Keep a call, whose kernel has these arguments. What a captured graph makes is there only while the graph runs."""
+    """Keep a call: its kernel, and the arguments of these names. What a captured graph makes is there only while the graph runs."""
     if key is None or compiled is None or captured():
         return
     kernel = compiled.result() if hasattr(compiled, "result") else compiled
-    described = tuple(d if d is None else _of(d, None) for d in args[:_DESCRIBED])
-    block = (tile.BM, tile.BN, tile.before(w.rows[2]))
+    output, strides, where, counter = map(names.index, ("output", "strides", "where", "counter"))
+    described = tuple(d if d is None else _of(d, None) for d in args[:output])
     constants = tuple(options[name] for name in names[len(args) :])
-    sizes, counts = args[_WHERE + 1 : _COUNTER], args[_COUNTER] is not None
-    mask = ref(w.layout, lambda _: _CALLS.pop(key, None))
-    _CALLS[key] = Call(kernel[programs, 1, 1], described, args[_FOUND:_WHERE], block, sizes, counts, constants, None if w.layout.kind == NONE else mask)
+    mask = None if w.layout.kind == NONE else ref(w.layout, lambda _: _CALLS.pop(key, None))
+    _CALLS[key] = Call(kernel[programs, 1, 1], described, args[strides:where], args[where + 1 : counter], constants, mask)
     if len(_CALLS) > _KEPT:
         _CALLS.pop(next(iter(_CALLS)), None)
 

@@ -11,9 +11,11 @@ from triton.experimental.gluon import language as gl
 
 from ..tile import _ALIBI, _BITS, _NONE, _SPANS, _TENSOR, bias_rows, bias_tile, seat
 from . import asm
-from .fold import OUTSIDE, UNSET
+from .fold import UNSET
 from .walk import ROWS
 from .walk import place as nth_place
+
+OUTSIDE = gl.constexpr(asm.OUTSIDE)
 
 
 class Task(NamedTuple):

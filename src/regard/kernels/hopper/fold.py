@@ -12,7 +12,7 @@ from . import asm
 from .walk import ROWS
 
 EIGHT = gl.constexpr(8)
-BEHIND, OUTSIDE, UNSET = gl.constexpr(asm.BEHIND), gl.constexpr(asm.OUTSIDE), gl.constexpr(asm.UNSET)
+BEHIND, UNSET = gl.constexpr(asm.BEHIND), gl.constexpr(asm.UNSET)
 LOG2, TANH = gl.constexpr(asm.LOG2), gl.constexpr(asm.TANH)
 BF16, FP16 = gl.constexpr(asm.pair("bf16")), gl.constexpr(asm.pair("f16"))
 
@@ -86,7 +86,7 @@ def shrink(O, a, OL: gl.constexpr):
 
 
 @gluon.jit
-def before(x):
+def bits_before(x):
     """The places of a thread that are before place x, as bits; 0, 1, 8, 9, 16, … are its places."""
     count = gl.minimum(gl.maximum((x >> 3) * 2 + gl.minimum(x & 7, 2), 0), 32)
     return gl.where(count < 32, (1 << (count & 31)) - 1, -1)
@@ -98,8 +98,8 @@ def veil(S, where, lo, hi, slot, i, j0, MASK: gl.constexpr):
 
     A key is its place among the keys of its thread, a constant, and where the thread begins: two of eight keys are a
     thread's. So the end of the keys costs a comparison with a constant, and a bit a test with one; of spans, the keys of a
-    row that a thread has are made one word of bits. The selection is one piece of
-    PTX, which the compiler cannot tear apart to keep the comparisons of a whole tile.
+    row that a thread has are made one word of bits. The selection is one piece of PTX, which the compiler cannot tear
+    apart to keep the comparisons of a whole tile.
     """
     BN: gl.constexpr = S.shape[1]
     c = gl.arange(0, BN, gl.SliceLayout(0, S.type.layout))  # [BN]
@@ -118,7 +118,7 @@ def veil(S, where, lo, hi, slot, i, j0, MASK: gl.constexpr):
     elif MASK == _NONE:
         S = gl.inline_asm_elementwise(BEHIND, "=f,f,r,r", [S, c, hi[:, None] - begin[None, :]], gl.float32, True, 1)
     else:
-        word = before(hi[:, None] - begin[None, :]) & ~before(lo[:, None] - begin[None, :])  # [ROWS, BN]: one of each row of a thread
+        word = bits_before(hi[:, None] - begin[None, :]) & ~bits_before(lo[:, None] - begin[None, :])  # [ROWS, BN]: one of each row of a thread
         S = gl.inline_asm_elementwise(UNSET, "=f,f,r,r", [S, word, (c * 0 + 1) << (c // 8 * 2 + c % 2)], gl.float32, True, 1)
     return S
 

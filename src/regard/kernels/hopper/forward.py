@@ -2,7 +2,7 @@
 
 One warp copies blocks of K and V into shared memory. Each warp group holds 64 rows; while it folds the logits of one
 block into m, l, e, the tensor cores multiply O += P V of the block before. Blocks that hide something come first, from the
-last one backwards, then those that all rows see whole: so of a causal mask a group masks the one block that it begins with,
+last one backwards, then those that all rows see whole: so of a causal mask a group masks the block that it begins with,
 which has no P V beside it. Letters and units are the portable kernel's.
 
 A tensor has power-of-two sides here. So a dim of 96 or 192 is taken in two chunks, A and B: S is the sum of two products,
@@ -174,8 +174,6 @@ def meet(t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, bar
         j0 = b * BN  # of a full block every value is clean
         lo, hi = span_rows(where, item, h, i, n, M, MASK)  # each time, so that they take no registers in full blocks
     S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
-    if MASKED and GROUPS == 3 and not ENTROPY:  # there already; but behind a loop the assembler does not compare before S is there, and pack that
-        mbarrier.wait(k_ready.index(stage), parity)
     mbarrier.arrive(k_free.index(stage))
     BESIDE: gl.constexpr = GROUPS == 2 or not ENTROPY  # whether the fold runs beside the group's own product
     if not BESIDE:

@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..blocks import BITS, SIDE
+from ..blocks import BITS, SIDE, Where
 from ..parts import INTERPRETED, PLAIN
 from ..work import Found, Work
 from . import again
@@ -61,15 +62,25 @@ def attend(w: Work, entropy: bool, tile: Tile | None = None, section: int | None
     key = again.like(w, entropy, tile) if section is None else None
     call = again.remembered(key, w)
     if call is not None:
-        call.start(w, found)
+        call.start(w, found, _where(w, tile), _counter(w, tile))
         return found
     args, options = forward_arguments(w, found, entropy, tile, section)
     programs = cdiv(N, tile.BM) * L * H
     if tile.persistent:
         programs = min(programs, multiprocessors(w.query.device))
     compiled = forward[(programs,)](*args, **options)
-    again.remember(key, compiled, programs, forward.arg_names, args, options, w, tile)
+    again.remember(key, w, compiled, programs, forward.arg_names, args, options)
     return found
+
+
+def _where(w: Work, tile: Tile) -> Where:
+    """What the mask's layout says of the tile's blocks; waits for the stream that made it."""
+    return w.layout.by_rows(tile.BM, tile.BN, tile.before(w.rows[2]))
+
+
+def _counter(w: Work, tile: Tile) -> Tensor | None:
+    """Where programs that take one block of rows after the other count them."""
+    return torch.zeros(1, dtype=torch.int32, device=w.query.device) if tile.persistent else None
 
 
 def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -84,8 +95,8 @@ def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section:
     args = (
         *described(w.query, ROWS, DA, DB), *described(w.key, tile.BN, DA, DB), *described(w.value, tile.BN, EA, EB), *out,
         found.output, found.lse, found.max_logit, found.spread, found.entropy, found.output.stride()[:3], w.scale, w.scales, w.softcap or 0.0,
-        w.sink, w.bias, w.layout.by_rows(tile.BM, tile.BN, tile.before(N)), w.drop, N, w.m, E, blocks, L * H, H, w.groups, section or room(w),
-        again.counter(w) if tile.persistent else None,
+        w.sink, w.bias, _where(w, tile), w.drop, N, w.m, E, blocks, L * H, H, w.groups, section or room(w),
+        _counter(w, tile),
     )  # fmt: skip
     kinds = {name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}
     options = {
