@@ -144,6 +144,24 @@ def test_blocks_of_bits_have_no_more_keys_than_a_word_list() -> None:
         launch.forward_arguments(w, found, False, configs.Tile(2, 256, 2, 240))
 
 
+def argument(name: str, w: Work) -> Any:
+    """What the forward is called with under a name."""
+    found = Found(w.value.new_empty(*w.rows, w.value.shape[3]), *(torch.empty(w.rows) for _ in range(4)))
+    return launch.forward_arguments(w, found, False, launch.tile_for(w))[0][launch.forward.arg_names.index(name)]
+
+
+def test_where_three_groups_do_not_fit_the_first_block_of_rows_is_the_short_one() -> None:
+    """300 rows are 64 too few for two blocks of 192: the first has 128, the second all others."""
+    bounds = argument("where", work(64, "spans")).bounds  # causal: the first block, the full ones, one behind the last
+    assert bounds.flatten()[:8].tolist() == [0, 0, 0, 1, 0, 0, 1, 3]
+
+
+@pytest.mark.parametrize(("dim", "counts"), [(64, True), (128, True), (256, False)])
+def test_programs_that_take_many_blocks_of_rows_have_a_counter_of_zero(dim: int, counts: bool) -> None:
+    counter = argument("counter", work(dim, "spans"))
+    assert counter.tolist() == [0] if counts else counter is None
+
+
 def in_loops(kernel: Any) -> list[str]:
     """The instructions of each loop that multiplies, as the assembler has ordered them."""
     labels, code, loops = {}, [], []
