@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["lost_operands"]
+__all__ = ["inner_loops", "lines", "loops", "lost_operands"]
 
 
 class Line(NamedTuple):
@@ -14,14 +14,32 @@ class Line(NamedTuple):
 
 
 def lines(sass: str) -> list[Line]:
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass)
-    return [Line(int(at, 16), text) for at, text in found]
+    """The instructions, and where a branch names a label, the address it stands for."""
+    code: list[Line] = []
+    labels: dict[str, int] = {}
+    waiting: list[str] = []  # labels of the instruction to come
+    for label, at, text in re.findall(r"^\s*(\.\w+):|/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE):
+        if label:
+            waiting.append(label)
+        else:
+            labels |= dict.fromkeys(waiting, int(at, 16))
+            waiting.clear()
+            code.append(Line(int(at, 16), text))
+    return [Line(at, re.sub(r"`\((\.\w+)\)", lambda name: hex(labels[name[1]]), text)) for at, text in code]
 
 
 def loops(code: list[Line]) -> list[tuple[int, int]]:
     """First and last address of every loop: a branch that goes back."""
     jumps = ((line.at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line.text)) for line in code)
-    return [(int(to.group(1), 16), at) for at, to in jumps if to and int(to.group(1), 16) <= at]
+    return [(int(to.group(1), 16), at) for at, to in jumps if to and int(to.group(1), 16) < at]
+
+
+def inner_loops(sass: str) -> list[list[str]]:
+    """The instructions of each loop that has no other in it."""
+    code = lines(sass)
+    known = loops(code)
+    inner = [(a, b) for a, b in known if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in known)]
+    return [[line.text for line in code if a <= line.at <= b] for a, b in inner]
 
 
 _WIDTHS = {"LDSM.16.M88.4": 4, ".128": 4, ".64": 2}

@@ -18,6 +18,7 @@ from regard.kernels.parts import ALIBI, INTERPRETED, PLAIN, TENSOR, Dropped
 from regard.kernels.work import Found, Work
 from regard.layout import _words
 from regard.layout import layout as layout_of
+from sass import inner_loops
 
 DIMS = (64, 96, 128, 192, 256)
 KINDS = ("plain", "spans", "bits", "bias")
@@ -162,28 +163,11 @@ def test_programs_that_take_many_blocks_of_rows_have_a_counter_of_zero(dim: int,
     assert counter.tolist() == [0] if counts else counter is None
 
 
-def in_loops(kernel: Any) -> list[str]:
-    """The instructions of each loop that multiplies, as the assembler has ordered them."""
-    labels, code, loops = {}, [], []
-    for line in machine_code(kernel).splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        if found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(found[1])
-    for at, text in enumerate(code):
-        back = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
-        if back and labels.get(back[1], at) < at:
-            loops.append((labels[back[1]], at))
-    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
-    bodies = ["\n".join(code[a : b + 1]) for a, b in inner]
-    return [body for body in bodies if "HGMMA" in body]
-
-
 @compiles
 def test_in_a_full_block_only_the_max_goes_between_threads_and_exponentials_run_beside_a_product(hopper: None) -> None:
     kernel = compiled(work(128, "spans"))  # one that is compiled anyway
-    loops = in_loops(kernel)
-    full = min(loops, key=len)
+    loops = ["\n".join(loop) for loop in inner_loops(machine_code(kernel))]
+    full = min((loop for loop in loops if "HGMMA" in loop), key=len)
     assert full.count("SHFL") == 4
     assert not re.search(r"\b(LDS|STS|LDL|STL)\b", full)
     before, after = full.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")

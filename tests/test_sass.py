@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sass import lost_operands
+from sass import inner_loops, lost_operands
 
 LOOP = """
         /*0100*/                   LDSM.16.M88.4 R152, [R194] ;
@@ -27,3 +27,10 @@ def test_an_operand_that_stays_or_is_filled_again_is_right() -> None:
 def test_a_load_of_several_registers_overwrites_them_all() -> None:
     assert lost_operands(LOOP.format(fill="NOP", after="LDS.128 R152, [R3]"))
     assert lost_operands(LOOP.format(fill="NOP", after="LDS.64 R150, [R3]")) == []
+
+
+def test_a_loop_is_found_by_its_label_too() -> None:
+    sass = LOOP.format(fill="NOP", after="FMUL R153, R68, UR15").replace("        /*0110*/", ".L_x_3:\n        /*0110*/")
+    labelled = sass.replace("BRA 0x110", "BRA `(.L_x_3)")
+    assert lost_operands(labelled) == lost_operands(sass) != []
+    assert [len(loop) for loop in inner_loops(labelled)] == [4]
