@@ -30,7 +30,9 @@ def test_a_load_of_several_registers_overwrites_them_all() -> None:
 
 
 def test_a_loop_is_found_by_its_label_too() -> None:
-    sass = LOOP.format(fill="NOP", after="FMUL R153, R68, UR15").replace("        /*0110*/", ".L_x_3:\n        /*0110*/")
+    sass = LOOP.format(fill="NOP", after="FMUL R153, R68, UR15").replace(
+        "        /*0110*/", ".L_x_3:\n        /*0110*/"
+    )
     labelled = sass.replace("BRA 0x110", "BRA `(.L_x_3)")
     assert lost_operands(labelled) == lost_operands(sass) != []
     assert [len(loop) for loop in inner_loops(labelled)] == [4]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ROWS", "Tile", "cdiv", "chunks", "config", "copying", "overridden"]
+__all__ = ["MUCH", "ROWS", "Tile", "cdiv", "chunks", "config", "copying", "overridden"]
 
 ROWS = 64  # query rows of one warp group
+MUCH = 14  # bits by which a logit may be above the level that its weight is told from; 2^16 is too much for float16
 
 
 class Tile(NamedTuple):

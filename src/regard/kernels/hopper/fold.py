@@ -9,9 +9,13 @@ from triton.experimental.gluon import language as gl
 
 from ..tile import _BITS, _NONE, DEEP, LOG2E, kept, logits
 from . import asm
+from .configs import MUCH
 from .walk import ROWS
 
 EIGHT = gl.constexpr(8)
+WARPS = gl.constexpr(4)
+MUCH_BITS = gl.constexpr((127 + MUCH) << 23)  # of 2^MUCH
+ONE_BITS = gl.constexpr(127 << 23)
 BEHIND, UNSET = gl.constexpr(asm.BEHIND), gl.constexpr(asm.UNSET)
 LOG2, TANH = gl.constexpr(asm.LOG2), gl.constexpr(asm.TANH)
 BF16, FP16 = gl.constexpr(asm.pair("bf16")), gl.constexpr(asm.pair("f16"))
@@ -51,15 +55,52 @@ def summed(X, like):
 
 
 @gluon.jit
-def fold(S, m, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.constexpr):
+def beside(x, parts):
+    """A number of each row, x [ROWS], as parts [ROWS, 8] lie: [ROWS, 1]."""
+    return gl.convert_layout(x, gl.SliceLayout(1, parts.type.layout))[:, None]
+
+
+@gluon.jit
+def higher(top, P):
+    """The larger of `top` [ROWS, 8] and of weights P [ROWS, BN] over every eighth key, as the bits of float32.
+
+    The bits of numbers that are not negative have the order of the numbers, and the chip compares three integers at once.
+    """
+    bits = P.to(gl.int32, bitcast=True)
+    return gl.maximum(top, gl.max(bits.reshape([ROWS, P.shape[1] // EIGHT, EIGHT]), 1))
+
+
+@gluon.jit
+def leaped(top):
+    """1 if some weight of the group is above 2^MUCH, else 0: a logit was so far above the level of its row."""
+    of_warps = gl.max(top.reshape([WARPS, ROWS // WARPS * EIGHT]), 1)
+    return (gl.max(of_warps, 0) > MUCH_BITS).to(gl.int32)
+
+
+@gluon.jit
+def weigh(S, m, l, e, top, unit, ENTROPY: gl.constexpr):
+    """Fold logits S [ROWS, BN] into l, e and top [ROWS, 8] from a level m [ROWS] that stays, whatever they are: the weights P."""
+    T = S * unit - m[:, None]  # [ROWS, BN]
+    P = gl.exp2(T)
+    if ENTROPY:
+        e = e + parts(P * T)
+    return P, l + parts(P), e, higher(top, P)
+
+
+@gluon.jit
+def fold(S, m, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.constexpr, RARELY: gl.constexpr):
     """Fold logits S [ROWS, BN], −inf where hidden, into m [ROWS] and l, e [ROWS, 8]: the weights P, and what rescales the past.
 
     l and e stay in parts, each the sum over its keys: a thread adds them up by itself, and rows meet once, at the end.
+    RARELY: m rises only for a weight above 2^MUCH, told from it. Of rows for which it stays all is to the bit as from `weigh`.
     """
-    peak = gl.max(S, 1)  # [ROWS]
+    high = gl.max(S, 1)  # [ROWS]
+    peak = high
     if FAST:
-        peak = peak * unit  # log2 units; else natural ones
+        peak = high * unit  # log2 units; else natural ones
     m_new = gl.maximum(m, peak)
+    if RARELY:
+        m_new = gl.where(gl.exp2(high * unit - m).to(gl.int32, bitcast=True) > MUCH_BITS, peak, m)
     if FAST:
         T = S * unit - m_new[:, None]  # [ROWS, BN]
         down = m - m_new  # [ROWS]
@@ -71,10 +112,9 @@ def fold(S, m, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.
     down = gl.maximum(down, DEEP)
     P = gl.exp2(T)  # [ROWS, BN]
     a = gl.exp2(down)  # [ROWS]
-    each = gl.convert_layout(a, gl.SliceLayout(1, l.type.layout))[:, None]  # [ROWS, 1]
+    each = beside(a, l)  # [ROWS, 1]
     if ENTROPY:
-        by = gl.convert_layout(down, gl.SliceLayout(1, l.type.layout))[:, None]
-        e = each * (e + by * l) + parts(P * T)
+        e = each * (e + beside(down, l) * l) + parts(P * T)
     l = each * l + parts(P)
     return P, m_new, l, e, a
 

@@ -36,9 +36,39 @@ from ..tile import (
     span_rows,
 )
 from .configs import copying
-from .fold import fold, operand, packed, parts, scored, shrink, summed, veil
+from .fold import (
+    ONE_BITS,
+    beside,
+    fold,
+    higher,
+    leaped,
+    log2,
+    operand,
+    packed,
+    parts,
+    scored,
+    shrink,
+    summed,
+    veil,
+    weigh,
+)
 from .layouts import product
-from .walk import PLAN, ROWS, advance, block_at, copy, new_barriers, place, row_of, seats_of, share_of, told, walk_of
+from .walk import (
+    LEFT,
+    PLAN,
+    ROWS,
+    advance,
+    block_at,
+    copy,
+    new_barriers,
+    note,
+    place,
+    row_of,
+    seats_of,
+    share_of,
+    told,
+    walk_of,
+)
 
 PIECE = gl.constexpr(16)  # values that are cleaned together
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -151,12 +181,12 @@ def ended(O, R, EB: gl.constexpr):
 
 
 @gluon.jit
-def meet(t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit, cap,
+def meet(t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit, cap,
          bias, where, drop, n, M, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr,
          STAGES: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
          ENTROPY: gl.constexpr, DROP: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
-         RL: gl.constexpr, MASKED: gl.constexpr):
-    """The logits of the t-th block, while the values of the one before it are multiplied."""
+         RL: gl.constexpr, LEVELLED: gl.constexpr, MASKED: gl.constexpr, BLIND: gl.constexpr):
+    """The logits of the t-th block, while the values of the one before it are multiplied; BLIND: m stays, whatever they are."""
     Q, QB, K, KB, V, VB = X
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     first, full, until, whole, total = met_by
@@ -178,18 +208,25 @@ def meet(t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, bar
     BESIDE: gl.constexpr = GROUPS == 2 or not ENTROPY  # whether the fold runs beside the group's own product
     if not BESIDE:
         mbarrier.wait(v_ready.index(stage), parity)
+        O, R = ended(O, R, EB)
     S, show = judge(S, i, j, b * BN, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, MASKED)
     seen, dirty = unseen(show, where, spotless, item, h, j0, M, BN, MASK, BIAS, MASKED)
-    P, m, l, e, a = fold(S, m, l, e, unit, ENTROPY, FAST, HIDES)
+    if BLIND:
+        P, l, e, top = weigh(S, m, l, e, top, unit, ENTROPY)
+    else:
+        P, m, l, e, a = fold(S, m, l, e, unit, ENTROPY, FAST, HIDES, LEVELLED)
+        if LEVELLED:
+            top = gl.where(beside(a, l) < 1.0, ONE_BITS, higher(top, P))  # a new level is the largest logit itself
     if BESIDE:
         mbarrier.wait(v_ready.index(stage), parity)  # for the next turn; a loop here also keeps the assembler from waiting for O before the fold
-    O, R = ended(O, R, EB)
+        O, R = ended(O, R, EB)
     mbarrier.arrive(v_free.index(before))
-    O = shrink(O, a, OL)
-    if EB > 0:
-        R = shrink(R, a, RL)
+    if not BLIND:
+        O = shrink(O, a, OL)
+        if EB > 0:
+            R = shrink(R, a, RL)
     P = packed(P, keys, j, drop, V.dtype, DROP)
-    return O, R, P, m, l, e, seen, dirty, j0, stage, parity
+    return O, R, P, m, l, e, top, seen, dirty, j0, stage, parity
 
 
 @gluon.jit
@@ -210,9 +247,9 @@ def put(O, share, empty, out, strides, item, h, row, n, E, first, X, mine, D: gl
 
 
 @gluon.jit
-def write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA: gl.constexpr,
+def write(O, R, m, l, e, top, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA: gl.constexpr,
           DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, MASK: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
-          DROP: gl.constexpr, SINK: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr):
+          DROP: gl.constexpr, SINK: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr, LEVELLED: gl.constexpr):
     """The output of a group's rows, and what is told of each row."""
     output, lse, peak, spread, entropy = out
     l = summed(l, m)
@@ -223,12 +260,16 @@ def write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, dro
     share = l * 0.0 + kept_factor  # [ROWS] by which O is multiplied
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
-    natural = m  # [ROWS] the largest logit
+    level = m  # [ROWS] in natural units
     if FAST:
-        natural = m * LN2
+        level = m * LN2
+    natural = level  # [ROWS] the largest logit
+    if LEVELLED:
+        above = log2(gl.convert_layout(gl.max(top, 1), m.type.layout).to(gl.float32, bitcast=True))
+        natural = (m + above) * LN2
     whole = l
     if SINK:
-        whole = l + gl.exp2((gl.load(sinks + h) - natural) * LOG2E)  # the sink's share of the denominator
+        whole = l + gl.exp2((gl.load(sinks + h) - level) * LOG2E)  # the sink's share of the denominator
     share = share / whole
     put(O, share, empty, output, strides, item, h, row, n, E, 0, X[0], mine, DA, EA, MASK, DESCRIBED, OL)
     if EB > 0:
@@ -241,10 +282,10 @@ def write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, dro
             tma_store(described[7], [item, h, row, EA], X[1].index(mine))
     at = (item.to(gl.int64) * heads + h) * n + i
     ln_l = gl.log2(l) * LN2
-    above = ln_l + off_by(m, natural, empty, FAST)
-    gl.store(lse + at, gl.where(empty, float("-inf"), natural + above), mask=i < n)
+    rest = ln_l + off_by(m, natural, empty, FAST)
+    gl.store(lse + at, gl.where(empty, float("-inf"), natural + rest), mask=i < n)
     gl.store(peak + at, gl.where(empty, float("-inf"), natural), mask=i < n)
-    gl.store(spread + at, above, mask=i < n)
+    gl.store(spread + at, rest, mask=i < n)
     if ENTROPY:
         gl.store(entropy + at, ln_l - e / l * LN2, mask=i < n)
 
@@ -262,6 +303,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
     SL: gl.constexpr = product(BN)
     OL: gl.constexpr = product(EA)
     RL: gl.constexpr = product(EB if EB > 0 else EA)
+    LEVELLED: gl.constexpr = FAST and PERSISTENT
     SR: gl.constexpr = gl.SliceLayout(1, SL)
     none = gl.zeros([ROWS, BN], gl.float32, SL)
     stage = 0
@@ -273,18 +315,20 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
     spotless = 1
     if MASK != _NONE and BIAS == _PLAIN:
         spotless = gl.load(where.spotless)
+    begun = False
     if PERSISTENT:
         mbarrier.wait(q_ready.index(0), 0)
     while tile < blocks * owners:
+        again = 0
         if PERSISTENT:
-            block, item, h, first, full, until, total, start, entire = seats_of(plan, q_stage * PLAN, G)
+            again, item, h, first, full, until, total, row, start, entire = seats_of(plan, q_stage * PLAN, G)
             whole = until - full
         else:
             block, own = place(tile, blocks, owners, section)
             item, h = own // heads, own % heads
             first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
-            start, entire = share_of(where, item, h, row_of(block, n, blocks, G, GROUPS), first, full, whole, total, n, BN, MASK)
-        row = row_of(block, n, blocks, G, GROUPS)
+            row = row_of(block, n, blocks, G, GROUPS)
+            start, entire = share_of(where, item, h, row, first, full, whole, total, n, BN, MASK)
         i = row + gl.arange(0, ROWS, SR)  # [ROWS]
         if SCALES:
             scale = gl.load(scales + h)
@@ -296,6 +340,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         m = gl.full([ROWS], LOWEST, gl.float32, SR)
         l = parts(none)  # zeros
         e = l
+        top = gl.full([ROWS, 8], ONE_BITS, gl.int32, l.type.layout)  # the largest weights, told from m
         O = gl.zeros([ROWS, EA], gl.float32, OL)
         R = 0
         if EB > 0:
@@ -326,38 +371,59 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             if begin < entire:
                 S = veil(S, where, lo, hi, slot, i, j0, MASK)
         seen, dirty = unseen(show, where, spotless, item, h, j0, M, BN, MASK, BIAS, True)
-        P, m, l, e, a = fold(S, m, l, e, unit, ENTROPY, FAST, True)
+        P, m, l, e, a = fold(S, m, l, e, unit, ENTROPY, FAST, True, False)
         P = packed(P, keys, j, drop, V.dtype, DROP)
         mbarrier.wait(v_ready.index(stage), parity)
         if PERSISTENT:
-            if tile > gl.program_id(0):  # by now the rows before have been written from where their queries were
+            if begun:  # by now the rows before have been written from where their queries were
                 tma.store_wait(0)
                 mbarrier.arrive(q_free.index(q_stage ^ 1))
 
         met_by = (first, full, until, whole, total)
         if MASK != _NONE:  # without a mask the first block alone may hide something
             for t in range(begin + 1, entire):
-                O, R, P, m, l, e, seen, dirty, j0, stage, parity = meet(
-                    t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
-                    cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, True)
+                O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
+                    t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
+                    cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, LEVELLED, True, False)
         if BIAS == _PLAIN:  # the values of full blocks are clean
             tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, True)
-        for t in range(gl.maximum(begin + 1, entire), count):
-            O, R, P, m, l, e, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, l, e, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
-                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, False)
+        clear = gl.maximum(begin + 1, entire)  # the first block that hides nothing
+        blind = count
+        if LEVELLED:
+            blind = gl.where(again > 0, count, gl.minimum(clear + (MASK != _NONE), count))
+        for t in range(clear, blind):
+            O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
+                t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
+                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, LEVELLED, False, False)
+        if LEVELLED:
+            for t in range(blind, count):
+                O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
+                    t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
+                    cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, LEVELLED, False, True)
 
         clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, False)
         O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
         O, R = ended(O, R, EB)
         mbarrier.arrive(v_free.index(stage))
         stage, parity = advance(stage, parity, STAGES)
-        write(O, R, m, l, e, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, MASK, FAST, ENTROPY,
-              DROP, SINK, DESCRIBED, OL, RL)
+        if LEVELLED:
+            left = gl.where(again > 0, 0, leaped(top))
+            note(plan, q_stage * PLAN + LEFT + G, left, 4)
+            row = gl.where(left > 0, blocks * GROUPS * ROWS, row)  # nothing is written of rows that come again
+            i = row + gl.arange(0, ROWS, SR)
+        write(O, R, m, l, e, top, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, MASK, FAST, ENTROPY,
+              DROP, SINK, DESCRIBED, OL, RL, LEVELLED)
+        begun = True
         if PERSISTENT:
             q_stage, q_parity = advance(q_stage, q_parity, QS)
             mbarrier.wait(q_ready.index(q_stage), q_parity)
-            tile = told(plan, q_stage * PLAN)
+            tile = told(plan, q_stage * PLAN, 4)
+            if tile == blocks * owners:  # nothing to do: the copying warp waits for what was left of the last rows
+                tma.store_wait(0)
+                mbarrier.arrive(q_free.index(q_stage ^ 1))
+                q_stage, q_parity = advance(q_stage, q_parity, QS)
+                mbarrier.wait(q_ready.index(q_stage), q_parity)
+                tile = told(plan, q_stage * PLAN, 4)
         else:
             tile = blocks * owners
     if DESCRIBED:

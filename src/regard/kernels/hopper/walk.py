@@ -13,7 +13,8 @@ from . import asm
 from .configs import ROWS as _ROWS
 
 ROWS = gl.constexpr(_ROWS)
-PLAN = gl.constexpr(16)  # numbers that are noted of a block of rows
+PLAN = gl.constexpr(20)  # numbers that are noted of a block of rows
+SHARES, LEFT = gl.constexpr(8), gl.constexpr(17)  # where those of each group begin: three by the copying warp, one by the group
 TAKE, SPREAD = gl.constexpr(asm.TAKE), gl.constexpr(asm.SPREAD)
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
@@ -118,22 +119,24 @@ def block_at(where, t, first, full, until, whole, total, G: gl.constexpr, GROUPS
 
 
 @gluon.jit
-def note(plan, at, number):
-    """Leave a number for the groups, by the warp that copies."""
-    plan.index(at).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+def note(plan, at, number, WARPS: gl.constexpr):
+    """Leave a number in the plan, by so many warps."""
+    plan.index(at).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
 
 
 @gluon.jit
-def told(plan, at):
-    """A number that the copying warp has left."""
-    return gl.max(plan.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def told(plan, at, WARPS: gl.constexpr):
+    """A number of the plan, for so many warps."""
+    return gl.max(plan.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
 def seats_of(plan, at, G: gl.constexpr):
-    """What is noted of a block of rows: (block, item, head, first, full, until, how many, and the group's own: `share_of`)."""
-    return (told(plan, at + 1), told(plan, at + 2), told(plan, at + 3), told(plan, at + 4), told(plan, at + 5), told(plan, at + 6),
-            told(plan, at + 7), told(plan, at + 8 + 2 * G), told(plan, at + 9 + 2 * G))
+    """What is noted of a block of rows: (whether it comes again, item, head, first, full, until, how many, and the group's own:
+    its first row, and `share_of`)."""
+    own = at + SHARES + 3 * G
+    return (told(plan, at + 1, 4), told(plan, at + 2, 4), told(plan, at + 3, 4), told(plan, at + 4, 4), told(plan, at + 5, 4), told(plan, at + 6, 4),
+            told(plan, at + 7, 4), told(plan, own, 4), told(plan, own + 1, 4), told(plan, own + 2, 4))
 
 
 @gluon.jit
@@ -151,53 +154,74 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
     q_parity = 1
     QS: gl.constexpr = 2 if PERSISTENT else 1
     t = gl.program_id(0)
-    while t < blocks * owners:
-        block, own = place(t, blocks, owners, section)
-        item, h = own // heads, own % heads
-        kv = h // groups
-        first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
+    if PERSISTENT:
+        for u in gl.static_range(QS):
+            for g in gl.static_range(GROUPS):
+                note(plan, u * PLAN + LEFT + g, 0, 1)
+    idle = 0  # how many times in a row there was nothing to do
+    while idle < 2:
+        now = t
+        again = 0
+        at = q_stage * PLAN
         if PERSISTENT:
             mbarrier.wait(q_free.index(q_stage), q_parity)
-            at = q_stage * PLAN
-            note(plan, at, t)
-            note(plan, at + 1, block)
-            note(plan, at + 2, item)
-            note(plan, at + 3, h)
-            note(plan, at + 4, first)
-            note(plan, at + 5, full)
-            note(plan, at + 6, until)
-            note(plan, at + 7, total)
             for g in gl.static_range(GROUPS):
-                start, entire = share_of(where, item, h, row_of(block, n, blocks, g, GROUPS), first, full, whole, total, n, BN, MASK)
-                note(plan, at + 8 + 2 * g, start)
-                note(plan, at + 9 + 2 * g, entire)
-            after = gl.inline_asm_elementwise(TAKE, "=r,l", [counter], gl.int32, False, 1)  # there when it is needed
-        now = q_ready.index(q_stage)
-        mbarrier.expect(now, GROUPS * ROWS * (DA + DB) * 2)
-        for g in gl.static_range(GROUPS):
-            row = row_of(block, n, blocks, g, GROUPS)
-            tma_load(q, [item, h, row, 0], now, Q.index(q_stage * GROUPS + g))
-            if DB > 0:
-                tma_load(qb, [item, h, row, DA], now, QB.index(q_stage * GROUPS + g))
+                again |= told(plan, at + LEFT + g, 1)
+            now = gl.where(again > 0, told(plan, at, 1), t)
+        if now < blocks * owners:
+            block, own = place(now, blocks, owners, section)
+            item, h = own // heads, own % heads
+            kv = h // groups
+            first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
+            after = 0
+            if PERSISTENT:
+                note(plan, at, now, 1)
+                note(plan, at + 1, again, 1)
+                note(plan, at + 2, item, 1)
+                note(plan, at + 3, h, 1)
+                note(plan, at + 4, first, 1)
+                note(plan, at + 5, full, 1)
+                note(plan, at + 6, until, 1)
+                note(plan, at + 7, total, 1)
+                for g in gl.static_range(GROUPS):
+                    row = row_of(block, n, blocks, g, GROUPS)
+                    if again > 0:
+                        row = gl.where(told(plan, at + LEFT + g, 1) > 0, row, blocks * GROUPS * ROWS)  # a group that is done has none
+                    start, entire = share_of(where, item, h, row, first, full, whole, total, n, BN, MASK)
+                    own_at = at + SHARES + 3 * g
+                    note(plan, own_at, row, 1)
+                    note(plan, own_at + 1, start, 1)
+                    note(plan, own_at + 2, entire, 1)
+                if again == 0:
+                    after = gl.inline_asm_elementwise(TAKE, "=r,l", [counter], gl.int32, False, 1)  # there when it is needed
+            ready = q_ready.index(q_stage)
+            mbarrier.expect(ready, GROUPS * ROWS * (DA + DB) * 2)
+            for g in gl.static_range(GROUPS):
+                row = row_of(block, n, blocks, g, GROUPS)
+                tma_load(q, [item, h, row, 0], ready, Q.index(q_stage * GROUPS + g))
+                if DB > 0:
+                    tma_load(qb, [item, h, row, DA], ready, QB.index(q_stage * GROUPS + g))
+            for s in range(gl.maximum(total, 1)):
+                b, slot = block_at(where, s, first, full, until, whole, total, 0, GROUPS, MASK)
+                mbarrier.wait(k_free.index(stage), parity)
+                mbarrier.expect(k_ready.index(stage), BN * (DA + DB) * 2)
+                tma_load(k, [item, kv, b * BN, 0], k_ready.index(stage), K.index(stage))
+                if DB > 0:
+                    tma_load(kb, [item, kv, b * BN, DA], k_ready.index(stage), KB.index(stage))
+                mbarrier.wait(v_free.index(stage), parity)
+                mbarrier.expect(v_ready.index(stage), BN * (EA + EB) * 2)
+                tma_load(v, [item, kv, b * BN, 0], v_ready.index(stage), V.index(stage))
+                if EB > 0:
+                    tma_load(vb, [item, kv, b * BN, EA], v_ready.index(stage), VB.index(stage))
+                stage, parity = advance(stage, parity, STAGES)
+            idle = 0
+            if PERSISTENT:
+                if again == 0:
+                    t = gl.num_programs(0) + gl.inline_asm_elementwise(SPREAD, "=r,r", [after], gl.int32, False, 1)
+            else:
+                idle = 2
+        else:  # once so that the groups tell of the block before; then, if they left nothing, there is no more
+            note(plan, at, blocks * owners + idle, 1)
+            mbarrier.arrive(q_ready.index(q_stage))
+            idle += 1
         q_stage, q_parity = advance(q_stage, q_parity, QS)
-        for s in range(gl.maximum(total, 1)):
-            b, slot = block_at(where, s, first, full, until, whole, total, 0, GROUPS, MASK)
-            mbarrier.wait(k_free.index(stage), parity)
-            mbarrier.expect(k_ready.index(stage), BN * (DA + DB) * 2)
-            tma_load(k, [item, kv, b * BN, 0], k_ready.index(stage), K.index(stage))
-            if DB > 0:
-                tma_load(kb, [item, kv, b * BN, DA], k_ready.index(stage), KB.index(stage))
-            mbarrier.wait(v_free.index(stage), parity)
-            mbarrier.expect(v_ready.index(stage), BN * (EA + EB) * 2)
-            tma_load(v, [item, kv, b * BN, 0], v_ready.index(stage), V.index(stage))
-            if EB > 0:
-                tma_load(vb, [item, kv, b * BN, EA], v_ready.index(stage), VB.index(stage))
-            stage, parity = advance(stage, parity, STAGES)
-        if PERSISTENT:
-            t = gl.num_programs(0) + gl.inline_asm_elementwise(SPREAD, "=r,r", [after], gl.int32, False, 1)
-        else:
-            t = blocks * owners
-    if PERSISTENT:  # no more
-        mbarrier.wait(q_free.index(q_stage), q_parity)
-        note(plan, q_stage * PLAN, t)
-        mbarrier.arrive(q_ready.index(q_stage))

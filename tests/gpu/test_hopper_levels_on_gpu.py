@@ -1,0 +1,162 @@
+"""Logits far above the level that their weights are told from, on Hopper: such rows come again, others keep their bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from contract_cases import agree, plain_results, results, truth
+from gpu.test_hopper_on_gpu import N, of_bits, pytestmark  # noqa: F401
+from gpu.test_kernels_on_gpu import DEVICE, HALVES, ROWS, inputs, random, same_bits
+from regard.kernels.hopper import again, launch
+from regard.kernels.hopper.configs import MUCH
+
+SIZES = (600, 1150)
+MUCH_NATS = MUCH * math.log(2)
+
+
+def needle(height: float, at: float) -> Callable[[int], Tensor]:
+    """One logit above all others."""
+
+    def made(m: int) -> Tensor:
+        logits = torch.zeros(m)
+        logits[int(at * (m - 1))] = height
+        return logits
+
+    return made
+
+
+# What is added to the logits of each key.
+PROFILES: dict[str, Callable[[int], Tensor]] = {
+    "rising": lambda m: torch.linspace(0, 60, m),
+    "steeply rising": lambda m: torch.linspace(-300, 300, m),
+    "falling": lambda m: torch.linspace(60, 0, m),
+    "up and down": lambda m: 40 * torch.linspace(0, 30, m).sin(),
+    "a needle": needle(MUCH_NATS + 4, 0.7),
+    "about as much as may be": needle(MUCH_NATS, 0.7),
+    "a needle beyond float32": needle(200, 0.7),
+    "a needle at the end": needle(30, 1),
+}
+
+
+def holed(n: int, m: int) -> Tensor:
+    """A mask that is no span, with blocks that hide nothing."""
+    seen = regard.causal(m - n).dense(n, m, device=DEVICE)
+    seen[:, 5] = False
+    return seen
+
+
+MASKS: dict[str, Callable[[int, int], Any]] = {
+    "full": lambda n, m: None,
+    "causal": lambda n, m: regard.causal(m - n),
+    "window": lambda n, m: regard.window(400, 100),
+    "bits": of_bits,
+    "bits with full blocks": holed,
+}
+
+
+def with_profile(
+    profile: Tensor, n: int, d: int, dtype: torch.dtype, rows: slice = slice(None), heads: int = 2
+) -> list[Tensor]:
+    """Query, key and value; of the rows named the profile is added to the logits, of others 0."""
+    query, key, value = (x.detach() for x in inputs(n, len(profile), d, 2, heads, heads, dtype))
+    query *= d**-0.5
+    query[..., 0], key[..., 0] = 0, profile.to(DEVICE, dtype)
+    query[..., rows, 0] = 1
+    return [x.requires_grad_() for x in (query, key, value)]
+
+
+def seen_by(tensors: list[Tensor], **kwargs: Any) -> list[Tensor]:
+    seen = regard.observe(*(x.detach() for x in tensors), scale=1.0, **kwargs, backend="triton")
+    return [getattr(seen, row) for row in ROWS]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_logits_that_leap_agree_with_float64(profile: str, mask: str, d: int, dtype: torch.dtype) -> None:
+    n, m = SIZES
+    tensors = with_profile(PROFILES[profile](m), n, d, dtype)
+    kwargs: dict[str, Any] = {"mask": MASKS[mask](n, m), "scale": 1.0}
+    if mask == "causal":
+        kwargs["sink"] = random(2, dtype=dtype, seed=5).requires_grad_()
+    written = {"mask": kwargs["mask"].dense(n, m, device=DEVICE)} if isinstance(kwargs["mask"], regard.Mask) else {}
+    true, true_grads = truth(tensors, kwargs)
+    ordinary, ordinary_grads = plain_results(tensors, kwargs | written)
+    found, grads = results("triton", tensors, kwargs)
+    agree(found, true, ordinary, 2, "result")
+    agree(grads, true_grads, ordinary_grads, 3, "gradient")
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("height", [MUCH_NATS - 0.1, MUCH_NATS + 0.1, 30.0, 200.0])
+def test_rows_that_do_not_leap_keep_their_bits(height: float, mask: str, d: int) -> None:
+    """Beside rows of their own group that do, as an item's and a head's other rows."""
+    n, m = SIZES
+    leaping = slice(5, None, 50)
+    tensors = with_profile(needle(height, 0.4)(m), n, d, torch.bfloat16, leaping)
+    without = with_profile(torch.zeros(m), n, d, torch.bfloat16, leaping)
+    others = [i for i in range(n) if (i - 5) % 50]
+    found, expected = (seen_by(x, mask=MASKS[mask](n, m)) for x in (tensors, without))
+    assert not torch.equal(found[1], expected[1])
+    assert same_bits([x[:, :, others] for x in found], [x[:, :, others] for x in expected])
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_logits_that_leap_have_the_same_bits_as_spans_as_a_tensor_and_with_nothing_observed(
+    profile: str, d: int
+) -> None:
+    n, m = SIZES
+    tensors = with_profile(PROFILES[profile](m), n, d, torch.bfloat16)
+    spans = seen_by(tensors, mask=regard.causal(m - n))
+    written = regard.causal(m - n).dense(n, m, device=DEVICE).expand(1, 1, n, m)
+    beside = torch.cat((written, of_bits(n, m).expand(1, 1, n, m)))
+    assert same_bits([x[:1] for x in seen_by(tensors, mask=beside)], [x[:1] for x in spans])
+    plain = regard.attention(*(x.detach() for x in tensors), scale=1.0, mask=regard.causal(m - n), backend="triton")
+    assert torch.equal(plain, spans[0])
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("rows", [slice(None), slice(3, None, 1111)], ids=["all", "some"])
+def test_programs_that_do_many_blocks_of_rows_again_change_no_bit(
+    rows: slice, mask: str, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many programs there are; so the first, the last and those between come again."""
+    n = 4 * N
+    tensors = with_profile(needle(25, 0.1)(n), n, d, torch.bfloat16, rows, heads=3)
+
+    def by(programs: int) -> list[Tensor]:
+        monkeypatch.setattr(launch, "multiprocessors", lambda device: programs)
+        monkeypatch.setattr(again, "_CALLS", {})
+        return seen_by(tensors, mask=MASKS[mask](n, n))
+
+    first = by(132)
+    for programs in (1, 2, 3, 50, 10**6):
+        assert same_bits(by(programs), first)
+    assert all(same_bits(by(132), first) for _ in range(20))
+    true = regard.observe(*(x.detach().float() for x in tensors), scale=1.0, mask=MASKS[mask](n, n), backend="chunked")
+    for x, row in zip(first, ROWS, strict=True):
+        assert (x - getattr(true, row)).norm() < 0.01 * getattr(true, row).norm()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_row_that_is_no_number_leaves_its_neighbours_their_bits(d: int) -> None:
+    n, m = SIZES
+    tensors = with_profile(torch.zeros(m), n, d, torch.bfloat16)
+    expected = seen_by(tensors)
+    with torch.no_grad():
+        tensors[0][:, :, 77] = math.nan
+    found = seen_by(tensors)
+    others = [i for i in range(n) if i != 77]
+    assert found[0][:, :, 77].isnan().all()
+    assert same_bits([x[:, :, others] for x in found], [x[:, :, others] for x in expected])
