@@ -1,4 +1,4 @@
-"""Logits far above the level that their weights are told from, on Hopper: such rows come again, others keep their bits."""
+"""Logits far above the level of their rows, on Hopper: such rows come again, and all others keep their bits."""
 
 from __future__ import annotations
 

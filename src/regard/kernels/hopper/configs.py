@@ -7,7 +7,7 @@ from typing import NamedTuple
 __all__ = ["MUCH", "ROWS", "Tile", "cdiv", "chunks", "config", "copying", "overridden"]
 
 ROWS = 64  # query rows of one warp group
-MUCH = 14  # bits by which a logit may be above the level that its weight is told from; 2^16 is too much for float16
+MUCH = 14  # bits by which a logit may be above the level of its row: float16 ends at 16, and the entropy has its digits
 
 
 class Tile(NamedTuple):
@@ -33,11 +33,11 @@ class Tile(NamedTuple):
 
 
 # (padded dim of keys, of values): the larger of the two counts. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
-# d128 652 and 625, with entropy 592 and 580; d64 523 and 511, with entropy 488 and 461; d256 745 and 750, with entropy 693 and
-# 686 (bench/results/gpu_forward.md). In earlier runs: with one block of rows a program d128 649 and 637, d64 496 and 482;
-# persistent, but dealt out in turns, d128 causal 571. Before sums stayed in the thread, d128 627 and 617; with 232 registers 617
-# and 610, rescaling O only where the max rose by much 618 and 616; d64 with two groups 450 and 447. Those of 96 and 192 were
-# chosen by shared memory and registers.
+# d128 762 and 717, with entropy 667 and 655; d64 561 and 554, with entropy 524 and 501; d256 736, with entropy 694
+# (bench/results/gpu_forward.md). In earlier runs, when the level rose with each block: d128 652 and 625, with entropy 592 and 580;
+# with one block of rows a program d128 649 and 637, d64 496 and 482; persistent, but dealt out in turns, d128 causal 571. Before
+# sums stayed in the thread, d128 627 and 617; with 232 registers 617 and 610; d64 with two groups 450 and 447. Those of 96 and 192
+# were chosen by shared memory and registers.
 _PLAIN: dict[int, Tile] = {
     64: Tile(3, 128, 3, 160, persistent=True),
     96: Tile(2, 128, 2, 240, persistent=True),

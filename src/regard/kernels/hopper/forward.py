@@ -5,6 +5,9 @@ block into m, l, e, the tensor cores multiply O += P V of the block before. Bloc
 last one backwards, then those that all rows see whole: so of a causal mask a group masks the block that it begins with,
 which has no P V beside it. Letters and units are the portable kernel's.
 
+In a persistent grid m is a level that mostly stays: the largest logit of the first block in which a row sees a key. Full blocks
+are folded blindly; a group in which a weight came above 2^MUCH leaves its rows, and they come again, with care.
+
 A tensor has power-of-two sides here. So a dim of 96 or 192 is taken in two chunks, A and B: S is the sum of two products,
 and the second half of O is a tile of its own, R. B is 0 where one chunk is enough.
 """
