@@ -23,7 +23,9 @@ from regard.layout import _words, layout
 from walking import MASKS, in_python, pointed
 
 CPU = torch.device("cpu")
-walk_of, share_of, entry_at, row_of = (in_python(x) for x in (walk.walk_of, walk.share_of, walk.entry_at, walk.row_of))
+walk_of, share_of, entry_at, row_of, blind_from = (
+    in_python(x) for x in (walk.walk_of, walk.share_of, walk.entry_at, walk.row_of, walk.blind_from)
+)
 
 
 class Part(NamedTuple):
@@ -31,6 +33,7 @@ class Part(NamedTuple):
     blocks: list[int]  # that the rows of its block meet, in the order of the kernel
     start: int  # from which of them on the group looks at them …
     entire: int  # … and takes them as they are
+    blind: int  # … and folds them without a look at their largest logit
 
 
 def part_of(made: Layout, groups: int, BN: int, item: int, head: int, block: int, group: int) -> Part:
@@ -40,7 +43,10 @@ def part_of(made: Layout, groups: int, BN: int, item: int, head: int, block: int
     row = row_of(block, made.n, -(-made.n // tile.BM), group, groups)
     own = share_of(where, item, head, row, first, full, whole, total, made.n, BN, made.kind)
     met = [entry_at(where, t, first, full, until, whole, total, made.kind)[0] for t in range(total)]
-    return Part(row, met, *own)
+    count = max(total, 1)
+    clear = max(min(own[0], count - 1) + 1, own[1])
+    assert blind_from(clear, count, whole, total, 1) == count  # of rows that come again, none
+    return Part(row, met, *own, blind_from(clear, count, whole, total, 0))
 
 
 def parts_of(made: Layout, groups: int, BN: int, item: int = 0, head: int = 0) -> list[Part]:
@@ -64,18 +70,20 @@ def check(made: Layout, truth: Tensor, groups: int, BN: int) -> list[list[int]]:
         for head in range(truth.shape[1]):
             parts = parts_of(made, groups, BN, item, head)
             assert [part.row for part in parts] == [at * ROWS for at in range(len(parts))]
-            for row, blocks, start, entire in parts:
+            for row, blocks, start, entire, blind in parts:
                 rows = truth[item, head, row : row + ROWS]
                 seen = {b for b, keys in enumerate(rows.split(BN, 1)) if keys.any()}
                 assert len(set(blocks)) == len(blocks)
                 assert turns(blocks) <= 1
-                assert 0 <= start <= entire <= max(len(blocks), 1)
+                assert 0 <= start <= entire <= blind <= max(len(blocks), 1)
                 assert seen <= set(blocks[start:])
                 assert len(rows) or start == max(len(blocks), 1)
                 for b in blocks[entire:]:
                     keys = rows[:, b * BN : (b + 1) * BN]
                     assert keys.shape[1] == BN
                     assert keys.all()
+                told = [rows[:, b * BN : (b + 1) * BN].any(1) for b in blocks[start:blind]]  # who has a level
+                assert not rows.any() or torch.stack(told).any(0).equal(rows.any(1))
                 every.append([b for b in blocks if b in seen])
     return every
 
@@ -103,6 +111,14 @@ def test_a_group_leaves_out_what_only_later_rows_see_and_masks_one_block_of_a_ca
     assert [p.entire - p.start for p in parts] == [1] * len(parts)
 
 
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize(("n", "m"), [(4096, 4096), (1000, 1064), (500, 3000)])
+def test_the_first_block_of_a_causal_mask_is_never_folded_blindly(n: int, m: int, groups: int) -> None:
+    parts = parts_of(layout(regard.causal(m - n), n, m, CPU), groups, 128)
+    assert any(part.blocks[part.blind :] for part in parts)
+    assert not any(0 in part.blocks[part.blind :] for part in parts)
+
+
 @pytest.mark.parametrize("n", [64, 200, 4096])
 def test_all_groups_of_the_last_block_have_rows_if_there_are_enough(n: int) -> None:
     made = layout(regard.causal(), n, n, CPU)
@@ -116,6 +132,6 @@ def test_all_groups_of_the_last_block_have_rows_if_there_are_enough(n: int) -> N
 
 def test_rows_beyond_the_last_meet_nothing() -> None:
     made = layout(regard.everything(), 200, 500, CPU)
-    assert part_of(made, 3, 128, 0, 0, 0, 2) == (0, [3, 0, 1, 2], 0, 1)
-    assert part_of(made, 3, 128, 0, 0, 0, 0) == (256, [3, 0, 1, 2], 4, 4)
-    assert part_of(made, 2, 128, 0, 0, 1, 1) == (192, [3, 0, 1, 2], 0, 1)
+    assert part_of(made, 3, 128, 0, 0, 0, 2) == (0, [3, 0, 1, 2], 0, 1, 2)  # the last rows have no level before
+    assert part_of(made, 3, 128, 0, 0, 0, 0) == (256, [3, 0, 1, 2], 4, 4, 4)
+    assert part_of(made, 2, 128, 0, 0, 1, 1) == (192, [3, 0, 1, 2], 0, 1, 2)

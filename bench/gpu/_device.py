@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -113,24 +112,40 @@ def each(cases: Mapping[str, Callable[[], Row]]) -> list[Row]:
 def measured(case: str, peers: Peers, rounds: int = 3, rep: int = 40) -> Measured:
     """Median milliseconds by CUDA events, the peers taking turns so that a hot chip is hot for all of them.
 
-    Each round has another order, so that none always runs behind the one that heats the chip most.
+    Over as many rounds as make each peer run behind each other one once, or more: one that spares the chip lends its
+    successor a faster clock.
     """
-    order = Random(0)
     first = {name: attempt(f"{case}, {name}", peer) for name, peer in peers.items() if peer is not None}
     left = {name: peers[name] for name, result in first.items() if result is not None}
     difference = _difference([_tensor(x) for x in first.values() if x is not None])
     del first
     taken: dict[str, list[float]] = {name: [] for name in left}
-    for _ in range(rounds):
-        for name, peer in order.sample(list(left.items()), len(left)):
-            ms = attempt(f"{case}, {name}", lambda peer=peer: _median(peer, rep))
+    orders = balanced(list(left))
+    for at in range(-(-rounds // len(orders)) * len(orders) if orders else 0):
+        for name in orders[at % len(orders)]:
+            peer = left.get(name)
+            ms = None if peer is None else attempt(f"{case}, {name}", lambda peer=peer: _median(peer, rep))
             if ms is None:
-                del left[name]
+                left.pop(name, None)
             else:
                 taken[name].append(ms)
     ms = {name: statistics.median(taken[name]) if name in left else None for name in peers}
     print(f"{case}: " + ", ".join(f"{k} {_shown(v)} ms" for k, v in ms.items()), flush=True)
     return Measured(ms, difference)
+
+
+def balanced(names: Sequence[T]) -> list[list[T]]:
+    """Orders of names in which each comes once in every place and behind each other once (Williams's design).
+
+    >>> balanced("abcd")
+    [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd'], ['c', 'd', 'b', 'a'], ['d', 'a', 'c', 'b']]
+
+    Of an odd number of names one place in each order stays empty.
+    """
+    n = len(names) + len(names) % 2
+    first = [at // 2 if at % 2 == 0 else n - (at + 1) // 2 for at in range(n)]
+    turned = [-place % n for place in first]
+    return [[names[at] for at in ((place + shift) % n for place in turned) if at < len(names)] for shift in range(n)]
 
 
 def _shown(ms: float | None) -> str:

@@ -214,7 +214,7 @@ def partial(where, t, first, full, until, MASK: tl.constexpr):
 
 @triton.jit
 def off_by(m, top, empty, FAST: tl.constexpr):
-    """What the running max m has above the largest logit `top` as it is written down, [BM] in natural units.
+    """What m has above the largest logit `top` as it is written down, [BM] in natural units: by rounding, or as a level below it.
 
     Readers take top · log2 e for the level, rounded; so the spread is told from that. The select keeps a compiler from
     fusing the product with the difference, which would leave it unrounded.

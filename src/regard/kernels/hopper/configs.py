@@ -7,7 +7,7 @@ from typing import NamedTuple
 __all__ = ["MUCH", "ROWS", "Tile", "cdiv", "chunks", "config", "copying", "overridden"]
 
 ROWS = 64  # query rows of one warp group
-MUCH = 14  # bits by which a logit may be above the level of its row: float16 ends at 16, and the entropy has its digits
+MUCH = 14  # bits by which a logit may be above the level of its row: float16 ends at 16, and beyond 14 the entropy loses digits
 
 
 class Tile(NamedTuple):

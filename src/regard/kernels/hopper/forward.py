@@ -5,8 +5,9 @@ block into m, l, e, the tensor cores multiply O += P V of the block before. Bloc
 last one backwards, then those that all rows see whole: so of a causal mask a group masks the block that it begins with,
 which has no P V beside it. Letters and units are the portable kernel's.
 
-In a persistent grid m is a level that mostly stays: the largest logit of the first block in which a row sees a key. Full blocks
-are folded blindly; a group in which a weight came above 2^MUCH leaves its rows, and they come again, with care.
+In a persistent grid, where logits are plain products (LEVELLED), m is a level that mostly stays: the largest logit of the first
+block in which a row sees a key. Full blocks but the first are folded blindly; a group in which a weight came above 2^MUCH leaves
+its rows, and they come again, with care.
 
 A tensor has power-of-two sides here. So a dim of 96 or 192 is taken in two chunks, A and B: S is the sum of two products,
 and the second half of O is a tile of its own, R. B is 0 where one chunk is enough.
@@ -45,7 +46,6 @@ from .fold import (
     fold,
     higher,
     leaped,
-    log2,
     operand,
     packed,
     parts,
@@ -61,6 +61,7 @@ from .walk import (
     PLAN,
     ROWS,
     advance,
+    blind_from,
     block_at,
     copy,
     new_barriers,
@@ -268,7 +269,7 @@ def write(O, R, m, l, e, top, i, item, h, row, described, X, out, strides, sinks
         level = m * LN2
     natural = level  # [ROWS] the largest logit
     if LEVELLED:
-        above = log2(gl.convert_layout(gl.max(top, 1), m.type.layout).to(gl.float32, bitcast=True))
+        above = gl.log2(gl.convert_layout(gl.max(top, 1), m.type.layout).to(gl.float32, bitcast=True))
         natural = (m + above) * LN2
     whole = l
     if SINK:
@@ -393,7 +394,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         clear = gl.maximum(begin + 1, entire)  # the first block that hides nothing
         blind = count
         if LEVELLED:
-            blind = gl.where(again > 0, count, gl.minimum(clear + (MASK != _NONE), count))
+            blind = blind_from(clear, count, whole, total, again)
         for t in range(clear, blind):
             O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
                 t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,

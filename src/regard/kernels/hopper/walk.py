@@ -88,6 +88,16 @@ def share_of(where, item, h, row, first, full, whole, total, n, BN: gl.constexpr
 
 
 @gluon.jit
+def blind_from(clear, count, whole, total, again):
+    """From which of the blocks that are met on a group folds them blindly; `clear` is its own first that hides nothing.
+
+    Before these come all that hide something from a row of the block, and the first full one: there sinks of attention are,
+    and by then each row has a level, also one beyond the last, from which a partial block is hidden. If rows come again, none.
+    """
+    return gl.where(again > 0, count, gl.minimum(gl.maximum(clear, total - whole + 1), count))
+
+
+@gluon.jit
 def entry_at(where, t, first, full, until, whole, total, MASK: gl.constexpr):
     """The t-th block that is met: the partial ones backwards, then the full ones; of lists also its place, and whether it is partial."""
     rest = total - whole
