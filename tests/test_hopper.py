@@ -27,9 +27,9 @@ EVERY_DAY = [("spans", 128), ("bits, bias", 64)]
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9; all others have room.
 SPILLED = {
     ("plain", 64): (0, 56), ("plain", 96): (8, 32), ("plain", 128): (8, 24), ("plain", 256): (0, 56),
-    ("spans", 64): (72, 184), ("spans", 96): (40, 64), ("spans", 128): (32, 40),
+    ("spans", 64): (72, 192), ("spans", 96): (40, 72), ("spans", 128): (32, 40),
     ("spans", 192): (24, 80), ("spans", 256): (24, 80),
-    ("bits", 64): (40, 160), ("bits", 96): (24, 24), ("bits", 128): (16, 16),
+    ("bits", 64): (40, 160), ("bits", 96): (32, 24), ("bits", 128): (16, 16),
     ("bits", 192): (16, 64), ("bits", 256): (8, 56),
     ("bias", 192): (24, 0), ("bias", 256): (16, 40), ("bits, bias", 64): (0, 48),
 }  # fmt: skip

@@ -32,6 +32,13 @@ def needle(height: float, at: float) -> Callable[[int], Tensor]:
     return made
 
 
+def stairs(m: int) -> Tensor:
+    """Up by more than a level bears in every block but the last, which is low."""
+    logits = 20.0 * (torch.arange(m) // 128)
+    logits[-m % 128 - 128 :] = 0
+    return logits
+
+
 # What is added to the logits of each key.
 PROFILES: dict[str, Callable[[int], Tensor]] = {
     "rising": lambda m: torch.linspace(0, 60, m),
@@ -42,6 +49,7 @@ PROFILES: dict[str, Callable[[int], Tensor]] = {
     "about as much as may be": needle(MUCH_NATS, 0.7),
     "a needle beyond float32": needle(200, 0.7),
     "a needle at the end": needle(30, 1),
+    "stairs": stairs,
 }
 
 
@@ -93,6 +101,28 @@ def test_logits_that_leap_agree_with_float64(profile: str, mask: str, d: int, dt
     found, grads = results("triton", tensors, kwargs)
     agree(found, true, ordinary, 2, "result")
     agree(grads, true_grads, ordinary_grads, 3, "gradient")
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("height", [-1.0, MUCH - 0.0625, MUCH, MUCH + 0.0625, 40.0, 150.0])
+def test_what_is_told_of_a_needle_is_right_to_the_last_digits(height: float, d: int) -> None:
+    """One logit of so many bits, all others 0: sums in closed form. Half of the rows are without; values are narrow."""
+    n, m = SIZES
+    query, key = torch.zeros(1, 4, n, d, device=DEVICE), torch.zeros(1, 2, m, d, device=DEVICE)
+    query[:, :, ::2, 0], key[:, :, 900, 0] = 1, height
+    value = torch.ones(1, 2, m, 40, device=DEVICE)
+    tensors = [x.bfloat16() for x in (query, key, value)]
+    seen = regard.observe(*tensors, scale=math.log(2), backend="triton")
+    with_needle = torch.arange(n, device=DEVICE) % 2 == 0
+    bits = torch.where(with_needle, height, 0.0).double()
+    lse = torch.log(m - 1 + 2**bits)
+    entropy = lse - bits * math.log(2) * 2**bits / lse.exp()
+    largest = bits.clamp(min=0) * math.log(2)
+    for found, true in ((seen.lse, lse), (seen.entropy, entropy), (seen.max_logit, largest)):
+        torch.testing.assert_close(found.double(), true.expand(1, 4, n), atol=1e-5, rtol=3e-7)
+    torch.testing.assert_close(
+        seen.output, torch.ones_like(seen.output), atol=2**-7, rtol=0
+    )  # weights are bfloat16 there
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
