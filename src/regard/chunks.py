@@ -23,7 +23,7 @@ from .moving import Moving
 from .orders import Engine, Needs, Some
 from .pulling import backward
 from .rule import Rule
-from .scan import Room, below, masked_logits
+from .scan import Room, below, exponentials, masked_logits
 from .softmax import Partial, lowest, merge
 from .tile import KEY, QUERY, ROW, Tile
 from .tiling import Cut, Strip, strips
@@ -130,7 +130,7 @@ def _fold(x: Canonical, strip: Strip, observed: bool, moving: Moving | None, roo
         S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)
         m = S.amax(-1).clamp_(min=lowest(S.dtype))  # (l, k, g, r)
         X = below(x, S, m, run)
-        P = torch.exp(X, out=room.like("weights", X))
+        P = exponentials(x, X, run, out=room.like("weights", X))
         l = P.sum(-1)  # noqa: E741
         XP = X.mul_(P) if observed else None
         new = Folded(Partial(m, l, l), None if XP is None else XP.sum(-1), None)
