@@ -23,6 +23,10 @@ __all__ = [
     "stable",
 ]
 
+# Intel's MKL sets itself up at its first exponentials. By several threads at once these were right to 1e−4 only, in one process of
+# some twenty; so one thread takes the first.
+torch.zeros(8, device="cpu").exp()
+
 
 class Partial(NamedTuple):
     """The state of a softmax-weighted sum that has seen some of the keys."""
