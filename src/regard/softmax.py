@@ -23,8 +23,8 @@ __all__ = [
     "stable",
 ]
 
-# Intel's MKL sets itself up at its first exponentials. By several threads at once these were right to 1e−4 only, in one process of
-# some twenty; so one thread takes the first.
+# Intel's MKL sets itself up at its first exponentials. Taken by several threads at once, these were right to 1e−4 only,
+# in one process of some twenty; so one thread takes the first.
 torch.zeros(8, device="cpu").exp()
 
 
