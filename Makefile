@@ -16,10 +16,10 @@ FIND := import importlib.util as u, os; \
 USABLE = $(shell $(PY) -c '$(FIND)' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check format lint types examples docs bench bench-gpu clean anew
+.PHONY: help demo test test-gpu sanitize-gpu check format lint types examples docs bench bench-gpu clean anew
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## look at the built-in model: its heads, what is notable, and a report in report.html
 	@$(PY) -m regard inspect --html report.html
@@ -30,6 +30,10 @@ test: $(STAMP) ## run the tests and the doctests, and our kernels by Triton's in
 
 test-gpu: ## run the tests that need a CUDA device, with the Python that has it
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/gpu
+
+sanitize-gpu: ## watch small cases of the Hopper kernels with compute-sanitizer, for memory and for races
+	PYTHONPATH=src:tests $(PYTHON) -m gpu.sanitized memcheck
+	PYTHONPATH=src:tests $(PYTHON) -m gpu.sanitized racecheck
 
 check: lint types examples docs ## run the linter, the type checker and the examples, and build the docs
 

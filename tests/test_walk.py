@@ -45,7 +45,7 @@ def part_of(made: Layout, groups: int, BN: int, item: int, head: int, block: int
     met = [entry_at(where, t, first, full, until, whole, total, made.kind)[0] for t in range(total)]
     count = max(total, 1)
     clear = max(min(own[0], count - 1) + 1, own[1])
-    assert blind_from(clear, count, whole, total, 1) == count  # of rows that come again, none
+    assert blind_from(clear, count, whole, total, 1) == count  # with care, none
     return Part(row, met, *own, blind_from(clear, count, whole, total, 0))
 
 

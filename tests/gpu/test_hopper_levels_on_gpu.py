@@ -179,6 +179,36 @@ def test_programs_that_do_many_blocks_of_rows_again_change_no_bit(
         assert (x - getattr(true, row)).norm() < 0.01 * getattr(true, row).norm()
 
 
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_heads_whose_rows_leap_are_told_of_and_met_with_care_to_the_same_bits(
+    mask: str, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those; and if all are told of ahead, no row is left, and every bit is the same."""
+    n, m = SIZES
+    tensors = [x.detach() for x in with_profile(needle(30, 0.4)(m), n, d, torch.bfloat16, slice(5, None, 50), heads=3)]
+    tensors[0][0, :2, :, 0], tensors[0][1, 1:, :, 0] = 0, 0
+    told = torch.tensor([0, 0, 1, 1, 0, 0])  # of two items with three heads
+    counters: list[Tensor] = []
+
+    def ahead(value: int) -> Callable[..., Tensor]:
+        def made(*_: Any) -> Tensor:
+            counters.append(torch.full((7,), value, dtype=torch.int32, device=DEVICE))
+            counters[-1][0] = 0
+            return counters[-1]
+
+        return made
+
+    results = []
+    for value in (0, 1):
+        monkeypatch.setattr(launch, "_counter", ahead(value))
+        results.append(seen_by(tensors, mask=MASKS[mask](n, m)))
+    found = counters[0].cpu()
+    assert found[1:].tolist() == told.tolist()
+    assert counters[-1][0] == found[0] > 0  # blocks of rows are taken once, and come again from where they lie
+    assert same_bits(*results)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_a_row_that_is_no_number_leaves_its_neighbours_their_bits(d: int) -> None:
     n, m = SIZES

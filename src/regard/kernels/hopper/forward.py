@@ -7,7 +7,7 @@ which has no P V beside it. Letters and units are the portable kernel's.
 
 In a persistent grid, where logits are plain products (LEVELLED), m is a level that mostly stays: the largest logit of the first
 block in which a row sees a key. Full blocks but the first are folded blindly; a group in which a weight came above 2^MUCH leaves
-its rows, and they come again, with care.
+its rows, and they come again, with care. From then on all rows of that head are met so.
 
 A tensor has power-of-two sides here. So a dim of 96 or 192 is taken in two chunks, A and B: S is the sum of two products,
 and the second half of O is a tile of its own, R. B is 0 where one chunk is enough.
@@ -323,9 +323,9 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
     if PERSISTENT:
         mbarrier.wait(q_ready.index(0), 0)
     while tile < blocks * owners:
-        again = 0
+        careful = 0
         if PERSISTENT:
-            again, item, h, first, full, until, total, row, start, entire = seats_of(plan, q_stage * PLAN, G)
+            careful, item, h, first, full, until, total, row, start, entire = seats_of(plan, q_stage * PLAN, G)
             whole = until - full
         else:
             block, own = place(tile, blocks, owners, section)
@@ -394,7 +394,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         clear = gl.maximum(begin + 1, entire)  # the first block that hides nothing
         blind = count
         if LEVELLED:
-            blind = blind_from(clear, count, whole, total, again)
+            blind = blind_from(clear, count, whole, total, careful)
         for t in range(clear, blind):
             O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
                 t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
@@ -411,7 +411,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
         mbarrier.arrive(v_free.index(stage))
         stage, parity = advance(stage, parity, STAGES)
         if LEVELLED:
-            left = gl.where(again > 0, 0, leaped(top))
+            left = gl.where(careful > 0, 0, leaped(top))
             note(plan, q_stage * PLAN + LEFT + G, left, 4)
             row = gl.where(left > 0, blocks * GROUPS * ROWS, row)  # nothing is written of rows that come again
             i = row + gl.arange(0, ROWS, SR)

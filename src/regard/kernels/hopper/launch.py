@@ -79,8 +79,9 @@ def _where(w: Work, tile: Tile) -> Where:
 
 
 def _counter(w: Work, tile: Tile) -> Tensor | None:
-    """Where programs that take one block of rows after the other count them."""
-    return torch.zeros(1, dtype=torch.int32, device=w.query.device) if tile.persistent else None
+    """Where programs that take one block of rows after the other count them, and behind it tell of each head whether its rows leap."""
+    L, H, _ = w.rows
+    return torch.zeros(1 + L * H, dtype=torch.int32, device=w.query.device) if tile.persistent else None
 
 
 def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -88,13 +88,13 @@ def share_of(where, item, h, row, first, full, whole, total, n, BN: gl.constexpr
 
 
 @gluon.jit
-def blind_from(clear, count, whole, total, again):
+def blind_from(clear, count, whole, total, careful):
     """From which of the blocks that are met on a group folds them blindly; `clear` is its own first that hides nothing.
 
     Before these come all that hide something from a row of the block, and the first full one: there sinks of attention are,
-    and by then each row has a level, also one beyond the last, from which a partial block is hidden. If rows come again, none.
+    and by then each row has a level, also one beyond the last, from which a partial block is hidden. With care, none.
     """
-    return gl.where(again > 0, count, gl.minimum(gl.maximum(clear, total - whole + 1), count))
+    return gl.where(careful > 0, count, gl.minimum(gl.maximum(clear, total - whole + 1), count))
 
 
 @gluon.jit
@@ -142,7 +142,7 @@ def told(plan, at, WARPS: gl.constexpr):
 
 @gluon.jit
 def seats_of(plan, at, G: gl.constexpr):
-    """What is noted of a block of rows: (whether it comes again, item, head, first, full, until, how many, and the group's own:
+    """What is noted of a block of rows: (whether it is met with care, item, head, first, full, until, how many, and the group's own:
     its first row, and `share_of`)."""
     own = at + SHARES + 3 * G
     return (told(plan, at + 1, 4), told(plan, at + 2, 4), told(plan, at + 3, 4), told(plan, at + 4, 4), told(plan, at + 5, 4), told(plan, at + 6, 4),
@@ -185,8 +185,12 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
             first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
             after = 0
             if PERSISTENT:
+                leaps = counter + 1 + own  # whether rows of this head were left before, by any program
+                if again > 0:
+                    gl.store(leaps, 1)
+                careful = gl.load(leaps, volatile=True)
                 note(plan, at, now, 1)
-                note(plan, at + 1, again, 1)
+                note(plan, at + 1, again | careful, 1)
                 note(plan, at + 2, item, 1)
                 note(plan, at + 3, h, 1)
                 note(plan, at + 4, first, 1)

@@ -1,0 +1,128 @@
+"""Small cases of the Hopper kernels under compute-sanitizer: `make sanitize-gpu`.
+
+Of memcheck every report is an error. racecheck knows neither mbarriers nor the copy engine, so it names pairs of places
+that wait for each other by these; KNOWN has them, and any other pair is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import regard
+from gpu.test_hopper_levels_on_gpu import needle, with_profile
+from gpu.test_kernels_on_gpu import of_bits, random
+from regard import biases
+from regard.kernels.hopper import launch
+
+SOURCE = Path(regard.__file__).parent
+N, M, HEADS = 300, 450, 2  # of two items
+PROGRAMS = 3  # so that each takes blocks of rows one after the other
+DIMS = {"forward": (64, 96, 128, 256), "backward": (64, 128, 256), "passes": (64, 128)}
+MADE: dict[str, Any] = {
+    "full": dict,
+    "causal": lambda: {"mask": regard.causal(M - N)},
+    "window": lambda: {"mask": regard.window(170, 9)},
+    "padding": lambda: {"mask": regard.padding([M - 30, 0])},
+    "bits": lambda: {"mask": of_bits(N, M)},
+    "sink": lambda: {"sink": random(HEADS, seed=5)},
+    "relative": lambda: {"bias": biases.relative(random(HEADS, 129, dtype=torch.float32, seed=5))},
+    "dropout": lambda: {"dropout": 0.3},
+    "gqa": lambda: {"mask": regard.causal()},
+}
+CASES = [f"{what} {d} {name}" for what, dims in DIMS.items() for d, name in product(dims, MADE)]
+KNOWN: set[frozenset[str]] = set()
+
+
+def run(case: str) -> None:
+    """One case: half of the rows of some heads leap, and each program has many blocks of rows."""
+    what, d, name = case.split()
+    launch.multiprocessors = lambda device: PROGRAMS
+    tensors = with_profile(needle(30, 0.7)(M), N, int(d), torch.bfloat16, slice(None, None, 2), HEADS)
+    if name == "gqa":
+        tensors[1:] = [x.detach()[:, :1].requires_grad_() for x in tensors[1:]]
+    if what != "backward":
+        tensors = [x.detach() for x in tensors]
+    kwargs = MADE[name]() | {"scale": 1.0, "backend": "triton"}
+    seen = regard.observe(*tensors, **kwargs)
+    plain = regard.attention(*tensors, **kwargs)
+    if what == "backward":
+        (seen.output.float().sum() + seen.lse.sum() + seen.entropy.sum() + plain.float().square().sum()).backward()
+    elif what == "passes":
+        print(float(seen.received.sum()), float(seen.map(40, 40).sum()))
+    torch.cuda.synchronize()
+    assert name == "dropout" or torch.equal(seen.output, plain), case
+
+
+def main(tool: str) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        sys.exit("sanitized.py: the Hopper kernels need a GPU of compute capability 9.0.")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        logs = list(pool.map(lambda case: watched(tool, case), CASES))
+    wrong = 0
+    pairs: Counter[frozenset[str]] = Counter()
+    for case, log in zip(CASES, logs, strict=True):
+        found = races(log) if tool == "racecheck" else []
+        pairs.update(found)
+        done = f"done {case}" in log
+        clean = "ERROR SUMMARY: 0 errors" in log or bool(found)
+        if not done or not clean or any(pair not in KNOWN for pair in found):
+            wrong += 1
+            print(f"{case}: {'reports' if done else 'not done'}", log[-1500:], sep="\n")
+    for pair, count in pairs.most_common():
+        print(f"{count:7}  {'' if pair in KNOWN else 'NEW: '}{' and '.join(sorted(pair))}")
+    print(f"{tool}: {len(CASES) - wrong} of {len(CASES)} cases are right")
+    sys.exit(wrong > 0)
+
+
+def watched(tool: str, case: str) -> str:
+    """What the sanitizer says of a case, in a process of its own where each tensor has memory of its own."""
+    sanitizer = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only"]
+    alone = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    said = subprocess.run(
+        [*sanitizer, sys.executable, "-m", "gpu.sanitized", *case.split()],
+        env=alone,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return said.stdout + said.stderr
+
+
+def races(log: str) -> list[frozenset[str]]:
+    """The pairs of functions between which races are reported."""
+    found = []
+    for report in re.findall(r"Race reported between (.*?)(?=\n=+ *\n|\n=+ Error|\n=+ Warning|\Z)", log, re.DOTALL):
+        places = re.findall(r" in (\S+?):(\d+)", report) or re.findall(r"in (?:file )?(\S+\.py):(\d+)", report)
+        found.append(frozenset(function_at(Path(file).name, int(line)) for file, line in places))
+    return found
+
+
+@cache
+def function_at(file: str, line: int) -> str:
+    """The function of ours in which a line is."""
+    for path in SOURCE.rglob(file):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or line):
+                return f"{path.parent.name}/{path.stem}.{node.name}"
+    return f"{file}:{line}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        main(sys.argv[1])
+    else:
+        case = " ".join(sys.argv[1:])
+        run(case)
+        print("done", case)
