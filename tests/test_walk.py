@@ -23,8 +23,8 @@ from regard.layout import _words, layout
 from walking import MASKS, in_python, pointed
 
 CPU = torch.device("cpu")
-walk_of, share_of, entry_at, row_of, blind_from = (
-    in_python(x) for x in (walk.walk_of, walk.share_of, walk.entry_at, walk.row_of, walk.blind_from)
+walk_of, share_of, entry_at, row_of, blind_from, leap_often = (
+    in_python(x) for x in (walk.walk_of, walk.share_of, walk.entry_at, walk.row_of, walk.blind_from, walk.leap_often)
 )
 
 
@@ -135,3 +135,12 @@ def test_rows_beyond_the_last_meet_nothing() -> None:
     assert part_of(made, 3, 128, 0, 0, 0, 2) == (0, [3, 0, 1, 2], 0, 1, 2)  # the last rows have no level before
     assert part_of(made, 3, 128, 0, 0, 0, 0) == (256, [3, 0, 1, 2], 4, 4, 4)
     assert part_of(made, 2, 128, 0, 0, 1, 1) == (192, [3, 0, 1, 2], 0, 1, 2)
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 100])
+def test_a_head_leaps_often_if_more_than_a_quarter_of_its_blocks_so_far_did(blocks: int) -> None:
+    for begun in range(1, blocks + 1):
+        block = blocks - begun  # the last rows come first
+        assert [leap_often(leaps, block, blocks) for leaps in range(begun + 1)] == [
+            int(leaps > begun / 4) for leaps in range(begun + 1)
+        ]

@@ -180,33 +180,33 @@ def test_programs_that_do_many_blocks_of_rows_again_change_no_bit(
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
-@pytest.mark.parametrize("mask", MASKS)
-def test_heads_whose_rows_leap_are_told_of_and_met_with_care_to_the_same_bits(
+@pytest.mark.parametrize("mask", ["full", "causal", "bits with full blocks"])
+def test_heads_whose_rows_leap_often_are_met_with_care_to_the_same_bits(
     mask: str, d: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only those; and if all are told of ahead, no row is left, and every bit is the same."""
+    """Only these are counted. If they are known from the start, none comes again, and behind others fewer do."""
     n, m = SIZES
     tensors = [x.detach() for x in with_profile(needle(30, 0.4)(m), n, d, torch.bfloat16, slice(5, None, 50), heads=3)]
     tensors[0][0, :2, :, 0], tensors[0][1, 1:, :, 0] = 0, 0
-    told = torch.tensor([0, 0, 1, 1, 0, 0])  # of two items with three heads
-    counters: list[Tensor] = []
+    leaping = [2, 3]  # of two items with three heads
 
-    def ahead(value: int) -> Callable[..., Tensor]:
-        def made(*_: Any) -> Tensor:
-            counters.append(torch.full((7,), value, dtype=torch.int32, device=DEVICE))
-            counters[-1][0] = 0
-            return counters[-1]
+    def by(programs: int, before: int) -> tuple[list[Tensor], list[int]]:
+        """What is seen, and how many blocks of rows of each head came again, where so many had before."""
+        counter = torch.full((7,), before, dtype=torch.int32, device=DEVICE)
+        counter[0] = 0
+        monkeypatch.setattr(launch, "multiprocessors", lambda device: programs)
+        monkeypatch.setattr(launch, "_counter", lambda w, tile: counter)
+        monkeypatch.setattr(again, "_CALLS", {})
+        return seen_by(tensors, mask=MASKS[mask](n, m)), [int(x) - before for x in counter[1:]]
 
-        return made
-
-    results = []
-    for value in (0, 1):
-        monkeypatch.setattr(launch, "_counter", ahead(value))
-        results.append(seen_by(tensors, mask=MASKS[mask](n, m)))
-    found = counters[0].cpu()
-    assert found[1:].tolist() == told.tolist()
-    assert counters[-1][0] == found[0] > 0  # blocks of rows are taken once, and come again from where they lie
-    assert same_bits(*results)
+    first, counted = by(132, 0)
+    assert [at for at, count in enumerate(counted) if count > 0] == leaping
+    behind, fewer = by(1, 0)
+    assert all(0 < fewer[at] < counted[at] for at in leaping)
+    ahead, none = by(132, 1000)
+    assert none == [0] * 6
+    assert same_bits(behind, first)
+    assert same_bits(ahead, first)
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -7,7 +7,7 @@ which has no P V beside it. Letters and units are the portable kernel's.
 
 In a persistent grid, where logits are plain products (LEVELLED), m is a level that mostly stays: the largest logit of the first
 block in which a row sees a key. Full blocks but the first are folded blindly; a group in which a weight came above 2^MUCH leaves
-its rows, and they come again, with care. From then on all rows of that head are met so.
+its rows, and they come again, with care. Where that happens often, all rows of the head are met so.
 
 A tensor has power-of-two sides here. So a dim of 96 or 192 is taken in two chunks, A and B: S is the sum of two products,
 and the second half of O is a tile of its own, R. B is 0 where one chunk is enough.

@@ -79,7 +79,7 @@ def _where(w: Work, tile: Tile) -> Where:
 
 
 def _counter(w: Work, tile: Tile) -> Tensor | None:
-    """Where programs that take one block of rows after the other count them, and behind it tell of each head whether its rows leap."""
+    """Where programs that take one block of rows after the other count them, and behind it, of each head, those that came again."""
     L, H, _ = w.rows
     return torch.zeros(1 + L * H, dtype=torch.int32, device=w.query.device) if tile.persistent else None
 

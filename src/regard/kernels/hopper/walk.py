@@ -15,6 +15,7 @@ from .configs import ROWS as _ROWS
 ROWS = gl.constexpr(_ROWS)
 PLAN = gl.constexpr(20)  # numbers that are noted of a block of rows
 SHARES, LEFT = gl.constexpr(8), gl.constexpr(17)  # where those of each group begin: three by the copying warp, one by the group
+OFTEN = gl.constexpr(4)  # one block of rows in so many
 TAKE, SPREAD = gl.constexpr(asm.TAKE), gl.constexpr(asm.SPREAD)
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
@@ -95,6 +96,15 @@ def blind_from(clear, count, whole, total, careful):
     and by then each row has a level, also one beyond the last, from which a partial block is hidden. With care, none.
     """
     return gl.where(careful > 0, count, gl.minimum(gl.maximum(clear, total - whole + 1), count))
+
+
+@gluon.jit
+def leap_often(leaps, block, blocks):
+    """Whether so many of a head's blocks of rows from `block` on came again that it is better to meet this one with care.
+
+    A second pass takes a block's time and half as much; care takes a third more.
+    """
+    return gl.where(leaps * OFTEN > blocks - block, 1, 0)
 
 
 @gluon.jit
@@ -185,12 +195,12 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
             first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
             after = 0
             if PERSISTENT:
-                leaps = counter + 1 + own  # whether rows of this head were left before, by any program
+                leaps = counter + 1 + own  # how many blocks of rows of this head came again, by any program
                 if again > 0:
-                    gl.store(leaps, 1)
-                careful = gl.load(leaps, volatile=True)
+                    gl.inline_asm_elementwise(TAKE, "=r,l", [leaps], gl.int32, False, 1)
+                careful = leap_often(gl.load(leaps, volatile=True), block, blocks)
                 note(plan, at, now, 1)
-                note(plan, at + 1, again | careful, 1)
+                note(plan, at + 1, gl.where(again > 0, 1, careful), 1)
                 note(plan, at + 2, item, 1)
                 note(plan, at + 3, h, 1)
                 note(plan, at + 4, first, 1)
