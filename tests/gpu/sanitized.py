@@ -115,7 +115,8 @@ def races(log: str) -> list[frozenset[str]]:
     """The pairs of functions between which races are reported: one place of a report, and each of its others."""
     found = []
     for report in re.findall(r"Race reported between (.*?)\n=+ *\n", log, re.DOTALL):
-        first, *others = (function_at(file, int(line)) for file, line in re.findall(r" in (\S+):(\d+)", report))
+        places = re.findall(r"access at (\S+)(?: in (\S+):(\d+))?", report)
+        first, *others = (function_at(file, int(line)) if file else address for address, file, line in places)
         found += [frozenset((first, other)) for other in others]
     return found
 
@@ -131,9 +132,11 @@ def function_at(file: str, line: int) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        main(sys.argv[1])
+    asked = " ".join(sys.argv[1:])
+    if asked in CASES:
+        run(asked)
+        print("done", asked)
+    elif asked in ("memcheck", "racecheck"):
+        main(asked)
     else:
-        case = " ".join(sys.argv[1:])
-        run(case)
-        print("done", case)
+        sys.exit(f"sanitized.py takes memcheck, racecheck or one of: {', '.join(CASES)}; got {asked!r}.")

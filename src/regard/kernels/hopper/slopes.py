@@ -25,7 +25,7 @@ __all__ = ["Blocks", "backward_arguments", "blocks_for", "kernel_for", "memory_f
 _NARROW = 128  # dims up to which a group holds dK and dV of its keys
 
 
-# Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal: d128 526 and 493; d64, held, 422 and 444; d256, wide, 403 and 370
+# Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal: d128 522 and 498; d64, held, 431 and 447; d256, wide, 415 and 374
 # (bench/results/gpu_backward.md). Before masks were read by keys, d64 held 434 and 419, from shared memory 398 and 382.
 class Blocks(NamedTuple):
     """Rows of a block, blocks in flight, registers a thread of the two warp groups."""

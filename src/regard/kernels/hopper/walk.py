@@ -102,7 +102,7 @@ def blind_from(clear, count, whole, total, careful):
 def leap_often(leaps, block, blocks):
     """Whether so many of a head's blocks of rows from `block` on came again that it is better to meet this one with care.
 
-    A second pass takes a block's time and half as much; care takes a third more.
+    A block that comes again is met twice, the second time with care; care alone takes about a third more (bench/results/gpu_leaps.md).
     """
     return gl.where(leaps * OFTEN > blocks - block, 1, 0)
 

@@ -1,0 +1,41 @@
+"""How the reports of compute-sanitizer are read, which itself runs on a GPU."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
+
+from gpu import sanitized
+from regard.kernels.hopper import walk
+
+
+def line_in(function: str) -> int:
+    """The last line of a function of `walk`."""
+    lines, first = inspect.getsourcelines(getattr(walk, function).fn)
+    return first + len(lines) - 1
+
+
+def test_a_report_of_races_names_pairs_of_functions() -> None:
+    log = f"""========= Error: Race reported between Read access at forward+0xd660 in walk.py:{line_in("told")}
+=========     and Write access at forward+0xcb20 in walk.py:{line_in("note")} [32 hazards]
+=========     and Write access at forward+0x1c4c0 in walk.py:{line_in("place")} [32 hazards]
+========= \n========= Error: Race reported between Read access at forward+0x10
+=========     and Write access at forward+0x20 in elsewhere.py:7 [4 hazards]
+========= \n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""
+    plan, other, nowhere = sanitized.races(log)
+    assert plan == {"walk.told", "walk.note"}
+    assert other == {"walk.told", "walk.place"}
+    assert nowhere == {"forward+0x10", "elsewhere.py:7"}
+    assert plan in sanitized.KNOWN
+    assert other not in sanitized.KNOWN
+    assert nowhere not in sanitized.KNOWN
+
+
+def test_what_is_known_of_races_is_in_the_kernels() -> None:
+    for name in set().union(*sanitized.KNOWN):
+        file, function = name.split(".")
+        assert f"def {function}(" in (sanitized.CHIP / f"{file}.py").read_text(encoding="utf-8")
