@@ -44,7 +44,7 @@ def test_the_word_without_a_translation_must_spread_the_most() -> None:
 
 
 def test_an_unknown_rule_is_named() -> None:
-    with pytest.raises(ArgumentError, match=r"meaning, place\. Got 'luck'"):
+    with pytest.raises(ArgumentError, match=r"'meaning', 'place'\. Got 'luck'"):
         regard.lab.run("alignment", rule="luck")
 
 

@@ -37,7 +37,7 @@ def test_an_error_above_the_bound_makes_it_fail() -> None:
 
 
 def test_an_unknown_arithmetic_is_named() -> None:
-    with pytest.raises(ArgumentError, match=r"float32, as stored\. Got 'luck'"):
+    with pytest.raises(ArgumentError, match=r"'float32', 'as stored'\. Got 'luck'"):
         regard.lab.run("precision", arithmetic="luck", **SMALL)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import ArgumentError
 from ..functional import observe
 from ..report.example import SOURCE, TARGET, known
 from .base import Row, Study, Tell, canvas
@@ -44,6 +44,7 @@ class Alignment(Study):
         "largest of its row. Three pairs stand in the other order (chat noir, veut souvent, lait froid). Right: "
         "exp(entropy), the number of words effectively attended: “du” has no word of its own and looks around."
     )
+    among: ClassVar[dict[str, Collection[str]]] = {"rule": _RULES}
 
     temperature: float = 1.0
     rule: str = "meaning"  # what decides whom a word attends, by the claim: its meaning, or its place in the sentence
@@ -73,8 +74,6 @@ class Alignment(Study):
         return whole and found and spread == "du"
 
     def _expected(self) -> list[str | None]:
-        if self.rule not in _RULES:
-            raise ArgumentError(f"lab: alignment's rule is one of {', '.join(_RULES)}. Got {self.rule!r}.")
         if self.rule == "meaning":
             return [_TRANSLATES.get(word) for word in TARGET]
         return [SOURCE[place] if place < len(SOURCE) else None for place in range(len(TARGET))]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
@@ -15,7 +16,7 @@ from ..errors import ArgumentError, MissingPackageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Experiment", "Row", "Study", "Tell", "canvas", "one_of"]
+__all__ = ["Experiment", "Row", "Study", "Tell", "canvas"]
 
 Row = dict[str, Any]
 Tell = Callable[[float], None]
@@ -35,6 +36,12 @@ class Study(ABC):
     test: ClassVar[str]
     caption: ClassVar[str]
     """What to see in the picture."""
+    least: ClassVar[dict[str, float]] = {}
+    """The lowest that a number may be; of fields that are not named, anything above 0."""
+    fewest: ClassVar[dict[str, int]] = {}
+    """How many different ones a field of several must have; of fields that are not named, one."""
+    among: ClassVar[dict[str, Collection[str]]] = {}
+    """What a text may be; of fields that are not named, anything."""
 
     @abstractmethod
     def measure(self, tell: Tell) -> list[Row]:
@@ -50,16 +57,53 @@ class Study(ABC):
 
     def run(self, tell: Tell = lambda share: None) -> Experiment:
         """Measure with a seed of its own, leaving torch's generator as it was, and judge."""
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) == ():
-                raise ArgumentError(
-                    f"lab: {name} of {self.name} is empty, so there is nothing to measure. Give one or more."
-                )
+        self._check()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             rows = self.measure(tell)
         tell(1.0)
         return Experiment(self, rows, bool(self.holds(rows)))
+
+    def suit(self) -> None:  # noqa: B027  (most choices go together)
+        """Refuse choices that do not go together."""
+
+    def refuse(self, name: str, must: str) -> NoReturn:
+        """One clear error about a choice."""
+        raise ArgumentError(f"lab: {name} of {self.name} must be {must}. Got {getattr(self, name)!r}.")
+
+    def _check(self) -> None:
+        """Refuse choices that are of another kind than the usual ones, too low or too few."""
+        for field in fields(self):
+            name, given, usual = field.name, getattr(self, field.name), field.default
+            if not isinstance(usual, tuple):
+                self._check_one(name, given, usual)
+                continue
+            if not isinstance(given, tuple | list):
+                self.refuse(name, f"several, such as {usual}")
+            for one in given:
+                self._check_one(name, one, usual[0])
+            fewest = self.fewest.get(name, 1)
+            if len(set(given)) < fewest:
+                self.refuse(name, "one or more" if fewest == 1 else f"at least {fewest} different ones")
+        self.suit()
+
+    def _check_one(self, name: str, value: Any, usual: Any) -> None:
+        """A choice, or one of several."""
+        if isinstance(usual, bool):
+            right, what = isinstance(value, bool), "True or False"
+        elif isinstance(usual, str):
+            known = self.among.get(name)
+            right = isinstance(value, str) and (known is None or value in known)
+            what = "a text" if known is None else f"among {', '.join(map(repr, known))}"
+        else:
+            whole, least = isinstance(usual, int), self.least.get(name)
+            kind = Integral if whole else Real
+            right = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+            right = right and (value > 0 if least is None else value >= least)
+            what = "a whole number" if whole else "a finite number"
+            what += " above 0" if least is None else f" of at least {least:g}" if least > -math.inf else ""
+        if not right:
+            self.refuse(name, what)
 
 
 @dataclass(frozen=True)
@@ -115,13 +159,6 @@ def canvas(width: float = 7.0, height: float = 4.0, columns: int = 1) -> tuple[F
         one.spines[["top", "right"]].set_visible(False)
         one.grid(alpha=0.25)
     return figure, axes
-
-
-def one_of(study: str, field: str, value: object, known: Iterable[str]) -> None:
-    """Refuse a choice that there is not."""
-    names = list(known)
-    if value not in names:
-        raise ArgumentError(f"lab: {field} of {study} must be one of {', '.join(map(repr, names))}. Got {value!r}.")
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -42,6 +43,7 @@ class Causality(Study):
         "later ones have none at all. Right: the weight that goes to hidden keys. For a row that sees a key it falls "
         "with the constant and ends at exactly 0; for a row that sees none, every finite constant leaves it all there."
     )
+    least: ClassVar[dict[str, float]] = {"length": 3, "offset": -math.inf, "constant": -math.inf}
 
     length: int = 8
     dim: int = 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
@@ -42,6 +43,8 @@ class Geometry(Study):
         "Left: the band that holds 98 % of the angles between random directions closes around 90°. Middle: norms close "
         "in on √d. Right: the share of a ball within 5 % of its surface; sampled points on the curve of the formula."
     )
+    least: ClassVar[dict[str, float]] = {"power": -math.inf}
+    among: ClassVar[dict[str, Collection[str]]] = {"directions": ("any", "positive")}
 
     dims: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     rows: int = 256

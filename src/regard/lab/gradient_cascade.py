@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..functional import attention
-from .base import Row, Study, Tell, canvas, one_of
+from .base import Row, Study, Tell, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,6 +50,8 @@ class GradientCascade(Study):
         "stack residual connections carry it, and unscaled scores make it explode: a saturated softmax is flat nearly "
         "everywhere, and a cliff where two keys tie."
     )
+    fewest: ClassVar[dict[str, int]] = {"depths": 2}
+    among: ClassVar[dict[str, Collection[str]]] = {"scaling": _POWERS}
 
     depths: tuple[int, ...] = (1, 2, 4, 8, 12, 18, 24)
     dim: int = 128
@@ -56,9 +59,6 @@ class GradientCascade(Study):
     chains: int = 64
     stacks: int = 6
     scaling: str = "√d"  # what the claim is tried with
-
-    def __post_init__(self) -> None:
-        one_of("gradient-cascade", "scaling", self.scaling, _POWERS)
 
     def measure(self, tell: Tell) -> list[Row]:
         """Build each stack once and send a gradient of norm 1 down from each depth."""

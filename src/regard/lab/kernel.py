@@ -47,6 +47,7 @@ class Kernel(Study):
         "Gaussian kernel beside the dot product; keys of one norm make them equal to rounding, any spread of the norms "
         "parts them, and the bias −‖k‖²/2h² makes them one again."
     )
+    least: ClassVar[dict[str, float]] = {"spreads": 0, "spread": 0}
 
     queries: int = 64
     keys: int = 256

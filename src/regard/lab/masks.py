@@ -63,6 +63,7 @@ class MaskSavings(Study):
         "the share of pairs. Right: time against that share; on the line, what is hidden costs nothing, and what lies "
         "far above it hides pairs one by one."
     )
+    least: ClassVar[dict[str, float]] = {"length": 8}
 
     length: int = 3072
     dim: int = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -40,6 +41,9 @@ class MemoryCapacity(Study):
         "Left: error of what is read against temperature; dotted, T = c / ln(items), where the right item's weight "
         "drowns among the others'. Right: capacity against dimension, on a logarithmic axis: a line is exponential."
     )
+    least: ClassVar[dict[str, float]] = {"similarity": 0}
+    fewest: ClassVar[dict[str, int]] = {"dims": 2}
+    among: ClassVar[dict[str, Collection[str]]] = {"growth": ("exponential", "linear")}
 
     dims: tuple[int, ...] = (16, 24, 32, 40, 48, 56, 64)
     similarity: float = 0.5  # c, the cosine between a noisy key and the key that is meant
@@ -50,6 +54,13 @@ class MemoryCapacity(Study):
     shown: tuple[int, ...] = (16, 256, 4096)  # numbers of items whose errors are shown over temperature
     temperatures: tuple[float, ...] = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.14, 0.2, 0.3, 0.5, 1.0)
     growth: str = "exponential"  # or "linear", in d
+
+    def suit(self) -> None:
+        """What is asked for is another key, and its error can be told from that of a wrong one."""
+        if not self.similarity < 1:
+            self.refuse("similarity", "below 1")
+        if not self.bound < 1 - self.similarity**2:
+            self.refuse("bound", f"below 1 − similarity², {1 - self.similarity**2:g}")
 
     def measure(self, tell: Tell) -> list[Row]:
         """Search the capacity of each dimension, then go over temperatures in the largest."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +26,8 @@ __all__ = ["MACHINES", "Online", "peak_bytes"]
 MACHINES = {"H200": (989e12, 4.8e12), "A100 80 GB": (312e12, 2.039e12)}
 """FLOP/s in bfloat16 and bytes/s of device memory, as the maker's data sheets state them."""
 
+_WAYS = ("matrix", "chunked", "fused")
+_READS = ("for each block of queries", "once")
 _MiB = 2**20
 
 
@@ -52,6 +54,8 @@ class Online(Study):
         "bfloat16; above a machine's ridge arithmetic is the bound, below it memory (caches, which neighbouring blocks "
         "share, lift a real kernel above its line)."
     )
+    fewest: ClassVar[dict[str, int]] = {"lengths": 2}
+    among: ClassVar[dict[str, Collection[str]]] = {"machine": MACHINES, "linear": _WAYS, "reads": _READS}
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     dim: int = 64
@@ -118,7 +122,7 @@ class Online(Study):
 
     def _peaks(self, n: int) -> Row:
         q, k, v = torch.randn(3, 1, 1, n, self.dim).unbind()
-        ways: dict[str, Any] = {"matrix": "reference", "chunked": Chunked(self.chunk), "fused": "sdpa"}
+        ways: dict[str, Any] = dict(zip(_WAYS, ("reference", Chunked(self.chunk), "sdpa"), strict=True))
         return {
             f"{way}, MiB": peak_bytes(functools.partial(attention, q, k, v, backend=backend)) / _MiB
             for way, backend in ways.items()
@@ -267,5 +271,5 @@ def _quietly() -> Iterator[None]:
 
 def _power(rows: list[Row], column: str) -> float:
     """The power of n with which a column grows over the longer half of the lengths."""
-    start = rows[len(rows) // 2]
+    start = rows[min(len(rows) // 2, len(rows) - 2)]
     return math.log(rows[-1][column] / start[column]) / math.log(rows[-1]["n"] / start["n"])

@@ -45,6 +45,7 @@ class Positions(Study):
         "scores has, by the size of the content's entries: at 1/√d, a usual start for embeddings, content drowns in "
         "positions; multiplied by √d, it leads."
     )
+    least: ClassVar[dict[str, float]] = {"length": 2}
 
     dim: int = 64
     length: int = 384

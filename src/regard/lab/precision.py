@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..backends import KNOWN
-from ..errors import ArgumentError
 from ..functional import attention, why
 from ..softmax import stable
 from .base import Row, Study, Tell, canvas
@@ -48,6 +48,7 @@ class Precision(Study):
         "the half precisions it levels off, at the rounding of the result. Dotted: every step stored in the dtype. "
         "Dashed: what rounding q, k and v beforehand costs, whoever computes."
     )
+    among: ClassVar[dict[str, Collection[str]]] = {"dtypes": _DTYPES, "arithmetic": _ARITHMETIC}
 
     logit_scales: tuple[float, ...] = (0.25, 1.0, 4.0, 16.0, 64.0)  # the deviation of the logits
     length: int = 96
@@ -86,10 +87,6 @@ class Precision(Study):
 
     def holds(self, rows: list[Row]) -> bool:
         """Within the bound everywhere, ordered by the unit roundoff, and growing where it is said to grow."""
-        if self.arithmetic not in _ARITHMETIC:
-            raise ArgumentError(
-                f"lab: precision's arithmetic is one of {', '.join(_ARITHMETIC)}. Got {self.arithmetic!r}."
-            )
         tried = {(row["dtype"], row["logit scale"]): self._tried(row) for row in rows}
         by_roundoff = sorted(self.dtypes, key=_roundoff)
         ordered = all(

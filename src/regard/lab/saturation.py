@@ -59,6 +59,12 @@ class Saturation(Study):
     queries: int = 128
     keys: int = 64
 
+    def suit(self) -> None:
+        """There is a weight for each score."""
+        for name in ("claimed", "claimed_scaled"):
+            if len(getattr(self, name)) != len(_SCORES):
+                self.refuse(name, f"{len(_SCORES)} weights")
+
     def measure(self, tell: Tell) -> list[Row]:
         """Work out the example, then scale q·k to scores of every size."""
         root = self.dim**0.5

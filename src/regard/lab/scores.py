@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -54,6 +54,7 @@ class Scores(Study):
         "chance. Right: the time of attention, forward and backward, and the memory that the plain formula keeps for "
         "the latter, as multiples of the dot product's."
     )
+    among: ClassVar[dict[str, Collection[str]]] = {"learners": _NAMES}
 
     dim: int = 16
     words: int = 64
@@ -62,6 +63,11 @@ class Scores(Study):
     steps: int = 120
     length: int = 256  # of the sequences that are timed
     learners: tuple[str, ...] = ("bilinear", "additive")  # which scores, by the claim, learn without projections
+
+    def suit(self) -> None:
+        """A sentence has each word once."""
+        if self.words < self.sentence:
+            self.refuse("words", f"at least as many as a sentence has, {self.sentence}")
 
     def measure(self, tell: Tell) -> list[Row]:
         """Train each, then time them side by side."""

@@ -43,6 +43,7 @@ class Temperature(Study):
         "Left: the entropy goes from 0 to ln m, and its slope is found three ways, which fall on one curve. Right: how "
         "far the output is from its two limits; the best key takes over exponentially in 1/T, the mean as 1/T."
     )
+    least: ClassVar[dict[str, float]] = {"keys": 2, "power": -math.inf}
 
     temperatures: tuple[float, ...] = tuple(2.0**power for power in range(-5, 11))
     queries: int = 8

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from ..functional import observe
-from .base import Row, Study, Tell, canvas, one_of
+from .base import Row, Study, Tell, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,14 +38,13 @@ class Variance(Study):
         "Left: the variance of the scores. Right: the entropy of softmax over the keys as a share of ln m; unscaled it "
         "collapses as d grows, divided by d it goes to uniform, and only √d leaves it alone."
     )
+    least: ClassVar[dict[str, float]] = {"keys": 2}
+    among: ClassVar[dict[str, Collection[str]]] = {"scaling": _POWERS}
 
     dims: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
     draws: int = 40_000
     keys: int = 256
     scaling: str = "√d"  # what the claim is tried with
-
-    def __post_init__(self) -> None:
-        one_of("variance", "scaling", self.scaling, _POWERS)
 
     def measure(self, tell: Tell) -> list[Row]:
         """Draw q and k, and look at the scores, the gradient and the entropy."""
