@@ -8,6 +8,7 @@ import torch
 import regard
 from regard import biases, scores
 from regard.backends import Chunked
+from regard.lab.online import peak_bytes
 from regard.rule import Rule
 from regard.tiling import Cut, strips
 
@@ -106,6 +107,15 @@ def test_a_strip_of_whole_rows_and_a_tile_of_a_costly_score_stay_within_the_budg
             for run in strip.runs:
                 rows = strip.rows.stop - strip.rows.start
                 assert run.stop - run.start <= 128 or lead * groups * rows * (run.stop - run.start) * cost <= cut.budget
+
+
+def test_few_rows_at_a_time_take_less_memory_however_many_heads_there_are():
+    q, k, v = torch.randn(3, 1, 16, 1024, 16).unbind()
+    few, some, many = (
+        peak_bytes(lambda size=size: regard.attention(q, k, v, backend=Chunked(size))) / 2**20 for size in (16, 64, 256)
+    )
+    assert few + 2 < some
+    assert some + 8 < many
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked"])

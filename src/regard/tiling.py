@@ -16,6 +16,7 @@ from .tile import Tile
 __all__ = ["Cut", "Run", "Strip", "strips"]
 
 _BUDGET = 2**21  # logits in flight: two such buffers of float32 are 16 MiB, which stays in a last-level cache
+_OF_A_ROW = 2**13  # of them, where few rows are asked for
 _BLOCK = 128  # keys that are hidden or seen together
 _WORTH = 512  # a run of wholly visible keys shorter than this joins its masked neighbours
 
@@ -50,7 +51,11 @@ class Cut:
     """Sizes of tiles. They follow the problem's lengths, never its batch, so that a batch changes no bits."""
 
     rows: int = 512
-    budget: int = _BUDGET
+
+    @property
+    def budget(self) -> int:
+        """How many logits are in flight: few for few rows, however many heads; for many, what a cache holds."""
+        return min(_BUDGET, self.rows * _OF_A_ROW)
 
     def chunk(self, groups: int) -> int:
         return max(1, self.rows // max(groups, 1))
