@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import _harness
 from _harness import Row, nvidia
+from _turns import balanced
 
 DEVICE = "cuda"
 _BEGAN = time.perf_counter()
 _failed: dict[str, str] = {}
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -132,20 +132,6 @@ def measured(case: str, peers: Peers, rounds: int = 3, rep: int = 40) -> Measure
     ms = {name: statistics.median(taken[name]) if name in left else None for name in peers}
     print(f"{case}: " + ", ".join(f"{k} {_shown(v)} ms" for k, v in ms.items()), flush=True)
     return Measured(ms, difference)
-
-
-def balanced(names: Sequence[T]) -> list[list[T]]:
-    """Orders of names in which each comes once in every place and behind each other once (Williams's design).
-
-    >>> balanced("abcd")
-    [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd'], ['c', 'd', 'b', 'a'], ['d', 'a', 'c', 'b']]
-
-    Of an odd number of names one place in each order stays empty.
-    """
-    n = len(names) + len(names) % 2
-    first = [at // 2 if at % 2 == 0 else n - (at + 1) // 2 for at in range(n)]
-    turned = [-place % n for place in first]
-    return [[names[at] for at in ((place + shift) % n for place in turned) if at < len(names)] for shift in range(n)]
 
 
 def _shown(ms: float | None) -> str:
