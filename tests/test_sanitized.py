@@ -26,6 +26,7 @@ def test_a_report_of_races_names_pairs_of_functions() -> None:
 =========     and Write access at forward+0x20 in elsewhere.py:7 [4 hazards]
 ========= \n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
+    assert sanitized.reported(log) == 2
     plan, other, nowhere = sanitized.races(log)
     assert plan == {"walk.told", "walk.note"}
     assert other == {"walk.told", "walk.place"}
@@ -33,6 +34,13 @@ def test_a_report_of_races_names_pairs_of_functions() -> None:
     assert plan in sanitized.KNOWN
     assert other not in sanitized.KNOWN
     assert nowhere not in sanitized.KNOWN
+
+
+def test_what_was_counted_is_read_and_a_run_that_broke_off_is_no_clean_one() -> None:
+    assert sanitized.reported("========= ERROR SUMMARY: 0 errors\n") == 0
+    assert sanitized.reported("========= ERROR SUMMARY: 12 errors\n") == 12
+    assert sanitized.reported("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n") == 0
+    assert sanitized.reported("========= Error: process didn't terminate successfully\n") == -1
 
 
 def test_what_is_known_of_races_is_in_the_kernels() -> None:
