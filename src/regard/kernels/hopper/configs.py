@@ -34,8 +34,9 @@ class Tile(NamedTuple):
 
 # (padded dim of keys, of values): the larger of the two counts. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
 # d128 703 and 683, with entropy 680 and 641; d64 545 and 520, with entropy 525 and 494; d256 700 and 704, with entropy 681 and 697
-# (bench/results/gpu_forward.md). In earlier runs, when the level rose with each block: d128 652 and 625, with entropy 592 and 580;
-# with one block of rows a program d128 649 and 637, d64 496 and 482; persistent, but dealt out in turns, d128 causal 571. Before
+# (bench/results/gpu_forward.md). What is told of other choices is from earlier runs, in which peers had other orders and so the chip
+# other clocks; side by side, d128 had 632 when the level rose with each block and 700 when it stayed. With one block of rows a
+# program d128 649 and 637, d64 496 and 482; persistent, but dealt out in turns, d128 causal 571. Before
 # sums stayed in the thread, d128 627 and 617; with 232 registers 617 and 610; d64 with two groups 450 and 447. Those of 96 and 192
 # were chosen by shared memory and registers.
 _PLAIN: dict[int, Tile] = {

@@ -234,7 +234,7 @@ def meet(t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X
 
 
 @gluon.jit
-def put(O, share, empty, out, strides, item, h, row, n, E, first, X, mine, D: gl.constexpr, C: gl.constexpr, MASK: gl.constexpr,
+def put(O, share, empty, out, strides, item, h, row, n, E, first, X, mine, C: gl.constexpr, MASK: gl.constexpr,
         DESCRIBED: gl.constexpr, OL: gl.constexpr):
     """O [ROWS, C], divided, into the place that the group's queries had, or by pointers to columns `first` … of the output."""
     O = O * gl.convert_layout(share, gl.SliceLayout(1, OL))[:, None]
@@ -275,9 +275,9 @@ def write(O, R, m, l, e, top, i, item, h, row, described, X, out, strides, sinks
     if SINK:
         whole = l + gl.exp2((gl.load(sinks + h) - level) * LOG2E)  # the sink's share of the denominator
     share = share / whole
-    put(O, share, empty, output, strides, item, h, row, n, E, 0, X[0], mine, DA, EA, MASK, DESCRIBED, OL)
+    put(O, share, empty, output, strides, item, h, row, n, E, 0, X[0], mine, EA, MASK, DESCRIBED, OL)
     if EB > 0:
-        put(R, share, empty, output, strides, item, h, row, n, E, EA, X[1] if DESCRIBED else X[0], mine, DB, EB, MASK, DESCRIBED, RL)
+        put(R, share, empty, output, strides, item, h, row, n, E, EA, X[1] if DESCRIBED else X[0], mine, EB, MASK, DESCRIBED, RL)
     if DESCRIBED:
         fence_async_shared()
         group_barrier()
