@@ -1,4 +1,4 @@
-"""What is asked, checked once: `pose` is the only place that raises about arguments."""
+"""What is asked of attention, checked once: nothing behind `pose` looks at query, key, value or what they come with."""
 
 from __future__ import annotations
 
