@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.distributed import gather, over, shard
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ShapeError
 from regard.nn import KVCache, MultiheadAttention, ScaledDotProductAttention
 from world import Case
 
@@ -117,6 +117,11 @@ def the_textbooks_module(rank: int, folder: Path) -> None:
     with over():
         found, _ = module(x, x, x, mask=regard.causal(), return_weights=False)
     torch.testing.assert_close(found, shard(module(whole, whole, whole, mask=regard.causal())[0]))
+    with over():
+        with pytest.raises(ShapeError, match=r"^ScaledDotProductAttention: query and key must have the same dim"):
+            module(x, x[..., :7], x, return_weights=False)
+        with pytest.raises(ArgumentError, match=r"^ScaledDotProductAttention: over a group no rank holds weights"):
+            module(x, x, x)
 
 
 @case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -240,3 +241,14 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 def test_a_wrong_input_gets_one_clear_error(inputs: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(RegardError, match=words):
         module()(*inputs, **arguments)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_what_attention_refuses_is_told_under_the_module_s_name(need_weights: bool) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "the mask does not fit": lambda: module()(X, X, X, need_weights=need_weights, mask=torch.ones(6, 4).bool()),
+        "the score does not fit": lambda: module(score=Temperature(heads=3))(X, X, X, need_weights=need_weights),
+    }
+    for words, call in calls.items():
+        with pytest.raises(RegardError, match=rf"^MultiheadAttention: {words}"):
+            call()

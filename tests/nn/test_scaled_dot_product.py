@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import regard
+from regard.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from regard.nn import ScaledDotProductAttention
-from regard.scores import Temperature
+from regard.scores import Balanced, Prepared, Temperature
 
 Q, K, V = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
 
@@ -80,3 +82,39 @@ def test_a_score_learns() -> None:
 def test_a_wrong_argument_is_refused_when_it_is_made(arguments: dict[str, object]) -> None:
     with pytest.raises(regard.errors.RegardError, match=r"^ScaledDotProductAttention: "):
         ScaledDotProductAttention(**arguments)  # type: ignore[arg-type]
+
+
+WRONG: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
+    "dims": ((Q, K[..., :7], V), ShapeError, r"query and key must have the same dim\. Got 8 and 7"),
+    "lengths": ((Q, K[:, :4], V), ShapeError, r"key and value must have the same length\. Got 4 keys and 5 values"),
+    "ranks": ((Q, K[0], V), ShapeError, "query, key and value must have the same rank"),
+    "batches": ((Q, K[:1].expand(3, -1, -1), V), ShapeError, "the leading dimensions .* must broadcast"),
+    "dtypes": ((Q, K.float(), V), DtypeError, "query, key and value must have one dtype"),
+    "no tensor": ((Q, K, V.tolist()), DtypeError, r"value must be a torch\.Tensor\. Got list"),
+    "mask": ((Q, K, V, torch.ones(3, 3).bool()), MaskError, r"mask must broadcast to \(2, 5, 5\)"),
+    "kind of mask": ((Q, K, V, "causal"), DtypeError, "mask must be a regard Mask or a tensor"),
+}
+
+
+@pytest.mark.parametrize("return_weights", [True, False])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_input_gets_one_error_that_names_the_module(case: str, return_weights: bool) -> None:
+    inputs, error, words = WRONG[case]
+    with pytest.raises(error, match=rf"^ScaledDotProductAttention: {words}"):
+        ScaledDotProductAttention()(*inputs, return_weights=return_weights)
+
+
+@pytest.mark.parametrize("return_weights", [True, False])
+def test_a_score_that_does_not_fit_is_told_under_the_module_s_name(return_weights: bool) -> None:
+    with pytest.raises(ShapeError, match=r"^ScaledDotProductAttention: the score does not fit"):
+        ScaledDotProductAttention(score=Temperature(heads=3))(Q, K, V, return_weights=return_weights)
+
+
+@pytest.mark.parametrize("return_weights", [True, False])
+def test_what_a_score_itself_says_keeps_its_name(return_weights: bool) -> None:
+    class Choosy(Balanced):
+        def prepare(self, query: torch.Tensor, key: torch.Tensor) -> Prepared:
+            raise ArgumentError("Choosy: it likes: none of these.")
+
+    with pytest.raises(ArgumentError, match=r"^Choosy: it likes: none of these\.$"):
+        ScaledDotProductAttention(score=Choosy())(Q, K, V, return_weights=return_weights)

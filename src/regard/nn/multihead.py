@@ -12,12 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..elsewhere import SPREAD, places
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
-from ..functional import attention, observe
 from ..masks import Mask, causal
 from ..positions import Rotary
 from ..scores import Score
 from ..scores.base import whole
 from .arguments import optional_score, probability
+from .attending import attend
 from .kv_cache import KVCache
 from .masking import Sizes, both, masking, ours
 
@@ -184,10 +184,7 @@ class MultiheadAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, weighted: bool, **given: Any) -> tuple[Tensor, Tensor | None]:
         dropout = self.dropout if self.training else 0.0
-        if not weighted:
-            return attention(q, k, v, score=self.score, dropout=dropout, **given), None
-        seen = observe(q, k, v, score=self.score, dropout=dropout, **given)
-        return seen.output, seen.weights()
+        return attend(_WHO, q, k, v, weighted=weighted, score=self.score, dropout=dropout, **given)
 
     def _over(
         self, q: Tensor, k: Tensor, v: Tensor, itself: bool, is_causal: bool, mask: Mask | Tensor | None
@@ -203,7 +200,7 @@ class MultiheadAttention(nn.Module):
             )
         own = causal(offset=0) if is_causal else None
         mask = mask if isinstance(mask, Tensor) else both(own, ours(_WHO, mask))
-        return attention(q, k, v, mask=mask, score=self.score, dropout=self.dropout if self.training else 0.0)
+        return self._attend(q, k, v, False, mask=mask)[0]
 
     def _whole_only(self, weights: bool, **given: object) -> None:
         """Refuse inside `regard.distributed.over` what needs the whole sequence in one place."""

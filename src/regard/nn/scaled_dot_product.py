@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..functional import attention, observe
 from ..masks import Mask
 from ..scores import Score
 from .arguments import optional_score, probability
+from .attending import attend
 
 __all__ = ["ScaledDotProductAttention"]
+
+_WHO = "ScaledDotProductAttention"
 
 
 class ScaledDotProductAttention(nn.Module):
@@ -26,8 +28,8 @@ class ScaledDotProductAttention(nn.Module):
 
     def __init__(self, dropout: float = 0.0, score: Score | None = None) -> None:
         super().__init__()
-        self.dropout = probability("ScaledDotProductAttention", dropout)
-        self.score = optional_score("ScaledDotProductAttention", score)
+        self.dropout = probability(_WHO, dropout)
+        self.score = optional_score(_WHO, score)
 
     def forward(
         self,
@@ -42,10 +44,8 @@ class ScaledDotProductAttention(nn.Module):
         The shapes are those of `regard.attention`: (…, heads, N, D), (batch, N, D) or (N, D).
         """
         dropout = self.dropout if self.training else 0.0
-        if not return_weights:
-            return attention(query, key, value, mask=mask, score=self.score, dropout=dropout), None
-        seen = observe(query, key, value, mask=mask, score=self.score, dropout=dropout)
-        return seen.output, seen.weights()
+        given = {"mask": mask, "score": self.score, "dropout": dropout}
+        return attend(_WHO, query, key, value, weighted=return_weights, **given)
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout:g}"
