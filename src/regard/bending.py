@@ -14,7 +14,7 @@ from .formula import Rows, bias_tile, kept, products
 from .moving import Moving, filled, tanh_tile
 from .orders import Needs, Some
 from .pulling import add, rows_of, zeros
-from .scan import Look, Room, below, exponentials, masked_logits
+from .scan import Look, Room, depths_and_weights
 from .tile import BIAS, KEY, QUERY, ROW, TURNED, Tile
 from .tiling import Cut, strips
 
@@ -65,9 +65,7 @@ def bend(x: Canonical, moving: Moving, cut: Cut, needs: Needs, b: Bending) -> tu
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
-            X = below(x, masked_logits(x, tile, run, room), ROW.part(b.look.peak, tile), run)  # (l, k, g, r, c)
-            P = torch.sub(X, ROW.part(b.look.spread, tile)[..., None], out=room.like("weights", X))
-            P = exponentials(x, P, run, out=P)
+            X, P = depths_and_weights(x, tile, run, b.look, room)  # (l, k, g, r, c)
             T_raw = moving.scores(tile, room)
             T = moving.logits(tile, T_raw, X.shape[2])
             T = torch.zeros_like(X) if T is None else T.expand_as(X)

@@ -11,7 +11,7 @@ from .canonical import Canonical
 from .derivatives import pull_back
 from .formula import Rows, bias_tile, kept, products
 from .orders import Some
-from .scan import Look, Room, below, exponentials, masked_logits
+from .scan import Look, Room, depths_and_weights
 from .tile import BIAS, KEY, QUERY, ROW, TURNED, Tile
 from .tiling import Cut, strips
 
@@ -38,9 +38,7 @@ def backward(
     for strip in strips(x.rule, x.query.shape, cut):
         for run in strip.runs:
             tile = strip.tile(run)
-            X = below(x, masked_logits(x, tile, run, room), ROW.part(look.peak, tile), run)  # (l, k, g, r, c)
-            P = torch.sub(X, ROW.part(spread, tile)[..., None], out=room.like("weights", X))
-            P = exponentials(x, P, run, out=P)
+            X, P = depths_and_weights(x, tile, run, look, room)  # (l, k, g, r, c)
             dO_tile = rows_of(QUERY.part(dO, tile))  # (l, k, g·r, E)
             values = TURNED.part(room.turned("values", x.value, x.rule.n), tile)
             dP = room.product("slopes", QUERY.part(dO, tile), values)

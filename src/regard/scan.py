@@ -13,7 +13,7 @@ from .formula import bias_tile, hidden, products
 from .tile import BIAS, KEY, QUERY, ROW, TURNED, Tile
 from .tiling import Run
 
-__all__ = ["Look", "Room", "below", "exponentials", "masked_logits", "weights"]
+__all__ = ["Look", "Room", "below", "depths_and_weights", "exponentials", "masked_logits", "weights"]
 
 _MANY = 8  # rows for which turning the keys pays
 _DEEP = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
@@ -106,6 +106,21 @@ def exponentials(x: Canonical, X: Tensor, run: Run, out: Tensor) -> Tensor:
 
 def weights(x: Canonical, tile: Tile, run: Run, look: Look, room: Room) -> Tensor:
     """The weights (l, k, g, r, c) of a tile."""
-    X = below(x, masked_logits(x, tile, run, room), ROW.part(look.peak, tile), run)
-    X.sub_(ROW.part(look.spread, tile)[..., None])
-    return exponentials(x, X, run, out=X)
+    X = _depths(x, tile, run, look, room)
+    return _weighed(x, X, tile, run, look, out=X)
+
+
+def depths_and_weights(x: Canonical, tile: Tile, run: Run, look: Look, room: Room) -> tuple[Tensor, Tensor]:
+    """The logits of a tile below their row's largest, and its weights, in two buffers: (l, k, g, r, c) each."""
+    X = _depths(x, tile, run, look, room)
+    return X, _weighed(x, X, tile, run, look, out=room.like("weights", X))
+
+
+def _depths(x: Canonical, tile: Tile, run: Run, look: Look, room: Room) -> Tensor:
+    return below(x, masked_logits(x, tile, run, room), ROW.part(look.peak, tile), run)
+
+
+def _weighed(x: Canonical, X: Tensor, tile: Tile, run: Run, look: Look, out: Tensor) -> Tensor:
+    """exp(X − spread), where X may be `out` itself."""
+    X = torch.sub(X, ROW.part(look.spread, tile)[..., None], out=out)
+    return exponentials(x, X, run, out=out)

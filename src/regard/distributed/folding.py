@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..finite import seen
 from ..problem import Problem
 from ..rule import Rule
-from ..scores import Score
 from ..scores.base import Prepared
+from ..scores.lending import lent_factor, lent_prepare
 from .blocks import block_rule
 from .layout import Piece
 from .ranks import Ranks
@@ -31,28 +30,11 @@ class Lent:
     parameters: dict[str, Tensor]  # of the score
 
 
-class _Lending(nn.Module):
-    """A score, called so that torch can lend it other parameters."""
-
-    def __init__(self, score: Score) -> None:
-        super().__init__()
-        self.score = score
-
-    def forward(self, query: Tensor, key: Tensor | None = None) -> Any:
-        return self.score.factor(query) if key is None else self.score.prepare(query, key)
-
-
-def _asked(score: Score, lent: Lent, *given: Tensor) -> Any:
-    loan = {f"score.{name}": t for name, t in lent.parameters.items()}
-    return torch.func.functional_call(_Lending(score), loan, given)
-
-
 def factor(p: Problem, lent: Lent) -> float | Tensor | None:
     """What q·k is multiplied by, one number or one a head, where that is all that score and scale do; else None."""
     if p.score is None:
         return lent.scale
-    found: float | Tensor | None = _asked(p.score, lent, p.query.new_empty(0, p.query.shape[-1], dtype=p.exact_dtype))
-    return found
+    return lent_factor(p.score, lent.parameters, p.query.new_empty(0, p.query.shape[-1], dtype=p.exact_dtype))
 
 
 def folded(p: Problem, lent: Lent) -> Prepared:
@@ -60,8 +42,7 @@ def folded(p: Problem, lent: Lent) -> Prepared:
     exact = p.exact_dtype
     query, times = p.query.to(exact), factor(p, lent)
     if times is None and p.score is not None:
-        made: Prepared = _asked(p.score, lent, query, p.key.to(exact))
-        return made
+        return lent_prepare(p.score, lent.parameters, query, p.key.to(exact))
     if isinstance(times, Tensor):
         times = times.to(exact).reshape(-1, 1, 1)
     return Prepared(query if times is None else query * times, p.key)

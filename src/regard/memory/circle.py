@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..derivatives import applied
 from ..distributed.ranks import Ranks
 from ..errors import DistributedError
 from ..scores import Score
 from ..scores.base import Prepared
+from ..scores.lending import lent_prepare
 from .reading import Asked
 
 __all__ = ["Circle"]
@@ -108,45 +109,33 @@ class _Back(torch.autograd.Function):
         return None, ctx.circle.ranks.swap(g, ctx.circle.mine, ctx.circle.counts)
 
 
-class _Methods(nn.Module):
-    """A score's `prepare` as a module's `forward`, which can be called with other parameters."""
-
-    def __init__(self, score: Score) -> None:
-        super().__init__()
-        self.score = score
-
-    def forward(self, query: Tensor, key: Tensor) -> Prepared:
-        return self.score.prepare(query, key)
-
-
 class _Lent(Score):
     """A score with other tensors for its parameters: those whose gradient is added over the ranks."""
 
     def __init__(self, score: Score, parameters: Sequence[Tensor]) -> None:
         super().__init__()
-        self._methods = _Methods(score)
-        names = [f"score.{name}" for name, _ in score.named_parameters()]
+        self._score = score
+        names = [name for name, _ in score.named_parameters()]
         self._lent = dict(zip(names, parameters, strict=True))
         self.pairwise = score.pairwise  # type: ignore[misc]
         self.same_dims = score.same_dims  # type: ignore[misc]
 
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
-        made: Prepared = torch.func.functional_call(self._methods, self._lent, (query, key))
-        return made
+        return lent_prepare(self._score, self._lent, query, key)
 
     def pair(self, query: Tensor, key: Tensor, *shared: Tensor) -> Tensor:  # type: ignore[override]
-        return self._methods.score.pair(query, key, *shared)
+        return self._score.pair(query, key, *shared)
 
     def parameters(self, recurse: bool = True) -> Any:
         """The tensors that stand for the parameters: it is these that a gradient goes to."""
         return iter(self._lent.values())
 
     def width(self, query_dim: int, key_dim: int) -> int:
-        return self._methods.score.width(query_dim, key_dim)
+        return self._score.width(query_dim, key_dim)
 
     @property
     def cost(self) -> int:
-        return self._methods.score.cost
+        return self._score.cost
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
-        return self._methods.score.misfit(query_dim, key_dim, heads)
+        return self._score.misfit(query_dim, key_dim, heads)
