@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
 from regard import functional
@@ -96,8 +98,62 @@ def test_where_the_one_that_was_asked_for_refuses_the_text_says_who_could() -> N
     assert "first choice" not in text
 
 
-def test_the_text_of_sdpa_names_the_kernel() -> None:
-    assert "flash" in str(regard.why(X, X, X))
+class Kernels(TorchDispatchMode):
+    """Notes which of torch's kernels for attention run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in func.__name__:
+            self.ran.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu.default"
+NARROW = X[..., :6]  # as values, it leaves torch none but its matrix path
+MATRIX = "torch would take its matrix path: none of its fused kernels does this, or they are switched off"
+
+
+@pytest.mark.parametrize(
+    ("switches", "value", "kernel"),
+    [
+        ([], X, "flash"),
+        ([SDPBackend.FLASH_ATTENTION], X, "flash"),
+        ([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], X, "flash"),
+        ([], NARROW, "matrix"),
+        ([SDPBackend.MATH], X, "matrix"),
+        ([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], X, "matrix"),
+    ],
+    ids=["as it is", "flash alone", "flash and math", "narrow values", "math alone", "math and none for a CPU"],
+)
+def test_why_names_the_kernel_that_torch_takes(switches: list[SDPBackend], value: torch.Tensor, kernel: str) -> None:
+    with sdpa_kernel(switches) if switches else nullcontext():
+        plan, told = regard.why(X, X, value), KNOWN["sdpa"].detail(pose(X, X, value))
+        with Kernels() as kernels:
+            torch.nn.functional.scaled_dot_product_attention(X, X, value)
+    assert kernels.ran == ([FLASH] if kernel == "flash" else [])  # torch's matrix path is made of other operators
+    assert told == f"torch's {kernel} kernel"
+    first = str(plan).splitlines()[0]
+    if kernel == "flash":
+        assert plan.detail == told
+        assert first == "→ sdpa       torch's flash kernel"
+    else:
+        assert plan.backend == "chunked"
+        assert first == f"  sdpa       no: {MATRIX}"
+
+
+def test_every_fused_kernel_of_torch_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        SDPBackend.FLASH_ATTENTION: "flash",
+        SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+        SDPBackend.CUDNN_ATTENTION: "cuDNN",
+        SDPBackend.OVERRIDEABLE: "overrideable",
+    }
+    for taken, name in names.items():
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, taken=taken, **__: taken.value)
+        assert str(regard.why(X, X, X)).splitlines()[0] == f"→ sdpa       torch's {name} kernel"
 
 
 def test_a_named_backend_that_refuses_has_no_arrow_but_reasons() -> None:

@@ -10,7 +10,11 @@ __all__ = ["Balanced"]
 
 
 class Balanced(Score):
-    """Scaled dot product whose two sides are scaled alike: (q·D^-¼)·(k·D^-¼), which keeps both small in half precision.
+    """Scaled dot product whose two sides are scaled alike: (q·D^-¼)·(k·D^-¼), the logits of `Scaled()`.
+
+    What `prepare` gives can be multiplied in half precision, since the sum is the logit and no √D times it, and neither
+    side shrinks by the whole D^-½. `forward` and the backends need no such care: they sum in float32 or float64, and
+    kernels that multiply the sum by D^-½ leave both sides as they are.
 
     >>> import torch
     >>> Balanced()(torch.ones(1, 16), torch.ones(2, 16))
