@@ -118,6 +118,21 @@ def test_few_rows_at_a_time_take_less_memory_however_many_heads_there_are():
     assert some + 8 < many
 
 
+def test_for_few_rows_the_keys_are_not_laid_out_anew():
+    q, k, v = torch.randn(1, 2, 16, 64), *torch.randn(2, 1, 2, 32768, 64).unbind()
+    assert peak_bytes(lambda: regard.attention(q, k, v, backend="chunked")) < k.nbytes
+
+
+@pytest.mark.parametrize("rows", [3, 16, 64, 200])
+def test_keys_in_any_layout_have_the_same_products(rows):
+    q = torch.randn(2, 3, rows, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 300, 3, 8, dtype=torch.float64).transpose(2, 3).unbind()  # heads lie within positions
+    wide = torch.randn(2, 2, 3, 300, 16, dtype=torch.float64)
+    for keys, values in ((k, v), wide[..., ::2], wide[..., :8], k[:1].expand(2, 2, -1, -1, -1)):
+        expected = regard.attention(q, keys, values, backend="reference")
+        torch.testing.assert_close(regard.attention(q, keys, values, backend="chunked"), expected)
+
+
 @pytest.mark.parametrize("backend", ["auto", "chunked"])
 def test_gradients_and_second_gradients_have_the_same_bits_inside_and_outside_autocast(backend):
     def derivatives(inside):
