@@ -57,7 +57,8 @@ class Room:
 def _laid_out(x: Tensor) -> Tensor:
     """The keys turned, such that products with tiles of them copy nothing. MKL multiplies as fast by either layout."""
     if x.device.type == "cpu" and torch.backends.mkl.is_available():
-        return x.flatten(0, 1).unflatten(0, x.shape[:2]).mT
+        whole: Tensor = x.flatten(0, 1).unflatten(0, x.shape[:2])
+        return whole.mT
     return x.mT.contiguous()
 
 
