@@ -14,9 +14,10 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from regard.errors import ArgumentError, FileError
-from regard.lab import Experiment, Row, Study, page
+from regard.lab import Row, Study, page
 from regard.lab.base import Tell, canvas
 from regard.lab.cells import cell, is_number, tables
+from regard.lab.saved import Saved
 from report.browser import chrome, complaints, opened, prefer, view
 
 EVIL = '<script>alert(1)</script> & "quotes" \x1b[31m'
@@ -78,6 +79,11 @@ class Tags(HTMLParser):
         self.text += data
 
 
+def sections(folder: Path) -> list[str | None]:
+    seen = Tags((folder / "index.html").read_text(encoding="utf-8"))
+    return [given["id"] for tag, given in seen.tags if tag == "section"]
+
+
 def test_there_is_a_page_and_for_each_experiment_two_pictures_and_its_numbers(folder: Path) -> None:
     files = [f"{name}{end}" for name in ("odd", "other-2") for end in (".json", ".svg", "-dark.svg")]
     assert sorted(path.name for path in folder.iterdir()) == sorted(["index.html", *files])
@@ -85,7 +91,9 @@ def test_there_is_a_page_and_for_each_experiment_two_pictures_and_its_numbers(fo
 
 def test_the_json_is_what_the_experiment_gives_and_holds_no_nan(folder: Path) -> None:
     told = json.loads((folder / "odd.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert told == Odd().run().to_object()
+    given = Odd().run().to_object()
+    assert {key: told[key] for key in given} == given
+    assert told.keys() - given.keys() == {"test", "caption", "choices"}
     assert told["rows"][-1]["none"] is None
 
 
@@ -121,8 +129,56 @@ def test_it_is_the_same_each_time(folder: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
+def test_what_was_saved_before_stays_on_the_page_escaped_and_what_is_saved_again_is_new(
+    folder: Path, tmp_path: Path
+) -> None:
+    for study in (Other(rows=2), Odd(rows=1), Odd()):
+        page.write([study.run()], tmp_path)
+    assert (tmp_path / "index.html").read_bytes() == (folder / "index.html").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": EVIL},
+        {"verdict": "yes"},
+        {"claim": 3},
+        {"rows": {}},
+        {"rows": [3]},
+        {"rows": [{"n": [1]}]},
+        {"choices": []},
+        {"choices": {"n": 1}},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_json_file_that_is_not_an_experiment_is_passed_over(change: dict[str, object], tmp_path: Path) -> None:
+    page.write([Other().run()], tmp_path)
+    file = tmp_path / "other-2.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
+    page.write([Odd().run()], tmp_path)
+    assert sections(tmp_path) == ["odd"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "{", "[" * 100_000, "\udcff"], ids=["", "[]", "{}", "{", "deep", "bytes"]
+)
+def test_a_file_that_cannot_be_read_is_passed_over(text: str, tmp_path: Path) -> None:
+    page.write([Other().run()], tmp_path)
+    (tmp_path / "other-2.json").write_bytes(text.encode(errors="surrogateescape"))
+    page.write([Odd().run()], tmp_path)
+    assert sections(tmp_path) == ["odd"]
+
+
+def test_an_experiment_without_its_pictures_is_passed_over(tmp_path: Path) -> None:
+    page.write([Other().run()], tmp_path)
+    (tmp_path / "other-2-dark.svg").unlink()
+    page.write([Odd().run()], tmp_path)
+    assert sections(tmp_path) == ["odd"]
+
+
 def test_a_long_table_is_folded_away() -> None:
-    assert "<summary>Numbers, 41 rows</summary>" in page._section(Odd(rows=40).run())
+    assert "<summary>Numbers, 41 rows</summary>" in page._section(Saved.of(Odd(rows=40).run()))
 
 
 def test_in_the_dark_greys_turn_and_colours_stay() -> None:
@@ -193,6 +249,6 @@ def test_a_number_is_read_to_four_digits(value: float, read: str) -> None:
 
 
 def test_a_verdict_is_never_of_colour_alone() -> None:
-    found: Experiment = Odd().run()
+    found = Saved.of(Odd().run())
     assert "✓" in page._link(found)
     assert "✗" in page._link(replace(found, verdict=False))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 
 from ..errors import ArgumentError, MissingPackageError
+from ..report.files import plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,7 +142,7 @@ class Experiment:
 
     def to_object(self) -> dict[str, Any]:
         """Give name, claim, rows and verdict as JSON can hold them: a number that is not finite is None."""
-        rows = [{key: _plain(value) for key, value in row.items()} for row in self.rows]
+        rows = [{key: plain(value) for key, value in row.items()} for row in self.rows]
         return {"name": self.name, "claim": self.claim, "rows": rows, "verdict": self.verdict}
 
 
@@ -159,7 +160,3 @@ def canvas(width: float = 7.0, height: float = 4.0, columns: int = 1) -> tuple[F
         one.spines[["top", "right"]].set_visible(False)
         one.grid(alpha=0.25)
     return figure, axes
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,20 +6,18 @@ import base64
 import hashlib
 import html
 import io
-import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import fields
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, FileError
-from ..report.files import write_text
+from ..report.files import asset, write_text
 from ..report.terminal import shown
 from .base import Experiment, Row
 from .cells import cell, is_number, tables
+from .saved import Saved, fits, kept
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,6 +33,8 @@ _SVG: Any = {"svg.hashsalt": "regard", "svg.fonttype": "path"}
 def write(experiments: Sequence[Experiment], folder: str | os.PathLike[str]) -> Path:
     """Write index.html, and beside it two pictures (for light and dark) and one JSON file of every experiment.
 
+    Experiments that were written into the folder before stay on the page, in the order of the laboratory.
+
     >>> import tempfile, regard.lab
     >>> found = regard.lab.run("variance", dims=(16, 64), draws=20_000)
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -45,19 +45,27 @@ def write(experiments: Sequence[Experiment], folder: str | os.PathLike[str]) -> 
     if not experiments:
         raise ArgumentError("write: there must be at least one experiment to show; got none.")
     names = [experiment.name for experiment in experiments]
-    unfit = [name for name in names if not re.fullmatch(r"[a-z0-9-]+", name) or names.count(name) > 1]
+    unfit = [name for name in names if not fits(name) or names.count(name) > 1]
     if unfit:
         raise ArgumentError(
             f"write: each name becomes that of files, so it must be of a-z, 0-9 and - and there once; got {unfit}."
         )
-    place = _made(Path(folder))
-    for experiment in experiments:
-        text = json.dumps(experiment.to_object(), ensure_ascii=False, indent=1, allow_nan=False)
-        write_text(place / f"{experiment.name}.json", text + "\n", "write")
+    place, new = _made(Path(folder)), [Saved.of(experiment) for experiment in experiments]
+    for experiment, saved in zip(experiments, new, strict=True):
+        write_text(place / f"{saved.name}.json", saved.text(), "write")
         light, dark = _pictures(experiment)
-        write_text(place / f"{experiment.name}.svg", light, "write")
-        write_text(place / f"{experiment.name}-dark.svg", dark, "write")
-    return write_text(place / "index.html", _page(experiments), "write")
+        write_text(place / f"{saved.name}.svg", light, "write")
+        write_text(place / f"{saved.name}-dark.svg", dark, "write")
+    before = [saved for saved in kept(place) if saved.name not in names]
+    return write_text(place / "index.html", _page(sorted(new + before, key=_place)), "write")
+
+
+def _place(saved: Saved) -> tuple[int, str]:
+    """Where it stands on the page: as in the laboratory, and below those it has not by name."""
+    from . import names
+
+    known = names()
+    return known.index(saved.name) if saved.name in known else len(known), saved.name
 
 
 def _made(folder: Path) -> Path:
@@ -123,8 +131,8 @@ def _turned(colour: Any) -> Any:
     return many[0] if len(many) == 1 else many
 
 
-def _page(experiments: Sequence[Experiment]) -> str:
-    style = _asset("page.css")
+def _page(experiments: Sequence[Saved]) -> str:
+    style = asset(__package__, "page.css")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode("ascii")
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src 'self' file: data:; base-uri 'none'"
     held = sum(experiment.verdict for experiment in experiments)
@@ -135,19 +143,19 @@ def _page(experiments: Sequence[Experiment]) -> str:
         "links": "\n".join(map(_link, experiments)),
         "sections": "\n".join(map(_section, experiments)),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], asset(__package__, "page.html"))
 
 
-def _link(experiment: Experiment) -> str:
+def _link(experiment: Saved) -> str:
     sign = '<span class="yes">✓</span>' if experiment.verdict else '<span class="no">✗</span>'
     return f'<li><a href="#{experiment.name}">{experiment.name} {sign}</a></li>'
 
 
-def _section(experiment: Experiment) -> str:
-    name, caption = experiment.name, _escaped(experiment.study.caption)
+def _section(experiment: Saved) -> str:
+    name, caption = experiment.name, _escaped(experiment.caption)
     said = "The measurement supports the claim" if experiment.verdict else "The measurement does not support the claim"
     kind, sign = ("yes", "✓") if experiment.verdict else ("no", "✗")
-    choices = "; ".join(f"{one.name} = {getattr(experiment.study, one.name)!r}" for one in fields(experiment.study))
+    choices = "; ".join(f"{name} = {value}" for name, value in experiment.choices.items())
     return f"""<section id="{name}" aria-labelledby="{name}-title">
 <div class="heading"><h2 id="{name}-title">{name}</h2><p class="verdict {kind}">{sign} {said}</p></div>
 <p class="claim">{_escaped(experiment.claim)}</p>
@@ -161,7 +169,7 @@ def _section(experiment: Experiment) -> str:
 </section>"""
 
 
-def _numbers(experiment: Experiment) -> str:
+def _numbers(experiment: Saved) -> str:
     parts = "\n".join(_table(some, experiment.name) for some in tables(experiment.rows))
     count = len(experiment.rows)
     return parts if count < _LONG else f"<details><summary>Numbers, {count} rows</summary>\n{parts}\n</details>"
@@ -182,7 +190,3 @@ def _table(rows: list[Row], name: str) -> str:
 
 def _escaped(text: str) -> str:
     return html.escape(shown(text))
-
-
-def _asset(name: str) -> str:
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")

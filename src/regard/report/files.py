@@ -1,13 +1,29 @@
-"""Writing a file whole or not at all."""
+"""Files: those of the package as texts, new ones written whole or not at all, and numbers that JSON can hold."""
 
 from __future__ import annotations
 
+import math
 import os
+from importlib.resources import files
 from pathlib import Path
 
 from ..errors import FileError
 
-__all__ = ["write_text"]
+__all__ = ["asset", "plain", "write_text"]
+
+
+def asset(package: str, name: str) -> str:
+    """The text of a file among the assets of a package."""
+    return (files(package) / "assets" / name).read_text(encoding="utf-8")
+
+
+def plain(value: object) -> object:
+    """Give `value` as JSON can hold it: None for a number that is not finite.
+
+    >>> [plain(x) for x in (0.5, float("nan"), float("-inf"), "causal")]
+    [0.5, None, None, 'causal']
+    """
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: str | os.PathLike[str], text: str, who: str) -> Path:

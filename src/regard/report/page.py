@@ -7,11 +7,10 @@ import hashlib
 import html
 import os
 import re
-from importlib.resources import files
 from pathlib import Path
 
-from ..errors import ArgumentError
-from .files import write_text
+from ..errors import ArgumentError, DtypeError
+from .files import asset, write_text
 from .look import Look
 from .page_budget import LIMIT
 from .page_data import embedded, told
@@ -32,6 +31,7 @@ def render(look: Look) -> str:
     >>> page.startswith("<!doctype html>"), "<title>Cats</title>" in page
     (True, True)
     """
+    _check(look, "render")
     if not any(layer.heads for layer in look.layers):
         raise ArgumentError(
             "render: the look has no heads to show. Call the model inside `with regard.watch(model) as seen:`, then "
@@ -50,24 +50,29 @@ def render(look: Look) -> str:
 
 def write(look: Look, path: str | os.PathLike[str]) -> Path:
     """Write the page of `look` to `path`, whole or not at all."""
+    _check(look, "write")
     return write_text(path, render(look), "write")
+
+
+def _check(look: object, who: str) -> None:
+    if not isinstance(look, Look):
+        raise DtypeError(
+            f"{who}: it draws a Look. Got {type(look).__name__}; what `regard.watch` saw becomes one by "
+            f"seen.look(tokens=…)."
+        )
 
 
 def _assembled(title: str, data: str) -> str:
     """The page around its data, with a policy under which only our own style and script run."""
-    style = _asset("page.css")
-    script = '(() => {\n"use strict";\n' + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
+    style = asset(__package__, "page.css")
+    script = '(() => {\n"use strict";\n' + "\n".join(asset(__package__, name) for name in _SCRIPTS) + "})();\n"
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
         f"base-uri 'none'; form-action 'none'"
     )
     heading = html.escape(shown(title))
     pieces = {"title": heading, "policy": html.escape(policy), "style": style, "script": script, "data": data}
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], _asset("page.html"))
-
-
-def _asset(name: str) -> str:
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], asset(__package__, "page.html"))
 
 
 def _hash(text: str) -> str:
