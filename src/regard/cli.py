@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import torch
@@ -24,8 +25,10 @@ from torch import Tensor
 from regard.errors import FileError, RegardError
 from regard.functional import observe, why
 from regard.masks import causal as causal_mask
+from regard.models.difference import DifferenceTable
+from regard.models.findings import RULES
+from regard.models.inspection import drawn, mapped
 from regard.models.inspection import inspect as look_at
-from regard.models.inspection import mapped
 from regard.models.loading import BUILTIN, Loaded, Reading, load
 from regard.models.seen import Seen
 from regard.report.atlas import serve
@@ -171,24 +174,37 @@ def inspect(
     """Look at the attention of a whole model while it reads: each head in numbers, and what is wrong or notable.
 
     Models are `builtin`, `builtin-untrained`, folders, or names of the hub. With `--compare A B`, A and B are two
-    models that read the same text, or two files that one model reads (`inspect MODEL --compare A B`).
+    models that read the same text, or two files that one model reads (`inspect MODEL --compare A B`): what is shown is
+    B less A.
     """
     console, names = Console(highlight=False), list(names or [])
     with _told():
         if compare:
-            first, second = _two_looks(names, text, file, trust)
-            console.print(first.diff(second).table())
+            if html or as_json:
+                raise typer.BadParameter(
+                    "it prints a table and writes no file: leave out --html and --json, or inspect the two one by one",
+                    param_hint="--compare",
+                )
+            console.print(_compared(names, text, file, trust))
             return
         if len(names) > 1:
             raise typer.BadParameter("it takes one model; --compare takes two", param_hint="MODEL")
+        for option, path in (("--html", html), ("--json", as_json)):
+            _check_target(option, path)
         loaded, reading, seen = _looked(names[0] if names else None, _read(text, file), trust)
+        with _steps() as bar:
+            judging = bar.add_task("judging the heads", total=len(RULES))
+            found = seen.findings(tell=lambda rule: bar.advance(judging))
+            look = drawn(loaded, reading, seen) if html else None
         console.print(_heads(seen))
-        console.print(findings(seen.findings()))
+        console.print(findings(found))
+        for place, reason in seen.missed.items():
+            console.print(Text(f"not seen: {shown(place) or 'the model itself'}: {shown(reason)}"))
         if as_json:
             seen.to_json(as_json)
             console.print(Text(f"wrote {shown(str(as_json))}"))
-        if html:
-            write(seen.look(reading.pieces, loaded.name), html)
+        if html and look is not None:
+            write(look, html)
             console.print(Text(f"wrote {shown(str(html))}; open it in a browser"))
         if not html and not as_json:
             console.print(Text("--html report.html writes a report to look at; regard atlas, maps to zoom into."))
@@ -222,23 +238,30 @@ def lab(
         str | None, typer.Argument(metavar="[NAME]", help="Which experiment.", show_default="list them")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Run every experiment.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write an illustrated page into this folder.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write an illustrated page into this folder; what was saved there stays on it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Try what textbooks say of attention: experiments that run, draw and check themselves."""
     from regard.lab import run, studies
+    from regard.lab.base import canvas
     from regard.lab.page import write as write_page
     from regard.lab.terminal import account, listing
 
     console = Console(highlight=False)
     if name is None and not everything:
         if save or as_json:
-            raise typer.BadParameter("name an experiment, or give --all", param_hint="NAME")
+            rest = ": --json goes with one, not with --all" if as_json else ", or give --all"
+            raise typer.BadParameter(f"name an experiment{rest}", param_hint="NAME")
         console.print(listing(studies()))
         return
     if everything and (name is not None or as_json):
         raise typer.BadParameter("--all runs every experiment; a name and --json go with one", param_hint="--all")
     with _told():
+        _check_target("--save", save, folder=True)
+        if save is not None:
+            canvas()  # what pictures need is missed now, not after the work
         found = []
         with _steps() as bar:
             for one in studies() if name is None else [name]:
@@ -276,19 +299,21 @@ def _ready(bar: Progress, name: str | None, text: str, trust: bool) -> tuple[Loa
     return loaded, reading, lambda layer: bar.advance(task)
 
 
-def _two_looks(names: list[str], text: str | None, file: Path | None, trust: bool) -> tuple[Seen, Seen]:
+def _compared(names: list[str], text: str | None, file: Path | None, trust: bool) -> DifferenceTable:
     if len(names) not in (2, 3):
         raise typer.BadParameter("it compares two: models, or files with texts", param_hint="--compare")
     *model, a, b = names
-    if Path(a).is_file() and Path(b).is_file():
+    texts = [x for x in (a, b) if Path(x).is_file()]
+    if len(texts) == 2:
         if text is not None or file is not None:
             raise typer.BadParameter("two files are two texts; --text and --file go with two models")
         first, second = (_looked(model[0] if model else None, _read(None, Path(x)), trust)[2] for x in (a, b))
-        return first, second
-    if model:
-        raise typer.BadParameter("one model compares two files that are there", param_hint="--compare")
-    first, second = (_looked(x, _read(text, file), trust)[2] for x in (a, b))
-    return first, second
+    elif model or texts:
+        other = next(x for x in (a, b) if x not in texts)
+        raise typer.BadParameter(f"it compares two files, and {shown(other)!r} is none", param_hint="--compare")
+    else:
+        first, second = (_looked(x, _read(text, file), trust)[2] for x in (a, b))
+    return first.diff(second).table(names=(a, b))
 
 
 def _heads(seen: Seen) -> HeadTable:
@@ -305,6 +330,25 @@ def _read(text: str | None, file: Path | None) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(f"--file: {str(file)!r} cannot be read as UTF-8 text: {error}.") from error
+
+
+def _check_target(option: str, path: Path | None, folder: bool = False) -> None:
+    """Refuse before the work what could not be written after it: a file in a folder that is there, or a folder."""
+    if path is None:
+        return
+    whole = path.absolute()
+    remedy = "a folder" if folder else "the path of a file in a folder that is there and"
+    try:
+        if not folder and whole.exists() and not whole.is_file():
+            raise OSError("it is a folder" if whole.is_dir() else "it is no plain file")
+        place = next(one for one in (whole, *whole.parents) if one.exists()) if folder else whole.parent
+        with TemporaryFile(dir=place):
+            return
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise FileError(
+            f"{option}: {str(path)!r} cannot be written: {reason}. Give {remedy} that you may write to."
+        ) from error
 
 
 def _steps() -> Progress:

@@ -87,6 +87,8 @@ def test_two_models_and_two_texts_compare(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("one.txt", "two.txt")]
     assert "blocks.2.attention" in run("inspect", "--compare", *files)
     assert "blocks.2.attention" in run("inspect", "builtin", "--compare", *files)
+    for model in ([], ["builtin"]):
+        assert "'gone.txt' is none" in run("inspect", *model, "--compare", files[0], "gone.txt", fails=True)
 
 
 def test_a_real_model_in_a_folder_is_read_from_safetensors() -> None:

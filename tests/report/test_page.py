@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from regard.errors import ArgumentError, FileError, ShapeError
+import regard
+from regard.errors import ArgumentError, DtypeError, FileError, ShapeError
 from regard.report import page
 from regard.report.look import HeadLook, LayerLook, Look, Remark
 from regard.report.page_budget import LIMIT, spread
@@ -307,3 +308,14 @@ def test_queries_and_keys_may_be_different_texts() -> None:
     )
     assert [text["length"] for text in data["texts"]] == [30, 70, 9]
     assert [(entry["queries"], entry["keys"]) for entry in data["layers"]] == [(0, 1), (1, 2)]
+
+
+def test_what_is_no_look_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
+    with regard.watch(torch.nn.Module()) as seen:
+        regard.attention(*torch.randn(3, 1, 2, 12, 4).unbind())
+    says = r": it draws a Look\. Got Seen; .* seen\.look\(tokens=…\)\.$"
+    with pytest.raises(DtypeError, match=f"^render{says}"):
+        page.render(seen)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match=f"^write{says}"):
+        page.write(seen, tmp_path / "never.html")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

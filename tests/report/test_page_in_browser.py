@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -400,3 +401,21 @@ def test_a_long_text_is_read_part_by_part(driver: Any, tmp_path: Path) -> None:
     assert same(partners(driver), strongest(look, 0, 0, 1000))
     at(driver, ".partner").click()  # to a key in another part
     assert f"query {strongest(look, 0, 0, 1000)[0][1]:,}" in text(driver, "#partners")
+
+
+WORDPIECE = ["[CLS]", "the", "play", "##ers", "were", "play", "##ing", "un", "##believ", "##ably", "well", ".", "[SEP]"]
+BYTE_PAIRS = [f" {piece}" if piece[0] != "#" else piece[2:] for piece in WORDPIECE]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "least"),
+    [(WORDPIECE * 4, 5.0), ([str(place) for place in range(60)], 5.0), (BYTE_PAIRS * 4, 1.5)],
+    ids=["wordpiece", "positions", "byte pairs"],
+)
+def test_neighbours_in_a_line_stand_apart(driver: Any, tmp_path: Path, tokens: list[str], least: float) -> None:
+    opened(driver, page.write(Look("apart", {}, [layer("a", tokens, tokens, 1)], []), tmp_path / "apart.html"))
+    boxes = each(driver, ".token", "getBoundingClientRect()")
+    gaps = [b["left"] - a["right"] for a, b in pairwise(boxes) if abs(a["top"] - b["top"]) < 1]
+    assert len(gaps) > len(tokens) / 2
+    assert min(gaps) >= least
+    assert len({round(box["top"]) for box in boxes}) > 1  # and lines still break between them

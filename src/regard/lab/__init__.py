@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -46,7 +47,8 @@ def run(name: str, tell: Tell = lambda share: None, **choices: Any) -> Experimen
     """
     known = studies()
     if name not in known:
-        raise ArgumentError(f"lab: there is no experiment {name!r}. There are {', '.join(known)}.")
+        close = "".join(f" Did you mean {one}?" for one in get_close_matches(name, known, n=1))
+        raise ArgumentError(f"lab: there is no experiment {name!r}.{close} There are {', '.join(known)}.")
     try:
         study = known[name](**choices)
     except TypeError as error:

@@ -6,18 +6,26 @@ import importlib
 from typing import Any
 
 from .clip import qk_clip_
+from .difference import Difference
 from .heads import Head
 from .monitor import Monitor
-from .seen import Difference, Seen
+from .seen import Seen
 from .watch import watch
 
 __all__ = ["Difference", "Head", "Monitor", "Seen", "builtin", "findings", "qk_clip_", "register", "watch"]
 
 
+_LAZY = {"builtin", "callbacks", "findings", "huggingface", "inspection", "loading", "loggers"}
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("builtin", "findings"):
+    if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 def register() -> None:

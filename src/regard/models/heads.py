@@ -38,6 +38,10 @@ class Head:
     distance: float  # mean distance from the row's own place to what it attends
     concentration: float  # Σ p²: 1 where one key takes all, one over the visible keys where all are alike
 
+    def numbers(self) -> dict[str, float]:
+        """Give every statistic by its name."""
+        return {name: getattr(self, name) for name in STATISTICS}
+
 
 STATISTICS = tuple(field.name for field in fields(Head) if field.name not in ("layer", "head"))
 
@@ -59,6 +63,8 @@ def portrait(seen: Observation, side: int) -> Portrait:
     some, several = visible > 0, visible > 1
     first, own, previous = _shares(seen, keys)
     place = torch.arange(keys - rows, keys, device=visible.device)  # of each row among the keys
+    broken = seen.entropy.isnan()  # rows with logits that are not finite have no weights
+    first, own, previous = (x.masked_fill(broken, torch.nan) for x in (first, own, previous))
     largest = (seen.max_logit - seen.lse).exp()
     total = seen.received.sum(-1, keepdim=True) / some.sum(-1, keepdim=True)  # 1, or less with a sink
     numbers = {
@@ -69,7 +75,7 @@ def portrait(seen: Observation, side: int) -> Portrait:
         "first_share": _mean(first, some),
         "self_share": _mean(own, some & (place >= 0)),
         "previous_share": _mean(previous, some & (place >= 1)),
-        "saturated_share": _mean((largest > SATURATED).double(), several),
+        "saturated_share": _mean((largest > SATURATED).double().masked_fill(broken, torch.nan), several),
         "distance": _mean(seen.distance, some),
         "concentration": _mean(total - seen.gradient_health, some),
     }

@@ -9,13 +9,14 @@ import torch
 from regard.errors import ArgumentError
 from regard.observation import Observation
 from regard.report.atlas import Atlas, AtlasLayer
+from regard.report.look import Look
 
 from .calls import Calls
 from .loading import Loaded, Reading
 from .seen import Seen
 from .watch import watch
 
-__all__ = ["inspect", "mapped"]
+__all__ = ["drawn", "inspect", "mapped"]
 
 Tell = Callable[[str], None]
 
@@ -30,6 +31,12 @@ def inspect(loaded: Loaded, reading: Reading, tell: Tell = lambda name: None) ->
             f"choose their attention are seen."
         )
     return seen
+
+
+def drawn(loaded: Loaded, reading: Reading, seen: Seen, tell: Tell = lambda name: None) -> Look:
+    """What a report shows of a model that read; where no layer has a place for each token, positions stand in."""
+    sizes = {size for name in seen.layers for size in seen[name].shape[-2:]}
+    return seen.look(reading.pieces if len(reading.pieces) in sizes else None, loaded.name, tell=tell)
 
 
 def mapped(loaded: Loaded, reading: Reading, tell: Tell = lambda name: None) -> Atlas:

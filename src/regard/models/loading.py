@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,6 +19,7 @@ from regard.errors import ArgumentError, FileError, MissingPackageError
 __all__ = ["BUILTIN", "UNTRAINED", "Loaded", "Reading", "load"]
 
 BUILTIN, UNTRAINED = "builtin", "builtin-untrained"
+_EMPTY = "inspect: the text is empty; give at least a word."
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ def _builtin(name: str, device: str) -> Loaded:
     model, words = stored(trained=name == BUILTIN).to(device), tokenizer()
 
     def read(text: str) -> Reading:
+        if not text.strip():
+            raise ArgumentError(_EMPTY)
         ids = words.encode(text)
-        if not ids:
-            raise ArgumentError("inspect: the text is empty; give at least a word.")
         return Reading({"ids": torch.tensor([ids], device=device)}, words.pieces(ids))
 
     return Loaded(name, model, read, len(model.blocks))
@@ -104,9 +106,10 @@ def _from_transformers(name: str, remote_code: bool, device: str) -> Loaded:
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        close = "".join(f"Did you mean {one}? " for one in get_close_matches(name, (BUILTIN, UNTRAINED), n=1))
         raise FileError(
-            f"load: {name!r} could not be loaded: {first} Give a folder with config.json, a tokenizer and safetensors, "
-            f"or a name that the hub knows; code of the model's own runs only with --trust-remote-code."
+            f"load: {name!r} could not be loaded: {first} {close}Give a folder with config.json, a tokenizer and "
+            f"safetensors, or a name that the hub knows; code of the model's own runs only with --trust-remote-code."
         ) from error
     model = model.to(device).eval()
     layers = int(getattr(config, "num_hidden_layers", 0) or 0)
@@ -141,10 +144,11 @@ def _made(transformers: Any, config: Any) -> Any:
 
 
 def _read(tokenizer: Any, config: Any, text: str, device: str) -> Reading:
-    read = tokenizer(text, return_offsets_mapping=tokenizer.is_fast, return_tensors="pt")
-    ids = read["input_ids"][0]
-    if not len(ids):
-        raise ArgumentError("inspect: the text is empty; give at least a word.")
+    asked = {"return_offsets_mapping": tokenizer.is_fast, "return_special_tokens_mask": True}
+    read = tokenizer(text, **asked, return_tensors="pt")
+    ids, marks = read["input_ids"][0], read.pop("special_tokens_mask")[0]
+    if not text.strip() or bool(marks.all()):  # marks such as [CLS] alone are no text
+        raise ArgumentError(_EMPTY)
     offsets = read.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else [(0, 0)] * len(ids)
     names = tokenizer.convert_ids_to_tokens(ids.tolist())
     pieces = [text[a:b] if b > a else name for (a, b), name in zip(offsets, names, strict=True)]

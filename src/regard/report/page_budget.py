@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .look import LayerLook, Remark
 from .page_pack import width_of
 
-__all__ = ["LIMIT", "Cut", "every", "fit", "remarks_kept", "spread", "token", "tokens_kept"]
+__all__ = ["LIMIT", "Cut", "every", "fit", "keys_worth", "remarks_kept", "spread", "token", "tokens_kept"]
 
 LIMIT = 3_000_000  # bytes, the whole page
 FOR_MAPS = 0.45  # of the room for numbers, at most
@@ -69,6 +69,16 @@ def strongest_cost(layers: Sequence[LayerLook], k: int, rows: int) -> int:
         pairs = len(layer.heads) * min(rows, len(layer.queries)) * kept
         total += _in_base64(pairs * width_of(len(layer.keys))) + _in_base64(pairs * 2)
     return total
+
+
+def keys_worth(sizes: Iterable[Sequence[int]], most: int) -> int:
+    """How many strongest keys a query are worth finding, for layers of (heads, queries, keys): a page holds no more.
+
+    >>> keys_worth([(12, 256, 256)] * 4, 16), keys_worth([(8, 4000, 4000)] * 4, 16)
+    (16, 4)
+    """
+    each = sum(heads * queries * (width_of(keys) + 2) for heads, queries, keys in sizes)
+    return min(most, max(FEWEST_KEYS, LIMIT * 3 // 4 // max(each, 1)))
 
 
 def every(cells: int, side: int) -> int:

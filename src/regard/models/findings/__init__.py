@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...errors import DtypeError
@@ -41,7 +41,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def find(seen: Seen, rules: Iterable[Rule] | None = None) -> list[Finding]:
+def find(seen: Seen, rules: Iterable[Rule] | None = None, tell: Callable[[str], None] | None = None) -> list[Finding]:
     """Judge what was seen by each of the rules: problems first, then in the order of the rules, the strongest first.
 
     >>> import regard, torch
@@ -58,4 +58,6 @@ def find(seen: Seen, rules: Iterable[Rule] | None = None) -> list[Finding]:
         for finding in rule.judge(seen):
             strength = finding.value if rule.falling else -finding.value
             found.append((finding.level != "problem", rank, strength, finding))
+        if tell is not None:
+            tell(rule.name)
     return [finding for *_, finding in sorted(found, key=lambda one: one[:3])]

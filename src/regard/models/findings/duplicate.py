@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -30,7 +31,7 @@ class Duplicate(Rule):
     `distance` is that share of weight; `rows` is how many rows are taken at most, and `least` how many, over the batch,
     there must be. Heads that are alike because they hardly depend on content are left out: those that give at least
     `plain` of their weight to the first token, to the row's own or the previous one, and those with at least `relative`
-    of the entropy of uniform attention.
+    of the entropy of uniform attention. Heads whose logits are not finite have no weights to compare.
 
     >>> Duplicate(distance=0.02)
     Duplicate(distance=0.02, rows=64, least=8, plain=0.8, relative=0.99)
@@ -49,7 +50,7 @@ class Duplicate(Rule):
     def judge(self, seen: Seen) -> Iterator[Finding]:
         """Give one finding for each group of heads that are alike."""
         for layer, heads in by_layer(seen).items():
-            telling = [head.head for head in heads if not self._is_plain(head)]
+            telling = [head.head for head in heads if math.isfinite(head.max_logit) and not self._is_plain(head)]
             if len(telling) < 2:
                 continue
             apart = distances(seen[layer], telling, self.rows, self.least)

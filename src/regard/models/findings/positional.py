@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from ...observation import Observation
 from .base import Finding, Rule, span
 from .sampling import by_item
 
@@ -55,7 +54,7 @@ class Positional(Rule):
     def judge(self, seen: Seen) -> Iterator[Finding]:
         """Give one finding a layer and offset, with all the heads that have it."""
         for layer in seen.layers:
-            habits = _habits(seen[layer])
+            habits = _habits(seen, layer)
             groups: dict[int, dict[int, _Habit]] = {}
             for head, habit in enumerate(habits):
                 if self._has(habit):
@@ -70,13 +69,14 @@ class Positional(Rule):
         return enough and habit.share >= self.share and habit.weight >= self.weight
 
 
-def _habits(seen: Observation) -> list[_Habit]:
-    n = seen.lse.shape[-1]
-    if n != seen.shape[-1] or not seen.lse.numel():
+def _habits(seen: Seen, layer: str) -> list[_Habit]:
+    last = seen[layer]
+    n = last.lse.shape[-1]
+    if n != last.shape[-1] or not last.lse.numel():
         return []
-    weights, place = (by_item(x, 2)[..., 0] for x in seen.top(1))  # (items, heads, N)
+    weights, place = (by_item(x, 2)[..., 0] for x in seen.strongest(layer))  # (items, heads, N)
     i = torch.arange(n, device=place.device)
-    looking = (by_item(seen.visible, 1) > 1) & (place >= 0)
+    looking = (by_item(last.visible, 1) > 1) & (place >= 0)
     habits = []
     for head in range(place.shape[1]):
         at, live = place[:, head] - i, looking[:, head]

@@ -2,6 +2,7 @@
 
 const WINDOW = 512; // tokens shown at once
 const LISTED = 16;
+const SPACED = 12; // of so many tokens one has a space, or the spaces of the text are not in its tokens
 const FIRST = 64; // the token that is chosen before the reader chooses one: with some text before it, and in sight
 let boxes = {}; // by side, queries and keys; one box for both where a text looks at itself
 let active = null; // { place, held }
@@ -80,8 +81,11 @@ function fill(box) {
   box.tokens.clear();
   box.list.scrollTop = 0;
   box.list.replaceChildren();
+  const tokens = Array.from({ length: stop - start }, (_, at) => tokenAt(text, start + at));
+  const spaced = tokens.filter((token) => token !== null && /\s/.test(token)).length;
+  box.list.classList.toggle("bare", spaced * SPACED < tokens.length);
   for (let place = start; place < stop; place++) {
-    const token = tokenAt(text, place);
+    const token = tokens[place - start];
     const node = make("span", { class: "token", role: "option", tabindex: "-1", "aria-selected": "false", "data-place": place, "aria-label": `${place} ${legible(token)}` }, ...spelled(token));
     box.tokens.set(place, node);
     box.list.append(node);
