@@ -18,8 +18,8 @@ def lent_prepare(score: Score, loan: Mapping[str, Tensor], query: Tensor, key: T
 
     >>> from regard.scores import Scaled
     >>> score = Scaled(nn.Parameter(torch.tensor(1.0)))
-    >>> lent_prepare(score, {"scale": torch.tensor(3.0)}, torch.ones(1, 2), torch.ones(1, 2)).query
-    tensor([[3., 3.]])
+    >>> lent_prepare(score, {"scale": torch.tensor(3.0)}, torch.ones(1, 1, 2), torch.ones(1, 1, 2)).query
+    tensor([[[3., 3.]]])
     """
     made: Prepared = _asked(score, loan, query, key)
     return made
