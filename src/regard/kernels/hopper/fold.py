@@ -120,9 +120,9 @@ def fold(S, m, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.
 
 
 @gluon.jit
-def shrink(O, a, OL: gl.constexpr):
+def shrink(O, a):
     """O [ROWS, C] times a [ROWS]."""
-    return O * gl.convert_layout(a, gl.SliceLayout(1, OL))[:, None]
+    return O * gl.convert_layout(a, gl.SliceLayout(1, O.type.layout))[:, None]
 
 
 @gluon.jit

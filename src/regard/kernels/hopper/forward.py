@@ -55,6 +55,7 @@ from .fold import (
     veil,
     weigh,
 )
+from .given import Given, Rows, kind_of
 from .layouts import product
 from .walk import (
     LEFT,
@@ -87,76 +88,83 @@ def flat(X, R: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def judge(S, i, j, j0, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr,
-          FAST: gl.constexpr, MASKED: gl.constexpr):
+def judge(S, rows, j, j0, lo, hi, slot, given, KIND: gl.constexpr, MASKED: gl.constexpr):
     """Products [ROWS, BN] to logits, −inf where hidden; and with a bias, which pairs show."""
     show = j
-    if not FAST:
-        S, show = scored(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
-    if BIAS != _PLAIN:
+    if not KIND.FAST:
+        S, show = scored(S, rows.scale, given.cap, given.bias, rows.at, rows.i, j, given.n, given.M, KIND.CAP, KIND.BIAS)
+    if KIND.BIAS != _PLAIN:
         if MASKED:
-            show = show & shown(where, lo, hi, gl.maximum(slot, 0), i, j, MASK) & (slot >= 0)
+            show = show & shown(given.where, lo, hi, gl.maximum(slot, 0), rows.i, j, KIND.MASK) & (slot >= 0)
         S = gl.where(show, S, float("-inf"))
     elif MASKED:
-        S = veil(S, where, lo, hi, slot, i, j0, MASK)
+        S = veil(S, given.where, lo, hi, slot, rows.i, j0, KIND.MASK)
     return S, show
 
 
 @gluon.jit
-def unseen(show, where, spotless, item, h, j0, M, BN: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, MASKED: gl.constexpr):
+def seen_at(where, rows):
+    """Where it is told which keys of the rows' head some row sees."""
+    return (rows.item // gl.load(where.inner)).to(gl.int64) * where.seen_item + rows.h * where.seen_head
+
+
+@gluon.jit
+def unseen(show, rows, j0, given, KIND: gl.constexpr, MASKED: gl.constexpr):
     """Whether some key of a block is one that no row may attend, whose value may be NaN; with a bias, of the group's rows."""
     seen = 0
     dirty = 0
-    if BIAS != _PLAIN:
+    if KIND.BIAS != _PLAIN:
         seen = gl.max(show.to(gl.int32), 0)
         dirty = 1 - gl.min(seen, 0)
-    elif MASKED and MASK != _NONE:
-        if spotless == 0:
-            j = j0 + gl.arange(0, BN, gl.BlockedLayout([BN // 32], [32], [4], [0]))  # each warp has them all
-            at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item + h * where.seen_head
-            dirty = (gl.min(gl.load(where.seen + at + j, mask=j < M, other=1).to(gl.int32), 0) == 0).to(gl.int32)
+    elif MASKED and KIND.MASK != _NONE:
+        if rows.spotless == 0:
+            j = j0 + gl.arange(0, KIND.BN, gl.BlockedLayout([KIND.BN // 32], [32], [4], [0]))  # each warp has them all
+            at = seen_at(given.where, rows)
+            dirty = (gl.min(gl.load(given.where.seen + at + j, mask=j < given.M, other=1).to(gl.int32), 0) == 0).to(gl.int32)
     return seen, dirty
 
 
 @gluon.jit
-def clean(X, into, seen, where, item, h, j0, M, R: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr):
-    """Values X [R, C] with zeros for unseen keys: into the group's own block with a bias, else where they are.
+def clean(X, into, seen, rows, j0, given, C: gl.constexpr, KIND: gl.constexpr):
+    """Values X [BN, C] with zeros for unseen keys: into the group's own block with a bias, else where they are.
 
     Without a bias every group writes the same numbers to the same place, and reads them after its own writes.
     """
     VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    if BIAS != _PLAIN:
+    if KIND.BIAS != _PLAIN:
         into.store(gl.where((gl.convert_layout(seen, gl.SliceLayout(1, VL)) > 0)[:, None], X.load(VL), 0.0))
     else:
-        at = (item // gl.load(where.inner)).to(gl.int64) * where.seen_item + h * where.seen_head
-        for r in gl.static_range(0, R, PIECE):
+        at = seen_at(given.where, rows)
+        for r in gl.static_range(0, KIND.BN, PIECE):
             j = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, VL))
             part = X.slice(r, PIECE)
-            part.store(gl.where((gl.load(where.seen + at + j, mask=j < M, other=1) != 0)[:, None], part.load(VL), 0.0))
+            part.store(gl.where((gl.load(given.where.seen + at + j, mask=j < given.M, other=1) != 0)[:, None], part.load(VL), 0.0))
 
 
 @gluon.jit
-def tidy(X, seen, dirty, where, item, h, j0, M, stage, G: gl.constexpr, BN: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr,
-         STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, MASKED: gl.constexpr):
+def tidy(seen, dirty, rows, j0, stage, given, G: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr):
     """Where the values of a block lie, clean: its stage, or with a bias the group's own block. They are there."""
-    Q, QB, K, KB, V, VB = X
+    Q, QB, K, KB, V, VB = given.X
     at = stage
-    if BIAS != _PLAIN or (MASKED and MASK != _NONE):
+    if KIND.BIAS != _PLAIN or (MASKED and KIND.MASK != _NONE):
         if dirty != 0:
-            if BIAS != _PLAIN:
-                at = STAGES + G
-            clean(flat(V.index(stage), BN, EA), flat(V.index(at), BN, EA), seen, where, item, h, j0, M, BN, EA, BIAS)
-            if EB > 0:
-                clean(flat(VB.index(stage), BN, EB), flat(VB.index(at), BN, EB), seen, where, item, h, j0, M, BN, EB, BIAS)
+            if KIND.BIAS != _PLAIN:
+                at = KIND.STAGES + G
+            clean(flat(V.index(stage), KIND.BN, KIND.EA), flat(V.index(at), KIND.BN, KIND.EA), seen, rows, j0, given, KIND.EA, KIND)
+            if KIND.EB > 0:
+                clean(flat(VB.index(stage), KIND.BN, KIND.EB), flat(VB.index(at), KIND.BN, KIND.EB), seen, rows, j0, given, KIND.EB, KIND)
             fence_async_shared()
             group_barrier()
     return at
 
 
 @gluon.jit
-def products(X, mine, stage, none, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr):
+def products(X, mine, stage, none, KIND: gl.constexpr):
     """S = Q Kᵀ, begun."""
     Q, QB, K, KB, V, VB = X
+    BN: gl.constexpr = KIND.BN
+    DA: gl.constexpr = KIND.DA
+    DB: gl.constexpr = KIND.DB
     S = warpgroup_mma(flat(Q.index(mine), ROWS, DA), flat(K.index(stage), BN, DA).permute((1, 0)), none, use_acc=False, is_async=True)
     if DB > 0:
         S = warpgroup_mma(flat(QB.index(mine), ROWS, DB), flat(KB.index(stage), BN, DB).permute((1, 0)), S, is_async=True)
@@ -164,13 +172,13 @@ def products(X, mine, stage, none, DA: gl.constexpr, DB: gl.constexpr, BN: gl.co
 
 
 @gluon.jit
-def averages(P, X, at, O, R, BN: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr):
+def averages(P, X, at, O, R, KIND: gl.constexpr):
     """O += P V, begun."""
     Q, QB, K, KB, V, VB = X
     P = operand(P, V.dtype, gl.DotOperandLayout(0, O.type.layout, 2))
-    O = warpgroup_mma(P, flat(V.index(at), BN, EA), O, is_async=True)
-    if EB > 0:
-        R = warpgroup_mma(P, flat(VB.index(at), BN, EB), R, is_async=True)
+    O = warpgroup_mma(P, flat(V.index(at), KIND.BN, KIND.EA), O, is_async=True)
+    if KIND.EB > 0:
+        R = warpgroup_mma(P, flat(VB.index(at), KIND.BN, KIND.EB), R, is_async=True)
     return O, R
 
 
@@ -185,40 +193,39 @@ def ended(O, R, EB: gl.constexpr):
 
 
 @gluon.jit
-def meet(t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit, cap,
-         bias, where, drop, n, M, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr,
-         STAGES: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
-         ENTROPY: gl.constexpr, DROP: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr,
-         RL: gl.constexpr, LEVELLED: gl.constexpr, MASKED: gl.constexpr, BLIND: gl.constexpr):
+def meet(t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, given, G: gl.constexpr, KIND: gl.constexpr,
+         MASKED: gl.constexpr, BLIND: gl.constexpr):
     """The logits of the t-th block, while the values of the one before it are multiplied; BLIND: m stays, whatever they are."""
-    Q, QB, K, KB, V, VB = X
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    first, full, until, whole, total = met_by
-    HIDES: gl.constexpr = MASKED or BIAS != _PLAIN
-    clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, MASKED)
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = given.barriers
+    where = given.where
+    BN: gl.constexpr = KIND.BN
+    EB: gl.constexpr = KIND.EB
+    HIDES: gl.constexpr = MASKED or KIND.BIAS != _PLAIN
+    LEVELLED: gl.constexpr = KIND.FAST and KIND.PERSISTENT
+    clean_at = tidy(seen, dirty, rows, j0, stage, given, G, KIND, MASKED)
     before = stage
-    stage, parity = advance(stage, parity, STAGES)
-    b, slot = block_at(where, t, first, full, until, whole, total, G, GROUPS, MASK)
-    j = b * BN + gl.arange(0, BN, gl.SliceLayout(0, SL))
+    stage, parity = advance(stage, parity, KIND.STAGES)
+    b, slot = block_at(where, t, *rows.met_by, G, KIND.GROUPS, KIND.MASK)
+    j = b * BN + gl.arange(0, BN, gl.SliceLayout(0, none.type.layout))
     mbarrier.wait(k_ready.index(stage), parity)
-    S = products(X, mine, stage, none, DA, DB, BN)
-    O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
-    lo, hi = i, i
+    S = products(given.X, rows.mine, stage, none, KIND)
+    O, R = averages(P, given.X, clean_at, O, R, KIND)
+    lo, hi = rows.i, rows.i
     if MASKED:
         j0 = b * BN  # of a full block every value is clean
-        lo, hi = span_rows(where, item, h, i, n, M, MASK)  # each time, so that they take no registers in full blocks
+        lo, hi = span_rows(where, rows.item, rows.h, rows.i, given.n, given.M, KIND.MASK)  # each time, so that they take no registers in full blocks
     S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
     mbarrier.arrive(k_free.index(stage))
-    BESIDE: gl.constexpr = GROUPS == 2 or not ENTROPY  # whether the fold runs beside the group's own product
+    BESIDE: gl.constexpr = KIND.GROUPS == 2 or not KIND.ENTROPY  # whether the fold runs beside the group's own product
     if not BESIDE:
         mbarrier.wait(v_ready.index(stage), parity)
         O, R = ended(O, R, EB)
-    S, show = judge(S, i, j, b * BN, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, MASKED)
-    seen, dirty = unseen(show, where, spotless, item, h, j0, M, BN, MASK, BIAS, MASKED)
+    S, show = judge(S, rows, j, b * BN, lo, hi, slot, given, KIND, MASKED)
+    seen, dirty = unseen(show, rows, j0, given, KIND, MASKED)
     if BLIND:
-        P, l, e, top = weigh(S, m, l, e, top, unit, ENTROPY)
+        P, l, e, top = weigh(S, m, l, e, top, rows.unit, KIND.ENTROPY)
     else:
-        P, m, l, e, a = fold(S, m, l, e, unit, ENTROPY, FAST, HIDES, LEVELLED)
+        P, m, l, e, a = fold(S, m, l, e, rows.unit, KIND.ENTROPY, KIND.FAST, HIDES, LEVELLED)
         if LEVELLED:
             top = gl.where(beside(a, l) < 1.0, ONE_BITS, higher(top, P))  # a new level is the largest logit itself
     if BESIDE:
@@ -226,88 +233,92 @@ def meet(t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X
         O, R = ended(O, R, EB)
     mbarrier.arrive(v_free.index(before))
     if not BLIND:
-        O = shrink(O, a, OL)
+        O = shrink(O, a)
         if EB > 0:
-            R = shrink(R, a, RL)
-    P = packed(P, keys, j, drop, V.dtype, DROP)
+            R = shrink(R, a)
+    P = packed(P, rows.keys, j, given.drop, given.X[4].dtype, KIND.DROP)
     return O, R, P, m, l, e, top, seen, dirty, j0, stage, parity
 
 
 @gluon.jit
-def put(O, share, empty, out, strides, item, h, row, n, E, first, X, mine, C: gl.constexpr, MASK: gl.constexpr,
-        DESCRIBED: gl.constexpr, OL: gl.constexpr):
-    """O [ROWS, C], divided, into the place that the group's queries had, or by pointers to columns `first` … of the output."""
+def put(O, share, empty, X, row, rows, given, first: gl.constexpr, KIND: gl.constexpr):
+    """O [ROWS, C], divided, into the place X that the group's queries had, or by pointers to columns `first` … of the output."""
+    C: gl.constexpr = O.shape[1]
+    OL: gl.constexpr = O.type.layout
     O = O * gl.convert_layout(share, gl.SliceLayout(1, OL))[:, None]
-    if MASK != _NONE:
+    if KIND.MASK != _NONE:
         O = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, OL))[:, None], 0.0, O)  # what was met for nothing may hold NaN
     O = O.to(X.dtype)
-    if DESCRIBED:
-        flat(X.index(mine), ROWS, C).store(O)
+    if KIND.DESCRIBED:
+        flat(X.index(rows.mine), ROWS, C).store(O)
     else:
+        strides = given.strides
         i = row + gl.arange(0, ROWS, gl.SliceLayout(1, OL))
         c = first + gl.arange(0, C, gl.SliceLayout(0, OL))
-        at = out + item.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1] + i.to(gl.int64)[:, None] * strides[2] + c[None, :]
-        gl.store(at, O, mask=(i < n)[:, None] & (c < E)[None, :])
+        at = given.out[0] + rows.item.to(gl.int64) * strides[0] + rows.h.to(gl.int64) * strides[1] + i.to(gl.int64)[:, None] * strides[2] + c[None, :]
+        gl.store(at, O, mask=(i < given.n)[:, None] & (c < given.E)[None, :])
 
 
 @gluon.jit
-def write(O, R, m, l, e, top, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA: gl.constexpr,
-          DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, MASK: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
-          DROP: gl.constexpr, SINK: gl.constexpr, DESCRIBED: gl.constexpr, OL: gl.constexpr, RL: gl.constexpr, LEVELLED: gl.constexpr):
-    """The output of a group's rows, and what is told of each row."""
-    output, lse, peak, spread, entropy = out
+def write(O, R, m, l, e, top, i, row, rows, given, KIND: gl.constexpr):
+    """The output of a group's rows, and what is told of each row; i are the rows from `row` on, beyond the last if none is written."""
+    output, lse, peak, spread, entropy = given.out
+    X = given.X
+    EA: gl.constexpr = KIND.EA
+    EB: gl.constexpr = KIND.EB
+    item, h, n = rows.item, rows.h, given.n
     l = summed(l, m)
     e = summed(e, m)
     kept_factor = 1.0
-    if DROP:
-        kept_factor = drop.factor
+    if KIND.DROP:
+        kept_factor = given.drop.factor
     share = l * 0.0 + kept_factor  # [ROWS] by which O is multiplied
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
     level = m  # [ROWS] in natural units
-    if FAST:
+    if KIND.FAST:
         level = m * LN2
     natural = level  # [ROWS] the largest logit
-    if LEVELLED:
+    if KIND.FAST and KIND.PERSISTENT:
         above = gl.log2(gl.convert_layout(gl.max(top, 1), m.type.layout).to(gl.float32, bitcast=True))
         natural = (m + above) * LN2
     whole = l
-    if SINK:
-        whole = l + gl.exp2((gl.load(sinks + h) - level) * LOG2E)  # the sink's share of the denominator
+    if KIND.SINK:
+        whole = l + gl.exp2((gl.load(given.sinks + h) - level) * LOG2E)  # the sink's share of the denominator
     share = share / whole
-    put(O, share, empty, output, strides, item, h, row, n, E, 0, X[0], mine, EA, MASK, DESCRIBED, OL)
+    put(O, share, empty, X[0], row, rows, given, 0, KIND)
     if EB > 0:
-        put(R, share, empty, output, strides, item, h, row, n, E, EA, X[1] if DESCRIBED else X[0], mine, EB, MASK, DESCRIBED, RL)
-    if DESCRIBED:
+        put(R, share, empty, X[1] if KIND.DESCRIBED else X[0], row, rows, given, EA, KIND)
+    if KIND.DESCRIBED:
         fence_async_shared()
         group_barrier()
-        tma_store(described[6], [item, h, row, 0], X[0].index(mine))
+        tma_store(given.described[6], [item, h, row, 0], X[0].index(rows.mine))
         if EB > 0:
-            tma_store(described[7], [item, h, row, EA], X[1].index(mine))
-    at = (item.to(gl.int64) * heads + h) * n + i
+            tma_store(given.described[7], [item, h, row, EA], X[1].index(rows.mine))
+    at = (item.to(gl.int64) * given.heads + h) * n + i
     ln_l = gl.log2(l) * LN2
-    rest = ln_l + off_by(m, natural, empty, FAST)
+    rest = ln_l + off_by(m, natural, empty, KIND.FAST)
     gl.store(lse + at, gl.where(empty, float("-inf"), natural + rest), mask=i < n)
     gl.store(peak + at, gl.where(empty, float("-inf"), natural), mask=i < n)
     gl.store(spread + at, rest, mask=i < n)
-    if ENTROPY:
+    if KIND.ENTROPY:
         gl.store(entropy + at, ln_l - e / l * LN2, mask=i < n)
 
 
 @gluon.jit
-def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-            GROUPS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
-            DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr,
-            PERSISTENT: gl.constexpr, DESCRIBED: gl.constexpr):
+def compute(given, G: gl.constexpr, KIND: gl.constexpr):
     """A warp group: its ROWS rows of a block against all keys that the block meets."""
-    (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section, counter,
-     plan) = given
-    Q, QB, K, KB, V, VB = X
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = given.barriers
+    where, n, M, blocks, owners, heads, plan = given.where, given.n, given.M, given.blocks, given.owners, given.heads, given.plan
+    BN: gl.constexpr = KIND.BN
+    EB: gl.constexpr = KIND.EB
+    STAGES: gl.constexpr = KIND.STAGES
+    GROUPS: gl.constexpr = KIND.GROUPS
+    MASK: gl.constexpr = KIND.MASK
+    BIAS: gl.constexpr = KIND.BIAS
+    PERSISTENT: gl.constexpr = KIND.PERSISTENT
+    LEVELLED: gl.constexpr = KIND.FAST and PERSISTENT
     SL: gl.constexpr = product(BN)
-    OL: gl.constexpr = product(EA)
-    RL: gl.constexpr = product(EB if EB > 0 else EA)
-    LEVELLED: gl.constexpr = FAST and PERSISTENT
     SR: gl.constexpr = gl.SliceLayout(1, SL)
     none = gl.zeros([ROWS, BN], gl.float32, SL)
     stage = 0
@@ -328,27 +339,29 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             careful, item, h, first, full, until, total, row, start, entire = seats_of(plan, q_stage * PLAN, G)
             whole = until - full
         else:
-            block, own = place(tile, blocks, owners, section)
+            block, own = place(tile, blocks, owners, given.section)
             item, h = own // heads, own % heads
             first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
             row = row_of(block, n, blocks, G, GROUPS)
             start, entire = share_of(where, item, h, row, first, full, whole, total, n, BN, MASK)
         i = row + gl.arange(0, ROWS, SR)  # [ROWS]
-        if SCALES:
-            scale = gl.load(scales + h)
+        scale = given.scale
+        if KIND.SCALES:
+            scale = gl.load(given.scales + h)
         unit = scale * LOG2E
-        at = bias_rows(bias, item, h, i, BIAS)
+        at = bias_rows(given.bias, item, h, i, BIAS)
         keys = (i, i)
-        if DROP:
-            keys = drop_keys(drop, item, h, heads, i, n)
+        if KIND.DROP:
+            keys = drop_keys(given.drop, item, h, heads, i, n)
+        met_by = (first, full, until, whole, total)
         m = gl.full([ROWS], LOWEST, gl.float32, SR)
         l = parts(none)  # zeros
         e = l
         top = gl.full([ROWS, 8], ONE_BITS, gl.int32, l.type.layout)  # the largest weights, told from m
-        O = gl.zeros([ROWS, EA], gl.float32, OL)
+        O = gl.zeros([ROWS, KIND.EA], gl.float32, product(KIND.EA))
         R = 0
         if EB > 0:
-            R = gl.zeros([ROWS, EB], gl.float32, RL)
+            R = gl.zeros([ROWS, EB], gl.float32, product(EB))
 
         count = gl.maximum(total, 1)
         begin = gl.minimum(start, count - 1)
@@ -360,53 +373,49 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             mbarrier.wait(v_ready.index(stage), parity)
             mbarrier.arrive(v_free.index(stage))
             stage, parity = advance(stage, parity, STAGES)
-        b, slot = block_at(where, begin, first, full, until, whole, total, G, GROUPS, MASK)
+        b, slot = block_at(where, begin, *met_by, G, GROUPS, MASK)
         j0 = b * BN
         j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
-        mine = q_stage * GROUPS + G
+        rows = Rows(i, q_stage * GROUPS + G, item, h, met_by, at, keys, scale, unit, spotless)
         mbarrier.wait(k_ready.index(stage), parity)
-        S = products(X, mine, stage, none, DA, DB, BN)
+        S = products(given.X, rows.mine, stage, none, KIND)
         lo, hi = span_rows(where, item, h, i, n, M, MASK)
         hi = gl.where(total > 0, hi, 0)
         S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
-        S, show = judge(S, i, j, j0, lo, hi, slot, at, scale, cap, bias, where, n, M, MASK, BIAS, CAP, FAST, BIAS != _PLAIN)
+        S, show = judge(S, rows, j, j0, lo, hi, slot, given, KIND, BIAS != _PLAIN)
         if BIAS == _PLAIN:
             if begin < entire:
                 S = veil(S, where, lo, hi, slot, i, j0, MASK)
-        seen, dirty = unseen(show, where, spotless, item, h, j0, M, BN, MASK, BIAS, True)
-        P, m, l, e, a = fold(S, m, l, e, unit, ENTROPY, FAST, True, False)
-        P = packed(P, keys, j, drop, V.dtype, DROP)
+        seen, dirty = unseen(show, rows, j0, given, KIND, True)
+        P, m, l, e, a = fold(S, m, l, e, unit, KIND.ENTROPY, KIND.FAST, True, False)
+        P = packed(P, keys, j, given.drop, given.X[4].dtype, KIND.DROP)
         mbarrier.wait(v_ready.index(stage), parity)
         if PERSISTENT:
             if begun:  # by now the rows before have been written from where their queries were
                 tma.store_wait(0)
                 mbarrier.arrive(q_free.index(q_stage ^ 1))
 
-        met_by = (first, full, until, whole, total)
         if MASK != _NONE:  # without a mask the first block alone may hide something
             for t in range(begin + 1, entire):
                 O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
-                    t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
-                    cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, LEVELLED, True, False)
+                    t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, given, G, KIND, True, False)
         if BIAS == _PLAIN:  # the values of full blocks are clean
-            tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, True)
+            tidy(seen, dirty, rows, j0, stage, given, G, KIND, True)
         clear = gl.maximum(begin + 1, entire)  # the first block that hides nothing
         blind = count
         if LEVELLED:
             blind = blind_from(clear, count, whole, total, careful)
         for t in range(clear, blind):
             O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
-                cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, LEVELLED, False, False)
+                t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, given, G, KIND, False, False)
         if LEVELLED:
             for t in range(blind, count):
                 O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
-                    t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, mine, none, X, barriers, i, at, keys, item, h, met_by, spotless, scale, unit,
-                    cap, bias, where, drop, n, M, G, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SL, OL, RL, LEVELLED, False, True)
+                    t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, given, G, KIND, False, True)
 
-        clean_at = tidy(X, seen, dirty, where, item, h, j0, M, stage, G, BN, EA, EB, STAGES, MASK, BIAS, False)
-        O, R = averages(P, X, clean_at, O, R, BN, EA, EB)
+        clean_at = tidy(seen, dirty, rows, j0, stage, given, G, KIND, False)
+        O, R = averages(P, given.X, clean_at, O, R, KIND)
         O, R = ended(O, R, EB)
         mbarrier.arrive(v_free.index(stage))
         stage, parity = advance(stage, parity, STAGES)
@@ -415,8 +424,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
             note(plan, q_stage * PLAN + LEFT + G, left, 4)
             row = gl.where(left > 0, blocks * GROUPS * ROWS, row)  # nothing is written of rows that come again
             i = row + gl.arange(0, ROWS, SR)
-        write(O, R, m, l, e, top, i, item, h, row, described, X, out, strides, sinks, drop, n, E, heads, mine, DA, DB, EA, EB, MASK, FAST, ENTROPY,
-              DROP, SINK, DESCRIBED, OL, RL, LEVELLED)
+        write(O, R, m, l, e, top, i, row, rows, given, KIND)
         begun = True
         if PERSISTENT:
             q_stage, q_parity = advance(q_stage, q_parity, QS)
@@ -430,7 +438,7 @@ def compute(given, G: gl.constexpr, DA: gl.constexpr, DB: gl.constexpr, EA: gl.c
                 tile = told(plan, q_stage * PLAN, 4)
         else:
             tile = blocks * owners
-    if DESCRIBED:
+    if KIND.DESCRIBED:
         tma.store_wait(0)
 
 
@@ -467,24 +475,22 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
     X = (Q, QB, K, KB, V, VB)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     out = (output, lse, peak, spread, entropy)
-    given = (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section,
-             counter, plan)
+    given = Given(described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section,
+                  counter, plan)
+    KIND: gl.constexpr = kind_of(
+        DA=DA, DB=DB, EA=EA, EB=EB, BN=BN, STAGES=STAGES, GROUPS=GROUPS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DROP=DROP, SINK=SINK, SCALES=SCALES, PERSISTENT=PERSISTENT, DESCRIBED=DESCRIBED)
     COPYING: gl.constexpr = _copying(GROUPS, REGISTERS)
     if GROUPS == 2:
         gl.warp_specialize([
-            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
-                       DESCRIBED)),
-            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
-                       DESCRIBED)),
-            (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
+            (compute, (given, 0, KIND)),
+            (compute, (given, 1, KIND)),
+            (copy, (given, KIND)),
         ], [4, 1], [REGISTERS, COPYING])
     else:
         gl.warp_specialize([
-            (compute, (given, 0, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
-                       DESCRIBED)),
-            (compute, (given, 1, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
-                       DESCRIBED)),
-            (compute, (given, 2, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SINK, SCALES, PERSISTENT,
-                       DESCRIBED)),
-            (copy, (given, DA, DB, EA, EB, BN, STAGES, GROUPS, MASK, PERSISTENT)),
+            (compute, (given, 0, KIND)),
+            (compute, (given, 1, KIND)),
+            (compute, (given, 2, KIND)),
+            (copy, (given, KIND)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, COPYING])

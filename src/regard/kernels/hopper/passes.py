@@ -12,6 +12,8 @@ P = exp2(S·unit − level) · share, where the share of a row is 1 / l. Both nu
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,11 +26,68 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, met, seat, shown, span_rows
 from .fold import scored
 from .forward import flat
+from .given import kind_of
 from .layouts import product
 from .walk import ROWS, advance, entry_at, new_barriers, place, tma_load
 
 PAIR = gl.constexpr(2 * ROWS.value)  # rows of a block in the lists: two tiles
 COPYING = gl.constexpr(24)  # registers of a thread that copies
+
+
+class Given(NamedTuple):
+    """What every warp of a program is told."""
+
+    described: Any  # q and k, each in two chunks
+    X: Any  # Q and K in shared memory, each in two chunks
+    barriers: Any
+    facts: Any  # what the forward pass found of every row: peak, spread
+    out: Any
+    scale: Any
+    scales: Any
+    cap: Any
+    bias: Any
+    where: Any
+    n: Any
+    M: Any
+    blocks: Any  # of keys, or columns of a map
+    owners: Any
+    heads: Any
+    groups: Any  # heads that share keys
+    section: Any
+
+
+class Grid(NamedTuple):
+    """The cells of a map, and how programs share them."""
+
+    height: Any
+    width: Any
+    cells: Any  # columns of a program
+    parts: Any  # programs of a column
+    bands: Any  # rows of cells of a program
+    key_blocks: Any  # blocks of keys that a mask's table has
+
+
+class Head(NamedTuple):
+    """Whose weights a program looks at, and how their logits are made."""
+
+    item: Any
+    h: Any
+    j: Any  # [BN] its keys
+    rows: Any  # where the facts of its head begin
+    scale: Any
+    unit: Any  # scale in log2 units
+
+
+class Part(NamedTuple):
+    """The part of a map that a program makes."""
+
+    y0: Any  # its first row of cells
+    x: Any  # its first column
+    nth: Any  # which part of that
+    start: Any  # its keys, from here …
+    stop: Any  # … to here
+    low: Any  # its rows, from here …
+    high: Any  # … to here
 
 
 @gluon.jit
@@ -49,38 +108,41 @@ def block_at(where, t, met_by, MASK: gl.constexpr):
 
 
 @gluon.jit
-def fetch(described, X, barriers, item, h, i0, stage, parity, DA: gl.constexpr, DB: gl.constexpr):
+def fetch(item, h, i0, stage, parity, given, KIND: gl.constexpr):
     """The queries from row i0 on into a stage, as soon as it is free."""
-    q, qb, k, kb = described
-    Q, QB, K, KB = X
-    k_ready, ready, free = barriers
+    q, qb, k, kb = given.described
+    Q, QB, K, KB = given.X
+    k_ready, ready, free = given.barriers
     mbarrier.wait(free.index(stage), parity)
-    mbarrier.expect(ready.index(stage), ROWS * (DA + DB) * 2)
+    mbarrier.expect(ready.index(stage), ROWS * (KIND.DA + KIND.DB) * 2)
     tma_load(q, [item, h, i0, 0], ready.index(stage), Q.index(stage))
-    if DB > 0:
-        tma_load(qb, [item, h, i0, DA], ready.index(stage), QB.index(stage))
+    if KIND.DB > 0:
+        tma_load(qb, [item, h, i0, KIND.DA], ready.index(stage), QB.index(stage))
 
 
 @gluon.jit
-def fetch_keys(described, X, barriers, item, kv, j0, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr):
+def fetch_keys(item, kv, j0, given, KIND: gl.constexpr):
     """The keys of a program."""
-    q, qb, k, kb = described
-    Q, QB, K, KB = X
-    k_ready, ready, free = barriers
-    mbarrier.expect(k_ready, BN * (DA + DB) * 2)
+    q, qb, k, kb = given.described
+    Q, QB, K, KB = given.X
+    k_ready, ready, free = given.barriers
+    mbarrier.expect(k_ready, KIND.BN * (KIND.DA + KIND.DB) * 2)
     tma_load(k, [item, kv, j0, 0], k_ready, K)
-    if DB > 0:
-        tma_load(kb, [item, kv, j0, DA], k_ready, KB)
+    if KIND.DB > 0:
+        tma_load(kb, [item, kv, j0, KIND.DA], k_ready, KB)
 
 
 @gluon.jit
-def begin(X, barriers, facts, rows, i, n, stage, parity, none, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr):
+def begin(i, stage, parity, none, head, given, KIND: gl.constexpr):
     """S = Q Kᵀ of a stage [ROWS, BN], begun; and what the forward pass found of its rows i, on its way."""
-    Q, QB, K, KB = X
-    k_ready, ready, free = barriers
-    peak, spread = facts
-    top = gl.load(peak + rows + i, mask=i < n, other=float("-inf"))  # [ROWS]
-    above = gl.load(spread + rows + i, mask=i < n, other=0.0)
+    Q, QB, K, KB = given.X
+    k_ready, ready, free = given.barriers
+    peak, spread = given.facts
+    DA: gl.constexpr = KIND.DA
+    DB: gl.constexpr = KIND.DB
+    BN: gl.constexpr = KIND.BN
+    top = gl.load(peak + head.rows + i, mask=i < given.n, other=float("-inf"))  # [ROWS]
+    above = gl.load(spread + head.rows + i, mask=i < given.n, other=0.0)
     mbarrier.wait(ready.index(stage), parity)
     S = warpgroup_mma(flat(Q.index(stage), ROWS, DA), flat(K, BN, DA).permute((1, 0)), none, use_acc=False, is_async=True)
     if DB > 0:
@@ -89,11 +151,12 @@ def begin(X, barriers, facts, rows, i, n, stage, parity, none, DA: gl.constexpr,
 
 
 @gluon.jit
-def scores(S, i, j, item, h, scale, cap, bias, n, M, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr):
+def scores(S, i, head, given, KIND: gl.constexpr):
     """Products [ROWS, BN] to logits, −inf where a bias hides them; FAST leaves them raw products."""
-    if not FAST:
-        S, show = scored(S, scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS)
-        if BIAS != _PLAIN:
+    if not KIND.FAST:
+        at = bias_rows(given.bias, head.item, head.h, i, KIND.BIAS)
+        S, show = scored(S, head.scale, given.cap, given.bias, at, i, head.j, given.n, given.M, KIND.CAP, KIND.BIAS)
+        if KIND.BIAS != _PLAIN:
             S = gl.where(show, S, float("-inf"))
     return S
 
@@ -123,90 +186,82 @@ def ready_for(S2, k_ready):
 
 
 @gluon.jit
-def copy_received(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr):
+def copy_received(given, KIND: gl.constexpr):
     """The warp that copies: the keys, then the queries of each block that is met."""
-    described, X, barriers, facts, out, numbers, bias, where, n, M, blocks, owners, heads, groups, section = given
-    block, own = place(gl.program_id(0), blocks, owners, section)
-    block = blocks - 1 - block
-    item, h = own // heads, own % heads
-    fetch_keys(described, X, barriers, item, h // groups, block * BN, DA, DB, BN)
-    met_by = walk_of(where, item, h, block, n, MASK)
+    block, own = place(gl.program_id(0), given.blocks, given.owners, given.section)
+    block = given.blocks - 1 - block
+    item, h = own // given.heads, own % given.heads
+    fetch_keys(item, h // given.groups, block * KIND.BN, given, KIND)
+    met_by = walk_of(given.where, item, h, block, given.n, KIND.MASK)
     stage = 0
     parity = 1  # of a free stage: the phase before the first counts as done
     for t in range(met_by[4]):
-        b, slot = block_at(where, t, met_by, MASK)
+        b, slot = block_at(given.where, t, met_by, KIND.MASK)
         for half in gl.static_range(2):
-            fetch(described, X, barriers, item, h, b * PAIR + half * ROWS, stage, parity, DA, DB)
-            stage, parity = advance(stage, parity, STAGES)
+            fetch(item, h, b * PAIR + half * ROWS, stage, parity, given, KIND)
+            stage, parity = advance(stage, parity, KIND.STAGES)
 
 
 @gluon.jit
-def summed(S, top, above, total, i, j, slot, item, h, scale, unit, cap, bias, where, n, M, BN: gl.constexpr, MASK: gl.constexpr,
-           BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, MASKED: gl.constexpr):
+def summed(S, top, above, total, i, slot, head, given, KIND: gl.constexpr, MASKED: gl.constexpr):
     """The weights of products [ROWS, BN], added to the total of their keys [4, 8, BN]."""
-    S = scores(S, i, j, item, h, scale, cap, bias, n, M, BIAS, CAP, FAST)
+    S = scores(S, i, head, given, KIND)
     if MASKED:
-        lo, hi = span_rows(where, item, h, i, n, M, MASK)
-        S = gl.where(shown(where, lo, hi, slot, i, j, MASK), S, float("-inf"))
-    P, share = powers(S, top, above, unit, FAST)
-    return total + columns(P * share[:, None], BN)
+        lo, hi = span_rows(given.where, head.item, head.h, i, given.n, given.M, KIND.MASK)
+        S = gl.where(shown(given.where, lo, hi, slot, i, head.j, KIND.MASK), S, float("-inf"))
+    P, share = powers(S, top, above, head.unit, KIND.FAST)
+    return total + columns(P * share[:, None], KIND.BN)
 
 
 @gluon.jit
-def meet(t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, item, h, scale, unit, cap, bias, where, n, M,
-         DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr,
-         FAST: gl.constexpr, MASKED: gl.constexpr, SL: gl.constexpr):
+def meet(t, total, stage, parity, none, met_by, head, given, KIND: gl.constexpr, MASKED: gl.constexpr):
     """The t-th block of rows: two tiles, the second multiplied while the first is exponentiated."""
-    k_ready, ready, free = barriers
-    b, slot = block_at(where, t, met_by, MASK)
-    i = b * PAIR + gl.arange(0, ROWS, gl.SliceLayout(1, SL))  # [ROWS]
-    after, after_parity = advance(stage, parity, STAGES)
-    S, top, above = begin(X, barriers, facts, rows, i, n, stage, parity, none, DA, DB, BN)
-    S2, top2, above2 = begin(X, barriers, facts, rows, i + ROWS, n, after, after_parity, none, DA, DB, BN)
-    S = warpgroup_mma_wait(2 if DB > 0 else 1, deps=[S])
+    k_ready, ready, free = given.barriers
+    b, slot = block_at(given.where, t, met_by, KIND.MASK)
+    i = b * PAIR + gl.arange(0, ROWS, gl.SliceLayout(1, none.type.layout))  # [ROWS]
+    after, after_parity = advance(stage, parity, KIND.STAGES)
+    S, top, above = begin(i, stage, parity, none, head, given, KIND)
+    S2, top2, above2 = begin(i + ROWS, after, after_parity, none, head, given, KIND)
+    S = warpgroup_mma_wait(2 if KIND.DB > 0 else 1, deps=[S])
     mbarrier.arrive(free.index(stage))
-    total = summed(S, top, above, total, i, j, slot, item, h, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST, MASKED)
+    total = summed(S, top, above, total, i, slot, head, given, KIND, MASKED)
     S2 = ready_for(S2, k_ready)
     mbarrier.arrive(free.index(after))
-    total = summed(S2, top2, above2, total, i + ROWS, j, slot, item, h, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST, MASKED)
-    stage, parity = advance(after, after_parity, STAGES)
+    total = summed(S2, top2, above2, total, i + ROWS, slot, head, given, KIND, MASKED)
+    stage, parity = advance(after, after_parity, KIND.STAGES)
     return total, stage, parity
 
 
 @gluon.jit
-def sum_received(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
-                 CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
+def sum_received(given, KIND: gl.constexpr):
     """The warp group: Σ over rows of the weights of BN keys, in registers until the end."""
-    described, X, barriers, facts, out, numbers, bias, where, n, M, blocks, owners, heads, groups, section = given
-    k_ready, ready, free = barriers
-    scale, scales, cap = numbers
+    k_ready, ready, free = given.barriers
+    n, M, heads = given.n, given.M, given.heads
+    BN: gl.constexpr = KIND.BN
     SL: gl.constexpr = product(BN)
-    block, own = place(gl.program_id(0), blocks, owners, section)
-    block = blocks - 1 - block  # the first keys first: under a causal mask most rows see them
+    block, own = place(gl.program_id(0), given.blocks, given.owners, given.section)
+    block = given.blocks - 1 - block  # the first keys first: under a causal mask most rows see them
     item, h = own // heads, own % heads
-    if SCALES:
-        scale = gl.load(scales + h)
+    scale = given.scale
+    if KIND.SCALES:
+        scale = gl.load(given.scales + h)
     unit = scale * LOG2E
     rows = (item.to(gl.int64) * heads + h) * n
-    met_by = walk_of(where, item, h, block, n, MASK)
-    j = block * BN + gl.arange(0, BN, gl.SliceLayout(0, SL))  # [BN]
+    met_by = walk_of(given.where, item, h, block, n, KIND.MASK)
+    head = Head(item, h, block * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)), rows, scale, unit)
     none = gl.zeros([ROWS, BN], gl.float32, SL)
     total = columns(none, BN)  # [4, 8, BN]
     stage = 0
     parity = 0
     mbarrier.wait(k_ready, 0)
-    if MASK != _NONE:
+    if KIND.MASK != _NONE:
         for t in range(met_by[4] - met_by[3]):
-            total, stage, parity = meet(
-                t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, item, h, scale, unit, cap, bias, where, n, M,
-                DA, DB, BN, STAGES, MASK, BIAS, CAP, FAST, True, SL)
+            total, stage, parity = meet(t, total, stage, parity, none, met_by, head, given, KIND, True)
     for t in range(met_by[4] - met_by[3], met_by[4]):
-        total, stage, parity = meet(
-            t, total, stage, parity, none, j, X, barriers, facts, met_by, rows, item, h, scale, unit, cap, bias, where, n, M,
-            DA, DB, BN, STAGES, MASK, BIAS, CAP, FAST, False, SL)
+        total, stage, parity = meet(t, total, stage, parity, none, met_by, head, given, KIND, False)
     CL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     j = block * BN + gl.arange(0, BN, CL)
-    gl.store(out + (item.to(gl.int64) * heads + h) * M + j, gl.convert_layout(gl.sum(total.reshape([32, BN]), 0), CL), mask=j < M)
+    gl.store(given.out + (item.to(gl.int64) * heads + h) * M + j, gl.convert_layout(gl.sum(total.reshape([32, BN]), 0), CL), mask=j < M)
 
 
 @gluon.jit
@@ -232,11 +287,9 @@ def received(q, qb, k, kb, out, peak, spread, scale, scales, cap, bias, where, n
              CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
     """Σ over rows of the weight of each key: program (block of keys, item and query head)."""
     X, barriers = rooms(q, qb, k, kb, DA, DB, BN, STAGES)
-    given = ((q, qb, k, kb), X, barriers, (peak, spread), out, (scale, scales, cap), bias, where, n, M, blocks, owners, heads, groups, section)
-    gl.warp_specialize([
-        (sum_received, (given, DA, DB, BN, STAGES, MASK, BIAS, CAP, SCALES, FAST)),
-        (copy_received, (given, DA, DB, BN, STAGES, MASK)),
-    ], [1], [COPYING])
+    given = Given((q, qb, k, kb), X, barriers, (peak, spread), out, scale, scales, cap, bias, where, n, M, blocks, owners, heads, groups, section)
+    KIND: gl.constexpr = kind_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST)
+    gl.warp_specialize([(sum_received, (given, KIND)), (copy_received, (given, KIND))], [1], [COPYING])
 
 
 @gluon.jit
@@ -246,84 +299,81 @@ def edge(x, cells, length):
 
 
 @gluon.jit
-def seat_of(grid, where, item, h, column, band, n, MASK: gl.constexpr):
+def walk_in(grid, item, h, column, band, given, MASK: gl.constexpr):
     """The blocks of rows from `begin` to `end` that a program of `pooled` walks; those from `full` to `until` it sees whole.
 
-    Its rows are those of `bands` rows of cells.
+    Its rows, from `low` to `high`, are those of `bands` rows of cells.
     """
-    height, width, cells, parts, bands = grid
+    where, n = given.where, given.n
     if MASK == _BITS:
         first, full, until, behind = 0, 0, 0, gl.cdiv(n, PAIR)
     else:
         first, full, until, rest = met(where, seat(where, item, h, MASK), column, gl.cdiv(n, PAIR), gl.cdiv(n, PAIR), MASK)
         behind = first + until - full + rest
-    low, high = edge(band * bands, height, n), edge(gl.minimum((band + 1) * bands, height), height, n)
+    low, high = edge(band * grid.bands, grid.height, n), edge(gl.minimum((band + 1) * grid.bands, grid.height), grid.height, n)
     return gl.maximum(first, low // PAIR), full, until, gl.minimum(behind, gl.cdiv(high, PAIR)), low, high
 
 
 @gluon.jit
-def whose(grid, heads, owners, columns_, section):
+def whose(grid, given):
     """Which program this is: column, band, item and head."""
-    height, width, cells, parts, bands = grid
-    t, own = place(gl.program_id(0), columns_ * gl.cdiv(height, bands), owners, section)
-    return t % columns_, t // columns_, own // heads, own % heads
+    t, own = place(gl.program_id(0), given.blocks * gl.cdiv(grid.height, grid.bands), given.owners, given.section)
+    return t % given.blocks, t // given.blocks, own // given.heads, own % given.heads
 
 
 @gluon.jit
 def keys_of(grid, column, M, BN: gl.constexpr):
     """The first cell of a program, its part of that, and its keys from `start` to `stop`."""
-    height, width, cells, parts, bands = grid
-    x, part = column // parts * cells, column % parts
-    start = edge(x, width, M) + part * BN
-    return x, part, start, gl.minimum(start + BN, edge(gl.minimum(x + cells, width), width, M))
+    x, part = column // grid.parts * grid.cells, column % grid.parts
+    start = edge(x, grid.width, M) + part * BN
+    return x, part, start, gl.minimum(start + BN, edge(gl.minimum(x + grid.cells, grid.width), grid.width, M))
 
 
 @gluon.jit
-def copy_pooled(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr):
+def copy_pooled(given, grid, KIND: gl.constexpr):
     """The warp that copies: the keys, then the queries, from the first row to the last."""
-    described, X, barriers, facts, out, numbers, bias, where, n, M, grid, key_blocks, columns_, owners, heads, groups, section = given
-    column, band, item, h = whose(grid, heads, owners, columns_, section)
-    x, part, start, stop = keys_of(grid, column, M, BN)
-    fetch_keys(described, X, barriers, item, h // groups, start, DA, DB, BN)
-    b0, full, until, b1, low, high = seat_of(grid, where, item, h, column, band, n, MASK)
+    column, band, item, h = whose(grid, given)
+    x, part, start, stop = keys_of(grid, column, given.M, KIND.BN)
+    fetch_keys(item, h // given.groups, start, given, KIND)
+    b0, full, until, b1, low, high = walk_in(grid, item, h, column, band, given, KIND.MASK)
     stage = 0
     parity = 1
     for b in range(b0, b1):
         for half in gl.static_range(2):
-            fetch(described, X, barriers, item, h, b * PAIR + half * ROWS, stage, parity, DA, DB)
-            stage, parity = advance(stage, parity, STAGES)
+            fetch(item, h, b * PAIR + half * ROWS, stage, parity, given, KIND)
+            stage, parity = advance(stage, parity, KIND.STAGES)
 
 
 @gluon.jit
-def write_cells(cells_, first, spot, y0, x, part, out, grid, item, h, heads, high, n, M):
+def write_cells(cells_, first, spot, part, head, grid, given):
     """Up to 32 finished cells [4, 32], the sum over warps; they are the ones from `first` on, by rows of the grid."""
-    height, width, cells, parts, bands = grid
+    height, width, n, M = grid.height, grid.width, given.n, given.M
     AL: gl.constexpr = cells_.type.layout
     s = gl.arange(0, 32, gl.SliceLayout(0, AL))
-    y = y0 + (first + s) // cells
-    c = x + (first + s) % cells
+    y = part.y0 + (first + s) // grid.cells
+    c = part.x + (first + s) % grid.cells
     top = edge(y, height, n)
     area = (edge(y + 1, height, n) - top).to(gl.float32) * (edge(c + 1, width, M) - edge(c, width, M)).to(gl.float32)
-    at = (((item.to(gl.int64) * heads + h) * height + y) * width + c) * parts + part
-    gl.store(out + at, gl.sum(cells_, 0) / area, mask=(s < spot) & (top < high) & (c < width))
+    at = (((head.item.to(gl.int64) * given.heads + head.h) * height + y) * width + c) * grid.parts + part.nth
+    gl.store(given.out + at, gl.sum(cells_, 0) / area, mask=(s < spot) & (top < part.high) & (c < width))
 
 
 @gluon.jit
-def put(total, cells_, first, spot, y0, x, part, start, stop, out, grid, item, h, heads, high, n, M, BN: gl.constexpr):
+def put(total, cells_, first, spot, part, head, grid, given, BN: gl.constexpr):
     """The total of a row of cells [4, 8, BN] into its cells, in registers until there are 32 of them."""
-    height, width, cells, parts, bands = grid
+    x, width, M = part.x, grid.width, given.M
     AL: gl.constexpr = cells_.type.layout
     TL: gl.constexpr = total.type.layout
-    j = start + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(1, TL)))
+    j = part.start + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(1, TL)))
     s = gl.arange(0, 32, gl.SliceLayout(0, AL))
-    for c in range(cells):
-        left, right = edge(x + c, width, M), gl.minimum(edge(x + c + 1, width, M), stop)
+    for c in range(grid.cells):
+        left, right = edge(x + c, width, M), gl.minimum(edge(x + c + 1, width, M), part.stop)
         inside = (j >= left) & (j < right)
         one = gl.sum(gl.sum(gl.where(inside[None, None, :], total, 0.0), 2), 1)  # [4], one of each warp
         cells_ = gl.where((s == spot)[None, :], gl.convert_layout(one, gl.SliceLayout(1, AL))[:, None], cells_)
         spot += 1
         if spot == 32:
-            write_cells(cells_, first, spot, y0, x, part, out, grid, item, h, heads, high, n, M)
+            write_cells(cells_, first, spot, part, head, grid, given)
             first += 32
             spot = 0
     return cells_, first, spot
@@ -343,57 +393,57 @@ def hides(where, item, h, b, full, until, start, stop, key_blocks, MASK: gl.cons
 
 
 @gluon.jit
-def settle(S, top, above, total, cells_, first, spot, y, bottom, y0, i0, i, j, x, part, start, stop, low, high, masked, slots, grid, out, item,
-           h, heads, scale, unit, cap, bias, where, n, M, BN: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr,
-           FAST: gl.constexpr):
+def settle(S, top, above, total, cells_, first, spot, y, bottom, i0, i, masked, slots, part, head, grid, given, KIND: gl.constexpr):
     """The weights of products [ROWS, BN], each to the row of cells that it is in; those that end here are put away."""
-    S = scores(S, i, j, item, h, scale, cap, bias, n, M, BIAS, CAP, FAST)
+    where, n = given.where, given.n
+    MASK: gl.constexpr = KIND.MASK
+    S = scores(S, i, head, given, KIND)
     if MASK != _NONE:
         if masked:
-            lo, hi = span_rows(where, item, h, i, n, M, MASK)
-            show = shown(where, lo, hi, gl.maximum(slots[0], 0), i, j, MASK)
+            lo, hi = span_rows(where, head.item, head.h, i, n, given.M, MASK)
+            show = shown(where, lo, hi, gl.maximum(slots[0], 0), i, head.j, MASK)
             if MASK == _BITS:
-                right = shown(where, lo, hi, gl.maximum(slots[1], 0), i, j, MASK)
-                left = (j // PAIR == start // PAIR)[None, :]
+                right = shown(where, lo, hi, gl.maximum(slots[1], 0), i, head.j, MASK)
+                left = (head.j // PAIR == part.start // PAIR)[None, :]
                 show = (left & show & (slots[0] >= 0)) | ((left == 0) & right & (slots[1] >= 0))
             S = gl.where(show, S, float("-inf"))
-    P, share = powers(S, top, above, unit, FAST)
-    share = gl.where(i >= low, share, 0.0)
+    P, share = powers(S, top, above, head.unit, KIND.FAST)
+    share = gl.where(i >= part.low, share, 0.0)
     end = i0 + ROWS
     while i0 < end:
-        total += columns(P * gl.where(i < bottom, share, 0.0)[:, None], BN)
+        total += columns(P * gl.where(i < bottom, share, 0.0)[:, None], KIND.BN)
         share = gl.where(i < bottom, 0.0, share)
         i0 = bottom
         if bottom <= end:
-            cells_, first, spot = put(total, cells_, first, spot, y0, x, part, start, stop, out, grid, item, h, heads, high, n, M, BN)
+            cells_, first, spot = put(total, cells_, first, spot, part, head, grid, given, KIND.BN)
             total = total * 0.0
             y += 1
-            bottom = edge(y + 1, grid[0], n)
+            bottom = edge(y + 1, grid.height, n)
     return total, cells_, first, spot, y, bottom
 
 
 @gluon.jit
-def sum_pooled(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
-               CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
+def sum_pooled(given, grid, KIND: gl.constexpr):
     """The warp group: the weights of a program's keys, row after row, summed by cells."""
-    described, X, barriers, facts, out, numbers, bias, where, n, M, grid, key_blocks, columns_, owners, heads, groups, section = given
-    k_ready, ready, free = barriers
-    scale, scales, cap = numbers
+    k_ready, ready, free = given.barriers
+    where, n, heads = given.where, given.n, given.heads
+    BN: gl.constexpr = KIND.BN
     SL: gl.constexpr = product(BN)
-    column, band, item, h = whose(grid, heads, owners, columns_, section)
-    x, part, start, stop = keys_of(grid, column, M, BN)
-    b0, full, until, b1, low, high = seat_of(grid, where, item, h, column, band, n, MASK)
-    if SCALES:
-        scale = gl.load(scales + h)
+    column, band, item, h = whose(grid, given)
+    x, nth, start, stop = keys_of(grid, column, given.M, BN)
+    b0, full, until, b1, low, high = walk_in(grid, item, h, column, band, given, KIND.MASK)
+    scale = given.scale
+    if KIND.SCALES:
+        scale = gl.load(given.scales + h)
     unit = scale * LOG2E
     rows = (item.to(gl.int64) * heads + h) * n
-    j = start + gl.arange(0, BN, gl.SliceLayout(0, SL))  # [BN]
+    head = Head(item, h, start + gl.arange(0, BN, gl.SliceLayout(0, SL)), rows, scale, unit)
     none = gl.zeros([ROWS, BN], gl.float32, SL)
     total = columns(none, BN)  # [4, 8, BN]
     cells_ = gl.zeros([4, 32], gl.float32, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
-    y0 = gl.maximum(b0 * PAIR, low) * grid[0] // n
-    y = y0
-    bottom = edge(y + 1, grid[0], n)
+    y = gl.maximum(b0 * PAIR, low) * grid.height // n
+    part = Part(y, x, nth, start, stop, low, high)
+    bottom = edge(y + 1, grid.height, n)
     first = 0
     spot = 0
     stage = 0
@@ -401,23 +451,21 @@ def sum_pooled(given, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAG
     mbarrier.wait(k_ready, 0)
     for b in range(b0, b1):
         i = b * PAIR + gl.arange(0, ROWS, gl.SliceLayout(1, SL))  # [ROWS]
-        slots, masked = hides(where, item, h, b, full, until, start, stop, key_blocks, MASK)
-        after, after_parity = advance(stage, parity, STAGES)
-        S, top, above = begin(X, barriers, facts, rows, i, n, stage, parity, none, DA, DB, BN)
-        S2, top2, above2 = begin(X, barriers, facts, rows, i + ROWS, n, after, after_parity, none, DA, DB, BN)
-        S = warpgroup_mma_wait(2 if DB > 0 else 1, deps=[S])
+        slots, masked = hides(where, item, h, b, full, until, start, stop, grid.key_blocks, KIND.MASK)
+        after, after_parity = advance(stage, parity, KIND.STAGES)
+        S, top, above = begin(i, stage, parity, none, head, given, KIND)
+        S2, top2, above2 = begin(i + ROWS, after, after_parity, none, head, given, KIND)
+        S = warpgroup_mma_wait(2 if KIND.DB > 0 else 1, deps=[S])
         mbarrier.arrive(free.index(stage))
         total, cells_, first, spot, y, bottom = settle(
-            S, top, above, total, cells_, first, spot, y, bottom, y0, b * PAIR, i, j, x, part, start, stop, low, high, masked, slots, grid, out,
-            item, h, heads, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST)
+            S, top, above, total, cells_, first, spot, y, bottom, b * PAIR, i, masked, slots, part, head, grid, given, KIND)
         S2 = ready_for(S2, k_ready)
         mbarrier.arrive(free.index(after))
         total, cells_, first, spot, y, bottom = settle(
-            S2, top2, above2, total, cells_, first, spot, y, bottom, y0, b * PAIR + ROWS, i + ROWS, j, x, part, start, stop, low, high, masked,
-            slots, grid, out, item, h, heads, scale, unit, cap, bias, where, n, M, BN, MASK, BIAS, CAP, FAST)
-        stage, parity = advance(after, after_parity, STAGES)
-    cells_, first, spot = put(total, cells_, first, spot, y0, x, part, start, stop, out, grid, item, h, heads, high, n, M, BN)
-    write_cells(cells_, first, spot, y0, x, part, out, grid, item, h, heads, high, n, M)
+            S2, top2, above2, total, cells_, first, spot, y, bottom, b * PAIR + ROWS, i + ROWS, masked, slots, part, head, grid, given, KIND)
+        stage, parity = advance(after, after_parity, KIND.STAGES)
+    cells_, first, spot = put(total, cells_, first, spot, part, head, grid, given, BN)
+    write_cells(cells_, first, spot, part, head, grid, given)
 
 
 @gluon.jit(do_not_specialize=["where", "n", "M", "height", "width", "cells", "parts", "bands", "key_blocks", "columns_", "owners", "heads", "groups", "section"])
@@ -430,10 +478,7 @@ def pooled(q, qb, k, kb, out, peak, spread, scale, scales, cap, bias, where, n, 
     one of the `parts` of a column that is wider than BN; and `bands` rows of cells, of which it writes all that it meets.
     """
     X, barriers = rooms(q, qb, k, kb, DA, DB, BN, STAGES)
-    grid = (height, width, cells, parts, bands)
-    given = ((q, qb, k, kb), X, barriers, (peak, spread), out, (scale, scales, cap), bias, where, n, M, grid, key_blocks, columns_, owners, heads,
-             groups, section)
-    gl.warp_specialize([
-        (sum_pooled, (given, DA, DB, BN, STAGES, MASK, BIAS, CAP, SCALES, FAST)),
-        (copy_pooled, (given, DA, DB, BN, STAGES, MASK)),
-    ], [1], [COPYING])
+    grid = Grid(height, width, cells, parts, bands, key_blocks)
+    given = Given((q, qb, k, kb), X, barriers, (peak, spread), out, scale, scales, cap, bias, where, n, M, columns_, owners, heads, groups, section)
+    KIND: gl.constexpr = kind_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST)
+    gl.warp_specialize([(sum_pooled, (given, grid, KIND)), (copy_pooled, (given, grid, KIND))], [1], [COPYING])

@@ -160,14 +160,20 @@ def seats_of(plan, at, G: gl.constexpr):
 
 
 @gluon.jit
-def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-         GROUPS: gl.constexpr, MASK: gl.constexpr, PERSISTENT: gl.constexpr):
+def copy(given, KIND: gl.constexpr):
     """The warp that copies: of each block of rows first Q, then K and V of all it meets, as soon as a stage is free."""
-    (described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section, counter,
-     plan) = given
-    q, qb, k, kb, v, vb, _, _ = described
-    Q, QB, K, KB, V, VB = X
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    where, n, blocks, owners, counter, plan = given.where, given.n, given.blocks, given.owners, given.counter, given.plan
+    q, qb, k, kb, v, vb, _, _ = given.described
+    Q, QB, K, KB, V, VB = given.X
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = given.barriers
+    DA: gl.constexpr = KIND.DA
+    DB: gl.constexpr = KIND.DB
+    EA: gl.constexpr = KIND.EA
+    EB: gl.constexpr = KIND.EB
+    BN: gl.constexpr = KIND.BN
+    GROUPS: gl.constexpr = KIND.GROUPS
+    MASK: gl.constexpr = KIND.MASK
+    PERSISTENT: gl.constexpr = KIND.PERSISTENT
     stage = 0
     parity = 1  # of a free stage: the phase before the first counts as done
     q_stage = 0
@@ -189,10 +195,10 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
                 again |= told(plan, at + LEFT + g, 1)
             now = gl.where(again > 0, told(plan, at, 1), t)
         if now < blocks * owners:
-            block, own = place(now, blocks, owners, section)
-            item, h = own // heads, own % heads
-            kv = h // groups
-            first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
+            block, own = place(now, blocks, owners, given.section)
+            item, h = own // given.heads, own % given.heads
+            kv = h // given.groups
+            first, full, until, whole, total = walk_of(where, item, h, block, given.M, BN, MASK)
             after = 0
             if PERSISTENT:
                 leaps = counter + 1 + own  # how many blocks of rows of this head came again, by any program
@@ -237,7 +243,7 @@ def copy(given, DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.con
                 tma_load(v, [item, kv, b * BN, 0], v_ready.index(stage), V.index(stage))
                 if EB > 0:
                     tma_load(vb, [item, kv, b * BN, EA], v_ready.index(stage), VB.index(stage))
-                stage, parity = advance(stage, parity, STAGES)
+                stage, parity = advance(stage, parity, KIND.STAGES)
             idle = 0
             if PERSISTENT:
                 if again == 0:
