@@ -31,7 +31,7 @@ from regard.models.inspection import drawn, mapped
 from regard.models.inspection import inspect as look_at
 from regard.models.loading import BUILTIN, Loaded, Reading, load
 from regard.models.seen import Seen
-from regard.report.atlas import serve
+from regard.report.atlas import check_port, serve
 from regard.report.example import SOURCE, TARGET, hashed, known
 from regard.report.page import write
 from regard.report.tables import HeadTable, findings
@@ -191,6 +191,8 @@ def inspect(
             raise typer.BadParameter("it takes one model; --compare takes two", param_hint="MODEL")
         for option, path in (("--html", html), ("--json", as_json)):
             _check_target(option, path)
+        if html and as_json and html.absolute() == as_json.absolute():
+            raise typer.BadParameter("--html has the same path; give each its own", param_hint="--json")
         loaded, reading, seen = _looked(names[0] if names else None, _read(text, file), trust)
         with _steps() as bar:
             judging = bar.add_task("judging the heads", total=len(RULES))
@@ -224,6 +226,7 @@ def atlas(
 ) -> None:
     """Pan and zoom over attention maps of any length in a browser, down to single weights; Ctrl-C ends it."""
     with _told():
+        check_port(port)
         with _steps() as bar:
             loaded, reading, tell = _ready(bar, name, _read(text, file), trust)
             maps = mapped(loaded, reading, tell)

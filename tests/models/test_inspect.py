@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -157,6 +158,21 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
     loaded = loading.Loaded("blind", torch.nn.Identity(), lambda text: loading.Reading({}, []), 0)
     with pytest.raises(ArgumentError, match="no attention was seen"):
         inspect(loaded, loading.Reading({"input": torch.zeros(1)}, []))
+
+
+def test_a_port_that_is_taken_is_refused_before_a_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.cli.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} of 127.0.0.1 is taken" in run("atlas", "--no-browser", "--port", str(port), fails=True)
+    assert "from 0 to 65535" in run("atlas", "--no-browser", "--port", "70000", fails=True)
+
+
+def test_two_files_need_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run("inspect", "--text", TEXT, "--html", "x", "--json", str(tmp_path / "x"), fails=True)
+    assert "--html has the same path" in said
+    assert not (tmp_path / "x").exists()
 
 
 def test_the_atlas_is_served_on_this_machine_alone_and_ends_when_told() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import errno
+import socket
 import threading
 import webbrowser
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +16,7 @@ from regard.errors import ArgumentError, DtypeError
 from regard.report.atlas_http import HOST, Server
 from regard.report.atlas_maps import Atlas, AtlasLayer
 
-__all__ = ["Atlas", "AtlasLayer", "Serving", "serve"]
+__all__ = ["Atlas", "AtlasLayer", "Serving", "check_port", "serve"]
 
 
 class Serving:
@@ -63,13 +65,36 @@ def serve(atlas: Atlas, port: int = 0, open_browser: bool = False) -> Serving:
     """
     if not isinstance(atlas, Atlas):
         raise DtypeError(f"serve: it needs an Atlas. Got {type(atlas).__name__}; make one with Atlas(title, layers).")
-    if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16:
-        raise ArgumentError(f"serve: port must be a whole number from 0 to 65535, 0 for a free one. Got {port!r}.")
-    try:
+    _check_number(port)
+    with _named(port):
         serving = Serving(atlas, Server(atlas, port))
-    except OSError as error:
-        why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
-        raise ArgumentError(f"serve: port {port} of {HOST} {why}. Choose another, or port=0 for a free one.") from None
     if open_browser:
         webbrowser.open(serving.url)
     return serving
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that cannot be had now, as `serve` would; ask before long work.
+
+    >>> check_port(0)
+    """
+    _check_number(port)
+    with _named(port), socket.socket() as probe:
+        if Server.allow_reuse_address:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((HOST, port))
+
+
+def _check_number(port: int) -> None:
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16:
+        raise ArgumentError(f"serve: port must be a whole number from 0 to 65535, 0 for a free one. Got {port!r}.")
+
+
+@contextmanager
+def _named(port: int) -> Iterator[None]:
+    """Say what is wrong with a port that cannot be had."""
+    try:
+        yield
+    except OSError as error:
+        why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
+        raise ArgumentError(f"serve: port {port} of {HOST} {why}. Choose another, or port=0 for a free one.") from None
