@@ -1,4 +1,5 @@
-"""The exponentials of a tile: those of torch, but none below the smallest normal number where pairs may be hidden."""
+"""The exponentials of a tile: those of torch, but none below the smallest normal number where pairs may be hidden; and how
+pairs are hidden."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.scan import exponentials
+from regard.scan import _hide, exponentials
 
 BARE: Any = SimpleNamespace(bias=None, rule=SimpleNamespace(bias=None))
 FULL, PARTIAL = (SimpleNamespace(full=full) for full in (True, False))
@@ -51,3 +52,16 @@ def test_hidden_pairs_take_about_as_long_as_visible_ones() -> None:
             exponentials(BARE, X, run, out=out)
             best[at] = min(best[at], time.perf_counter() - start)
     assert best[1] < 15 * best[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_hidden_pairs_are_put_at_minus_infinity_whatever_they_were_and_others_keep_their_bits(
+    dtype: torch.dtype,
+) -> None:
+    numbers = torch.tensor([1.5, -0.0, torch.nan, torch.inf, -torch.inf, -3.0], dtype=dtype)
+    hide = torch.rand(4, 6) > 0.5
+    for S in (numbers.repeat(2, 4, 1), numbers.repeat(4, 2, 1).transpose(0, 1)):
+        expected = S.clone().masked_fill_(hide, -torch.inf)
+        _hide(S, hide)
+        kind = torch.int16 if dtype.itemsize == 2 else torch.int32
+        assert torch.equal(S.contiguous().view(kind), expected.contiguous().view(kind))

@@ -27,7 +27,7 @@ class Strided(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        return (i - j) % self.step == 0
+        return i % self.step == j % self.step  # a remainder a row and a key, not a pair
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         return interval(i, m, i % self.step, m - (m - 1 - i) % self.step, exact=self.step == 1 or self.step >= m)
