@@ -1,5 +1,4 @@
-"""The exponentials of a tile: those of torch, but none below the smallest normal number where pairs may be hidden; and how
-pairs are hidden."""
+"""The exponentials of a tile: torch's, but none below the smallest normal number where pairs may be hidden; and hiding."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_hidden_pairs_take_about_as_long_as_visible_ones() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_hidden_pairs_are_put_at_minus_infinity_whatever_they_were_and_others_keep_their_bits(
+def test_hidden_pairs_are_minus_infinity_whatever_they_were_and_others_keep_their_bits(
     dtype: torch.dtype,
 ) -> None:
     numbers = torch.tensor([1.5, -0.0, torch.nan, torch.inf, -torch.inf, -3.0], dtype=dtype)
