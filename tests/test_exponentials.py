@@ -1,4 +1,4 @@
-"""The exponentials of a tile: torch's, but none below the smallest normal number where pairs may be hidden; and hiding."""
+"""The exponentials of a tile: torch's, but none below the smallest normal number where pairs may be hidden."""
 
 from __future__ import annotations
 
