@@ -419,3 +419,24 @@ def test_neighbours_in_a_line_stand_apart(driver: Any, tmp_path: Path, tokens: l
     assert len(gaps) > len(tokens) / 2
     assert min(gaps) >= least
     assert len({round(box["top"]) for box in boxes}) > 1  # and lines still break between them
+
+
+def test_positions_that_stand_in_for_tokens_are_named_once(driver: Any, tmp_path: Path) -> None:
+    tokens = [str(place) for place in range(9)]
+    opened(driver, page.write(Look("once", {}, [layer("a", tokens, tokens, 1)], []), tmp_path / "once.html"))
+    names = each(driver, ".partner .who", "textContent")
+    assert names
+    assert set(names) <= set(tokens)
+
+
+@pytest.mark.parametrize("width", [1100, 1400])
+def test_numbers_below_the_map_s_colours_do_not_run_together(driver: Any, tmp_path: Path, width: int) -> None:
+    tokens, before = [str(place) for place in range(9)], driver.get_window_size()
+    driver.set_window_size(width, 1000)
+    try:
+        opened(driver, page.write(Look("ticks", {}, [layer("a", tokens, tokens, 1)], []), tmp_path / "ticks.html"))
+        boxes = sorted(each(driver, "#map-ticks span", "getBoundingClientRect()"), key=lambda box: box["left"])
+    finally:
+        driver.set_window_size(before["width"], before["height"])
+    assert len(boxes) > 1
+    assert all(b["left"] - a["right"] > 2 for a, b in pairwise(boxes))

@@ -46,13 +46,15 @@ class HeadTable:
     >>> print(HeadTable([("attn", "0", {"entropy": 1.5, "max_logit": 12.25})]))
     layer  head  entropy  max logit
     attn      0     1.50       12.2
+    >>> print(HeadTable([]))
+    there are no heads to show
     """
 
     rows: list[tuple[str, str, dict[str, float]]]
     signed: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._drawn(self._fitting(options.max_width))
+        yield self._drawn(self._fitting(options.max_width)) if self.rows else Text("there are no heads to show")
 
     def _fitting(self, width: int) -> list[str]:
         """The columns that fit, the less telling left out first."""

@@ -63,6 +63,7 @@ function labels(pen, starts, text, size, across) {
 
 // "\u2068" and "\u2069" keep a token that runs from right to left within its own bounds.
 function clipped(pen, place, text, room) {
+  if (text === String(place)) return text; // positions stand in for tokens
   let letters = [...text].slice(0, 24);
   const whole = () => `${place} \u2068${letters.join("")}\u2069`;
   if (pen.measureText(whole()).width <= room && letters.length === [...text].length) return whole();
@@ -89,7 +90,9 @@ function mapLegend(largest) {
   if (largest > 0 && state.scale === "log") {
     const t = (value) => 1 + Math.log(value / largest) / (2 * Math.log(steps));
     const highest = Math.floor(Math.log10(largest) + 1e-6);
-    for (let power = highest; t(10 ** power) > 0.02; power--) put(10 ** power, t(10 ** power));
+    const apart = (t(10) - t(1)) * find("map-ramp").clientWidth; // pixels between two powers
+    const each = Math.max(1, Math.ceil(34 / Math.max(apart, 1)));
+    for (let power = highest; t(10 ** power) > 0.02; power -= each) put(10 ** power, t(10 ** power));
     if (t(10 ** highest) < 0.85) put(largest, 1);
   } else {
     for (const part of [0, 0.5, 1]) put(largest * part, part);

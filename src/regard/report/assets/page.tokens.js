@@ -266,7 +266,8 @@ function listPartners(layer, found, out, from, to) {
     const bar = make("span", { class: "amount" });
     bar.style.width = `${Math.max(2, (100 * weight) / most)}%`;
     const token = tokenAt(look.texts[to.text], place);
-    const who = make("bdi", { class: "who" }, make("span", { class: "place", text: `${place} ` }), ...spelled(token));
+    const before = token === String(place) ? [] : [make("span", { class: "place", text: `${place} ` })];
+    const who = make("bdi", { class: "who" }, ...before, ...spelled(token));
     const row = make("button", { class: "partner", type: "button" }, bar, make("span", { class: "number", text: asWeight(weight) }), who);
     row.addEventListener("click", () => {
       if (to === from && to.reach(place)) hold(place); else if (to.reach(place)) shade();
