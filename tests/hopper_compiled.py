@@ -15,14 +15,19 @@ import torch
 triton = pytest.importorskip("triton")
 
 import regard  # noqa: E402
-from regard.kernels.blocks import Layout, Words  # noqa: E402
-from regard.kernels.parts import INTERPRETED, RELATIVE, TENSOR, Added  # noqa: E402
-from regard.kernels.work import Work  # noqa: E402
+from regard.compat.triton import INTERPRETED  # noqa: E402
+from regard.kernels.arguments import (  # noqa: E402
+    RELATIVE,
+    TENSOR,
+    Added,
+    Work,
+)
+from regard.kernels.block_lists import Layout, Words  # noqa: E402
 from uncompiled import noted  # noqa: E402
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
-from regard.kernels.hopper import launch  # noqa: E402
+from regard.kernels.hopper import forward_launch  # noqa: E402
 
 SHARED = 227 * 1024
 N = 300
@@ -130,7 +135,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     from regard.kernels import launch as seam
 
     found = noted(monkeypatch)
-    refuses = launch.refuses
-    monkeypatch.setattr(launch, "refuses", lambda w: [r for r in refuses(w) if "capability" not in r])
+    refuses = forward_launch.refuses
+    monkeypatch.setattr(forward_launch, "refuses", lambda w: [r for r in refuses(w) if "capability" not in r])
     monkeypatch.setattr(seam, "hopper", lambda device: True)
     return found

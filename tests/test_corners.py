@@ -8,9 +8,9 @@ import torch
 import regard
 from regard import biases, scores
 from regard.backends import Chunked
+from regard.core.spec import Rule
+from regard.core.tiling import Cut, strips
 from regard.lab.online import peak_bytes
-from regard.rule import Rule
-from regard.tiling import Cut, strips
 
 GAPS = {
     "one gap": lambda: regard.prefix(128) | ~regard.prefix(512),
@@ -187,13 +187,13 @@ def test_a_score_that_gains_a_parameter_is_a_change():
 
 def test_a_probability_that_rounds_to_one_drops_without_overflow():
     i = torch.arange(100)
-    from regard.dropout import keep
+    from regard.core.dropout import keep
 
     assert int(keep(1 - 2.0**-50, 3, i[:1], i[:1], i, i).sum()) < 3
 
 
 def test_rows_whose_keys_share_their_low_half_have_fates_of_their_own():
-    from regard.dropout import _int32, _mixed, keep
+    from regard.core.dropout import _int32, _mixed, keep
 
     i = torch.arange(400_000)
     low = _int32(_mixed(i + 1, _mixed(torch.tensor([1]), _mixed(torch.tensor([1]), 7))))
@@ -206,7 +206,7 @@ def test_rows_whose_keys_share_their_low_half_have_fates_of_their_own():
 
 
 def test_zeros_of_both_signs_rank_by_place():
-    from regard.passes import _by_rank
+    from regard.chunked.statistics import _by_rank
 
     S = torch.tensor([[-0.0, 0.0, -1.0, 0.0]])
     assert _by_rank(S, torch.arange(4), 3)[1].tolist() == [[0, 1, 3]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import regard
 from regard.backends import Chunked
-from regard.dropout import keep
+from regard.core.dropout import keep
 
 I = torch.arange  # noqa: E741
 BACKENDS = ("reference", "chunked", Chunked(chunk_size=3), Chunked(chunk_size=100))

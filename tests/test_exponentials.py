@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.scan import _hide, exponentials
+from regard.chunked.tile_ops import _hide, exponentials
 
 BARE: Any = SimpleNamespace(bias=None, rule=SimpleNamespace(bias=None))
 FULL, PARTIAL = (SimpleNamespace(full=full) for full in (True, False))

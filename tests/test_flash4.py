@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import regard
 from regard.backends import KNOWN, Flash4, flash4
+from regard.core.validation import pose
 from regard.errors import BackendError
-from regard.problem import pose
 
 Function = Callable[..., Any]
 

@@ -13,12 +13,12 @@ import hopper_compiled
 import regard
 from hopper_compiled import RECENT, SHARED, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
-from regard.kernels.blocks import SPANS, Layout
-from regard.kernels.hopper import configs, launch
-from regard.kernels.parts import ALIBI, INTERPRETED, PLAIN, TENSOR, Dropped
-from regard.kernels.work import Found, Work
-from regard.layout import _words
-from regard.layout import layout as layout_of
+from regard.compat.triton import INTERPRETED
+from regard.kernels.arguments import ALIBI, PLAIN, TENSOR, Dropped, Found, Work
+from regard.kernels.block_lists import SPANS, Layout
+from regard.kernels.block_mask import _words
+from regard.kernels.block_mask import layout as layout_of
+from regard.kernels.hopper import configs, forward_launch
 from sass import inner_loops
 
 DIMS = (64, 96, 128, 192, 256)
@@ -39,11 +39,11 @@ hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for,
 
 def compiled(w: Work, tile: Any = None, entropy: bool = True) -> Any:
     """The kernel for a work."""
-    tile = tile or launch.tile_for(w)
+    tile = tile or forward_launch.tile_for(w)
     rows = [torch.empty(w.rows) for _ in range(4)]
     found = Found(w.value.new_empty(*w.rows, w.value.shape[3]), *rows)
-    args, options = launch.forward_arguments(w, found, entropy, tile)
-    return launch.forward.warmup(*args, grid=(1,), **options)
+    args, options = forward_launch.forward_arguments(w, found, entropy, tile)
+    return forward_launch.forward.warmup(*args, grid=(1,), **options)
 
 
 @compiles
@@ -143,13 +143,15 @@ def test_blocks_of_bits_have_no_more_keys_than_a_word_list() -> None:
     w = work(64, "bits")
     found = Found(w.value.new_empty(*w.rows, 64), *(torch.empty(w.rows) for _ in range(4)))
     with pytest.raises(ValueError, match="128 keys"):
-        launch.forward_arguments(w, found, False, configs.Tile(2, 256, 2, 240))
+        forward_launch.forward_arguments(w, found, False, configs.Tile(2, 256, 2, 240))
 
 
 def argument(name: str, w: Work) -> Any:
     """What the forward is called with under a name."""
     found = Found(w.value.new_empty(*w.rows, w.value.shape[3]), *(torch.empty(w.rows) for _ in range(4)))
-    return launch.forward_arguments(w, found, False, launch.tile_for(w))[0][launch.forward.arg_names.index(name)]
+    return forward_launch.forward_arguments(w, found, False, forward_launch.tile_for(w))[0][
+        forward_launch.forward.arg_names.index(name)
+    ]
 
 
 def test_where_three_groups_do_not_fit_the_first_block_of_rows_is_the_short_one() -> None:
@@ -218,27 +220,27 @@ def test_another_tile_can_be_taken_to_measure_it() -> None:
     ],
 )
 def test_a_refusal_says_why(what: dict[str, Any], reason: str) -> None:
-    reasons = launch.refuses(work(**what))
+    reasons = forward_launch.refuses(work(**what))
     assert any(reason in r for r in reasons) or INTERPRETED
 
 
 def test_a_stride_that_says_nothing_is_no_reason_to_refuse() -> None:
     w = work()
     w.query = torch.zeros(1, 1, N, 64, dtype=torch.bfloat16).as_strided((1, 1, N, 64), (0, 3, 64, 1))
-    assert not any("describe" in r for r in launch.refuses(w))
+    assert not any("describe" in r for r in forward_launch.refuses(w))
     w.query = torch.zeros(1, 1, N, 64, dtype=torch.bfloat16).expand(2, 4, N, 64)
-    assert any("describe query" in r for r in launch.refuses(w))
+    assert any("describe query" in r for r in forward_launch.refuses(w))
 
 
 def test_heads_are_worked_on_together_as_far_as_the_cache_holds_their_keys() -> None:
-    assert launch.room(work(64)) == 2 * 4
+    assert forward_launch.room(work(64)) == 2 * 4
     q, k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 65536, 64, dtype=torch.bfloat16)
-    assert launch.room(Work(q, k, k, Layout(1, 65536))) == 2 * 4
+    assert forward_launch.room(Work(q, k, k, Layout(1, 65536))) == 2 * 4
 
 
 def test_plain_and_laden_works_have_tiles_of_their_own() -> None:
-    assert launch.tile_for(work(128)) == configs.config(128)
-    assert launch.tile_for(work(128, **biased(ALIBI))) == configs.config(128, laden=True)
+    assert forward_launch.tile_for(work(128)) == configs.config(128)
+    assert forward_launch.tile_for(work(128, **biased(ALIBI))) == configs.config(128, laden=True)
     assert work(128).kind == PLAIN
 
 
@@ -249,7 +251,7 @@ def test_warmup_compiles_what_a_call_takes(variant: str, masks: list[Any], varia
         pass
     names = {name for name, _ in variants}
     assert "regard.kernels.hopper.forward.forward" in names
-    assert "regard.kernels.forward.forward" not in names
+    assert "regard.kernels.portable.forward.forward" not in names
     before = set(variants)
     q, k, v = (torch.zeros(2, *shape, 64, dtype=torch.bfloat16) for shape in ((4, 1000), (2, 700), (2, 700)))
     for mask in masks:
@@ -265,4 +267,4 @@ def test_warmup_compiles_what_a_call_takes(variant: str, masks: list[Any], varia
 def test_what_the_kernel_refuses_goes_to_the_portable_one(variants: set[tuple[str, str]]) -> None:
     q = torch.zeros(1, 2, 300, 64)
     regard.attention(q, q, q, backend="triton")
-    assert {name for name, _ in variants} == {"regard.kernels.forward.forward"}
+    assert {name for name, _ in variants} == {"regard.kernels.portable.forward.forward"}

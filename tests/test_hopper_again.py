@@ -13,10 +13,9 @@ import regard
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
-from regard.kernels.hopper import again, configs, launch
-from regard.kernels.parts import Dropped
-from regard.kernels.work import Work
-from regard.layout import layout
+from regard.kernels.arguments import Dropped, Work
+from regard.kernels.block_mask import layout
+from regard.kernels.hopper import configs, forward_launch, launch_cache
 
 CPU = torch.device("cpu")
 STARTS: list[tuple[Any, tuple[Any, ...]]] = []  # by which way, and with what
@@ -30,7 +29,7 @@ class Compiled:
 class Kernel:
     """Stands for the kernel: notes what it is called with, and says that it was compiled."""
 
-    arg_names = launch.forward.arg_names
+    arg_names = forward_launch.forward.arg_names
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def run(*args: Any, **options: Any) -> Compiled:
@@ -42,8 +41,8 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "forward", Kernel())
-    monkeypatch.setattr(again, "_CALLS", {})
+    monkeypatch.setattr(forward_launch, "forward", Kernel())
+    monkeypatch.setattr(launch_cache, "_CALLS", {})
     STARTS.clear()
 
 
@@ -66,11 +65,11 @@ def comparable(x: Any) -> Any:
 @pytest.mark.parametrize("mask", [None, regard.causal(), regard.window(9, 2), regard.strided(5)], ids=repr)
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 def test_a_call_like_one_before_has_the_arguments_of_a_first_one(d: int, mask: Any, entropy: bool) -> None:
-    launch.attend(work(d, mask), entropy)
+    forward_launch.attend(work(d, mask), entropy)
     w = work(d, mask)
-    found = launch.attend(w, entropy)
+    found = forward_launch.attend(w, entropy)
     assert [how for (how, _), _ in STARTS] == ["first", "again"]
-    args, options = launch.forward_arguments(w, found, entropy, launch.tile_for(w))
+    args, options = forward_launch.forward_arguments(w, found, entropy, forward_launch.tile_for(w))
     expected = args + tuple(options[x] for x in Kernel.arg_names[len(args) :])
     assert len(STARTS[1][1]) == len(Kernel.arg_names)
     assert tuple(map(comparable, STARTS[1][1])) == tuple(map(comparable, expected))
@@ -83,19 +82,19 @@ def test_a_call_like_one_before_has_the_arguments_of_a_first_one(d: int, mask: A
 
 
 def test_no_tensor_of_a_call_is_kept() -> None:
-    launch.attend(work(), True)
-    (call,) = again._CALLS.values()
+    forward_launch.attend(work(), True)
+    (call,) = launch_cache._CALLS.values()
     assert all(d is None or d.base is None for d in call.described)
     assert not any(isinstance(x, torch.Tensor) for x in call.numbers + call.sizes)
 
 
 def test_a_call_is_forgotten_with_its_mask() -> None:
     mask = regard.padding(torch.tensor([5, 200]))
-    launch.attend(replace(work(), layout=layout(mask, 300, 300, CPU)), True)
-    assert len(again._CALLS) == 1
+    forward_launch.attend(replace(work(), layout=layout(mask, 300, 300, CPU)), True)
+    assert len(launch_cache._CALLS) == 1
     del mask
     gc.collect()
-    assert not again._CALLS
+    assert not launch_cache._CALLS
 
 
 CHANGES = {
@@ -110,17 +109,17 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_call_is_a_first_one(change: str) -> None:
-    launch.attend(work(), True)
-    launch.attend(work(**CHANGES[change]), True)
-    launch.attend(work(), False)
+    forward_launch.attend(work(), True)
+    forward_launch.attend(work(**CHANGES[change]), True)
+    forward_launch.attend(work(), False)
     assert [how for (how, _), _ in STARTS] == ["first"] * 3
 
 
 def test_other_strides_are_a_first_call() -> None:
     w = work()
-    launch.attend(w, True)
-    launch.attend(replace(w, key=w.key.transpose(1, 2).contiguous().transpose(1, 2)), True)
-    launch.attend(replace(w, query=w.query.half(), key=w.key.half(), value=w.value.half()), True)
+    forward_launch.attend(w, True)
+    forward_launch.attend(replace(w, key=w.key.transpose(1, 2).contiguous().transpose(1, 2)), True)
+    forward_launch.attend(replace(w, query=w.query.half(), key=w.key.half(), value=w.value.half()), True)
     assert [how for (how, _), _ in STARTS] == ["first"] * 3
 
 
@@ -135,7 +134,7 @@ def test_other_strides_are_a_first_call() -> None:
 )
 def test_calls_with_other_parts_are_looked_at_each_time(part: dict[str, Any]) -> None:
     for _ in range(2):
-        launch.attend(work(**part), True)
+        forward_launch.attend(work(**part), True)
     assert [how for (how, _), _ in STARTS] == ["first"] * 2
 
 
@@ -147,7 +146,7 @@ def test_a_changed_mask_is_a_first_call() -> None:
             lengths[0] = 7
         w = work()
         w = replace(w, layout=layout(mask, 300, 300, CPU))
-        launch.attend(w, True)
+        forward_launch.attend(w, True)
     assert [how for (how, _), _ in STARTS] == ["first", "again", "first"]
 
 
@@ -156,31 +155,31 @@ def test_another_tile_is_a_first_call() -> None:
     try:
         for other in (None, tile._replace(persistent=False), tile._replace(BN=64), None):
             configs.overridden(64, False, other)
-            launch.attend(work(), True)
+            forward_launch.attend(work(), True)
     finally:
         configs.overridden(64, False, None)
     assert [how for (how, _), _ in STARTS] == ["first", "first", "first", "again"]
 
 
 def test_a_call_whose_mask_is_another_one_in_the_same_place_is_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "id", lambda x: 1, raising=False)
+    monkeypatch.setattr(launch_cache, "id", lambda x: 1, raising=False)
     for mask in (regard.causal(), regard.window(9, 2), regard.strided(5)):
-        launch.attend(work(mask=mask), True)
+        forward_launch.attend(work(mask=mask), True)
     assert [how for (how, _), _ in STARTS] == ["first"] * 3
 
 
 def test_a_call_that_comes_again_stays_longest() -> None:
-    launch.attend(work(n=300), True)
-    for n in range(1, again._KEPT):
-        launch.attend(work(n=n), True)
-    launch.attend(work(n=300), True)
-    launch.attend(work(n=200), True)  # one too many: the second of all goes
-    launch.attend(work(n=300), True)
-    launch.attend(work(n=1), True)
+    forward_launch.attend(work(n=300), True)
+    for n in range(1, launch_cache._KEPT):
+        forward_launch.attend(work(n=n), True)
+    forward_launch.attend(work(n=300), True)
+    forward_launch.attend(work(n=200), True)  # one too many: the second of all goes
+    forward_launch.attend(work(n=300), True)
+    forward_launch.attend(work(n=1), True)
     assert [how for (how, _), _ in STARTS[-4:]] == ["again", "first", "again", "first"]
 
 
 def test_few_calls_are_kept() -> None:
     for n in range(1, 200):
-        launch.attend(work(n=n), True)
-    assert len(again._CALLS) == again._KEPT
+        forward_launch.attend(work(n=n), True)
+    assert len(launch_cache._CALLS) == launch_cache._KEPT

@@ -16,10 +16,9 @@ import regard
 from hopper_compiled import RECENT, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
 from regard.kernels import launch
-from regard.kernels.blocks import Layout
-from regard.kernels.hopper import slopes as chip
-from regard.kernels.parts import ALIBI, RELATIVE, TENSOR, Added, Dropped
-from regard.kernels.work import Slopes, Work
+from regard.kernels.arguments import ALIBI, RELATIVE, TENSOR, Added, Dropped, Slopes, Work
+from regard.kernels.block_lists import Layout
+from regard.kernels.hopper import backward_launch as chip
 from sass import inner_loops, lost_operands
 
 hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
@@ -274,10 +273,10 @@ def test_all_else_is_taken(w: Work) -> None:
     assert reasons(w, torch.zeros(2, N, 4, w.value.shape[3], dtype=torch.bfloat16).transpose(1, 2)) == []
 
 
-FINISH, HIDDEN = "regard.kernels.hopper.backward.finish", "regard.kernels.hopper.hidden.attended"
+FINISH, HIDDEN = "regard.kernels.hopper.backward.finish", "regard.kernels.hopper.nonfinite.attended"
 OURS = {"regard.kernels.hopper.backward.backward", FINISH}
-WIDE_OURS = {"regard.kernels.hopper.wide.backward", FINISH}
-QUERIES, KEYS = "regard.kernels.backward.queries", "regard.kernels.backward.keys"
+WIDE_OURS = {"regard.kernels.hopper.backward_wide.backward", FINISH}
+QUERIES, KEYS = "regard.kernels.portable.backward.queries", "regard.kernels.portable.backward.keys"
 
 
 def gradients(variants: set[tuple[str, str]], wanted: str = "qkv", dim: int = 64, **more: Any) -> set[str]:

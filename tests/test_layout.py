@@ -8,9 +8,9 @@ from torch import Tensor
 
 import regard
 from masks.cases import CASES, Case
-from regard.kernels.blocks import BITS, NONE, SIDE, SPANS, Layout, Where
-from regard.kernels.turns import turns
-from regard.layout import _made, layout
+from regard.kernels.block_lists import BITS, NONE, SIDE, SPANS, Layout, Where
+from regard.kernels.block_mask import _made, layout
+from regard.kernels.hopper.dq_order import turns
 
 CPU = torch.device("cpu")
 LARGE = 3 * SIDE + 5

@@ -14,8 +14,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import regard
-from regard.derivatives import applied
-from regard.meaning import Foreign, Meaning
+from regard.chunked.foreign import Foreign, Meaning
+from regard.compat.torch import applied
 
 MEANING = Meaning(regard.causal(), None, 8**-0.5)
 

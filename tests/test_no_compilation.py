@@ -13,7 +13,11 @@ pytest.importorskip("triton", reason="triton has no wheel for this system")
 import regard
 from uncompiled import noted
 
-FORWARD, BACKWARD, PASSES = "regard.kernels.forward", "regard.kernels.backward", "regard.kernels.passes"
+FORWARD, BACKWARD, PASSES = (
+    "regard.kernels.portable.forward",
+    "regard.kernels.portable.backward",
+    "regard.kernels.portable.statistics",
+)
 
 
 @pytest.fixture
@@ -94,7 +98,7 @@ def test_a_new_mask_of_a_known_kind_compiles_nothing(kind: str, compiled: set[tu
     known, others = KINDS[kind]
     known()
     before = set(compiled)
-    forward = f"{FORWARD}.forward" if kind != "few queries" else "regard.kernels.decode.split"
+    forward = f"{FORWARD}.forward" if kind != "few queries" else "regard.kernels.portable.decode.split"
     assert {forward, f"{BACKWARD}.keys", f"{BACKWARD}.queries"} <= {name for name, _ in before}
     for at, other in enumerate(others):
         other()

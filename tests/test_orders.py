@@ -15,9 +15,9 @@ from torch.autograd import forward_ad, gradgradcheck
 
 import regard
 from contract_cases import BY_NAME, Case, as_double
+from regard.autograd.engine import bent_by_meaning, pushed_by_meaning
 from regard.backends import Backend, Chunked
-from regard.chunks import Chunks
-from regard.orders import bent_by_meaning, pushed_by_meaning
+from regard.chunked.engine import Chunks
 from test_derivatives import BY_ROWS, CHECKED, checkable, small
 
 SRC = Path(__file__).resolve().parents[1] / "src"

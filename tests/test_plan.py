@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import regard
 from regard import functional
 from regard.backends import KNOWN, Backend, Chunked, sdpa
-from regard.canonical import Result
+from regard.backends.dispatch import Plan, choose, order
+from regard.core.folded import Result
+from regard.core.problem import Problem
+from regard.core.validation import pose
 from regard.errors import BackendError
-from regard.plan import Plan, choose, order
-from regard.problem import Problem, pose
 
 X = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(0))
 LONG = torch.randn(1, 1, 600, 8)

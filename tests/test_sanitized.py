@@ -9,27 +9,27 @@ import pytest
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
 from gpu import sanitized
-from regard.kernels.hopper import walk
+from regard.kernels.hopper import tile_scheduler
 
 
 def line_in(function: str) -> int:
-    """The last line of a function of `walk`."""
-    lines, first = inspect.getsourcelines(getattr(walk, function).fn)
+    """The last line of a function of `tile_scheduler`."""
+    lines, first = inspect.getsourcelines(getattr(tile_scheduler, function).fn)
     return first + len(lines) - 1
 
 
 def test_a_report_of_races_names_pairs_of_functions() -> None:
-    log = f"""========= Error: Race reported between Read access at forward+0xd660 in walk.py:{line_in("told")}
-=========     and Write access at forward+0xcb20 in walk.py:{line_in("note")} [32 hazards]
-=========     and Write access at forward+0x1c4c0 in walk.py:{line_in("place")} [32 hazards]
+    log = f"""========= Error: Race reported between Read access at forward+0xd660 in tile_scheduler.py:{line_in("told")}
+=========     and Write access at forward+0xcb20 in tile_scheduler.py:{line_in("note")} [32 hazards]
+=========     and Write access at forward+0x1c4c0 in tile_scheduler.py:{line_in("place")} [32 hazards]
 ========= \n========= Error: Race reported between Read access at forward+0x10
 =========     and Write access at forward+0x20 in elsewhere.py:7 [4 hazards]
 ========= \n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
     assert sanitized.reported(log) == 2
     plan, other, nowhere = sanitized.races(log)
-    assert plan == {"walk.told", "walk.note"}
-    assert other == {"walk.told", "walk.place"}
+    assert plan == {"tile_scheduler.told", "tile_scheduler.note"}
+    assert other == {"tile_scheduler.told", "tile_scheduler.place"}
     assert nowhere == {"forward+0x10", "elsewhere.py:7"}
     assert plan in sanitized.KNOWN
     assert other not in sanitized.KNOWN

@@ -20,12 +20,12 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
 import regard
-from regard.kernels import turns as module
-from regard.kernels.blocks import BITS, NONE, SIDE, SPANS, Layout
-from regard.kernels.hopper import by_keys
+from regard.kernels.block_lists import BITS, NONE, SIDE, SPANS, Layout
+from regard.kernels.block_mask import _words, layout
+from regard.kernels.hopper import dq_order as module
+from regard.kernels.hopper import key_blocks
 from regard.kernels.hopper.configs import ROWS
-from regard.kernels.turns import turns
-from regard.layout import _words, layout
+from regard.kernels.hopper.dq_order import turns
 from walking import MASKS, in_python, pointed
 
 CPU = torch.device("cpu")
@@ -34,7 +34,8 @@ sizes = pytest.mark.parametrize(("BM", "BN"), SIZES)
 
 
 walk_of, rows_at, turn_at, common, hides = (
-    in_python(x) for x in (by_keys.walk_of, by_keys.rows_at, by_keys.turn_at, by_keys.common, by_keys.hides)
+    in_python(x)
+    for x in (key_blocks.walk_of, key_blocks.rows_at, key_blocks.turn_at, key_blocks.common, key_blocks.hides)
 )
 
 
@@ -54,7 +55,7 @@ def launched(made: Layout, shape: Shape) -> list[tuple[int, int, int]]:
     blocks, owners = -(-made.m // shape.BN), shape.items * shape.kv
     found = []
     for program in range(blocks * owners):
-        place = in_python(by_keys.place, program_id=lambda axis, program=program: program)
+        place = in_python(key_blocks.place, program_id=lambda axis, program=program: program)
         heads, section = shape.kv * shape.groups, min(shape.section, owners)
         block, item, kv = place(
             SimpleNamespace(blocks=blocks, owners=owners, section=section, heads=heads, groups=shape.groups)

@@ -16,15 +16,23 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
 import regard
-from regard.kernels.blocks import NONE, SPANS, Layout
-from regard.kernels.hopper import walk
+from regard.kernels.block_lists import NONE, SPANS, Layout
+from regard.kernels.block_mask import _words, layout
+from regard.kernels.hopper import tile_scheduler
 from regard.kernels.hopper.configs import ROWS, Tile
-from regard.layout import _words, layout
 from walking import MASKS, in_python, pointed
 
 CPU = torch.device("cpu")
 walk_of, share_of, entry_at, row_of, blind_from, leap_often = (
-    in_python(x) for x in (walk.walk_of, walk.share_of, walk.entry_at, walk.row_of, walk.blind_from, walk.leap_often)
+    in_python(x)
+    for x in (
+        tile_scheduler.walk_of,
+        tile_scheduler.share_of,
+        tile_scheduler.entry_at,
+        tile_scheduler.row_of,
+        tile_scheduler.blind_from,
+        tile_scheduler.leap_often,
+    )
 )
 
 

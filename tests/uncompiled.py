@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from regard.backends import Fused
-from regard.kernels import work
+from regard.kernels import arguments
 
 __all__ = ["noted"]
 
@@ -28,5 +28,5 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(Fused, "refuses", lambda self, p: [])
-    monkeypatch.setattr(work, "hopper", lambda device: True)
+    monkeypatch.setattr(arguments, "hopper", lambda device: True)
     return found

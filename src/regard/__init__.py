@@ -6,15 +6,9 @@ import importlib
 from typing import Any
 
 from . import backends, biases, errors, masks, positions, scores, softmax
-from .elsewhere import KINDS
-from .functional import (
-    attention,
-    attention_with_weights,
-    observe,
-    scaled_dot_product_attention,
-    steps,
-    why,
-)
+from .backends.dispatch import Plan
+from .core.contexts import KINDS
+from .functional import attention, attention_with_weights, observe, scaled_dot_product_attention, steps, why
 from .masks import (
     Mask,
     blocks,
@@ -31,7 +25,6 @@ from .masks import (
     window,
 )
 from .observation import Observation
-from .plan import Plan
 
 __version__ = "0.1.0"
 

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
+from .backends.dispatch import Plan, choose, plan, run
 from .backends.sdpa import at_once
 from .biases import Bias
-from .elsewhere import SPREAD, elsewhere, nowhere_else
+from .core.contexts import SPREAD, elsewhere, nowhere_else
+from .core.problem import Problem
+from .core.validation import pose
 from .errors import ArgumentError, DtypeError, ShapeError
 from .masks import Mask, causal
 from .masks.index import joint
-from .observation import Observation, observed
-from .plan import Plan, choose, plan, run
-from .problem import Problem, pose
+from .observation import WITNESSES, Observation, observed, tell
 from .scores import Score
 from .steps import Steps, walk
-from .witness import WITNESSES, tell
 
 __all__ = [
     "attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import Tensor
 from torch._C import _functorch
 
 from .backends import Backend
-from .canonical import Result
+from .backends.dispatch import choose, run
+from .chunked.statistics import logits_at
+from .core.folded import Result
+from .core.problem import Problem
 from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
-from .passes import logits_at
-from .plan import choose, run
-from .problem import Problem
 
 __all__ = ["Observation", "observed"]
 
@@ -231,3 +232,25 @@ def _picked(index: Index, length: int, member: str, name: str, device: torch.dev
     if index.numel() and not bool(((index >= -length) & (index < length)).all()):
         raise ArgumentError(f"{member}: {name} must be within {length}. Got {index.min()} to {index.max()}.")
     return torch.where(index < 0, index + length, index)
+
+
+class Witness(ABC):
+    """One that sees calls: it answers those that are not observed, and is shown those that are."""
+
+    @abstractmethod
+    def answer(self, p: Problem, backend: str | Backend) -> Tensor:
+        """Give the output of a call that did not ask to be observed."""
+
+    @abstractmethod
+    def show(self, seen: Observation) -> None:
+        """Take note of a call that was observed."""
+
+
+WITNESSES: list[Witness] = []
+"""Those that watch now; the last one answers."""
+
+
+def tell(seen: Observation) -> None:
+    """Show a call to all that watch."""
+    for witness in WITNESSES:
+        witness.show(seen)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .arithmetic import exactly
-from .problem import Problem
+from .compat.torch import exactly
+from .core.problem import Problem
 from .softmax import stable
 
 __all__ = ["Steps", "walk"]

@@ -123,7 +123,7 @@ def _impatient(timeout: float) -> Any:
 
 def dies(how: str, timeout: float) -> tuple[str, float]:
     """Rank 1 ends, or hangs, in the middle of a ring, forward or backward; what the others are told, and when."""
-    from regard.chunks import Chunks
+    from regard.chunked.engine import Chunks
 
     q = torch.randn(2, 3, 32, 8, requires_grad=True)
     name = "pull" if "backward" in how else "attend"

@@ -43,9 +43,9 @@ def within(layout: str) -> dict[str, Any]:
     with d.over(layout=layout):
         output = regard.attention(*parts, mask=regard.causal())
         seen = regard.observe(*parts, mask=regard.causal())
-        told = regard.elsewhere.places(len(places), output.device)
+        told = regard.core.contexts.places(len(places), output.device)
         refused = complaint(lambda: regard.scaled_dot_product_attention(*parts))
-    after = regard.elsewhere.places(3, output.device)
+    after = regard.core.contexts.places(3, output.device)
     return {
         "output": torch.allclose(output, whole.output[:, :, places]),
         "entropy": torch.allclose(seen.entropy, whole.entropy[:, :, places]),

@@ -290,7 +290,7 @@ def unseen(tensor: bool) -> dict[str, bool]:
 
 def steps(layout: str) -> dict[str, Any]:
     """What happens when in a ring: a letter for each piece that is sent for, computed with, or waited for."""
-    from regard.chunks import Chunks
+    from regard.chunked.engine import Chunks
     from regard.distributed.ranks import Travelling
 
     told: list[str] = []

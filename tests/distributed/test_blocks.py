@@ -14,9 +14,9 @@ from torch import Tensor
 
 from masks.cases import CASES, Case
 from regard.biases import Bias, alibi, relative
+from regard.core.formula import Rows
 from regard.distributed.merging import merged, nothing
 from regard.distributed.parts import part_of_bias, part_of_mask
-from regard.formula import Rows
 from regard.masks.base import FULL, HIDDEN
 
 

@@ -24,9 +24,9 @@ import regard
 from gpu.test_hopper_levels_on_gpu import holed, needle, with_profile
 from gpu.test_kernels_on_gpu import of_bits, random
 from regard import biases
-from regard.kernels.hopper import launch
+from regard.kernels.hopper import forward_launch
 
-CHIP = Path(launch.__file__).parent
+CHIP = Path(forward_launch.__file__).parent
 N, M, HEADS = 300, 1200, 2  # of two items
 PROGRAMS = 3  # so that each takes blocks of rows one after the other
 DIMS = {"forward": (64, 96, 128, 256), "backward": (64, 128, 256), "passes": (64, 128)}
@@ -45,12 +45,12 @@ MADE: dict[str, Any] = {
 CASES = [f"{what}, {d}, {name}" for what, dims in DIMS.items() for d, name in product(dims, MADE)]
 KNOWN = {
     # Triton's own switch between the warps of `warp_specialize`, in every kernel.
-    *(frozenset({kernel}) for kernel in ("forward.forward", "backward.backward", "wide.backward")),
-    *(frozenset({kernel}) for kernel in ("passes.received", "passes.pooled")),
+    *(frozenset({kernel}) for kernel in ("forward.forward", "backward.backward", "backward_wide.backward")),
+    *(frozenset({kernel}) for kernel in ("statistics.received", "statistics.pooled")),
     # The plan of the forward: written by the copying warp before `q_ready`, and by the groups before `q_free`.
-    frozenset({"walk.note", "walk.told"}),
+    frozenset({"tile_scheduler.note", "tile_scheduler.told"}),
     # P of the backward of wide heads, which one group writes and the other reads behind `p_ready`.
-    frozenset({"wide.weigh", "wide.slope"}),
+    frozenset({"backward_wide.weigh", "backward_wide.slope"}),
     # Values, keys and queries that nobody sees: every group writes the same zeros to the same place.
     frozenset({"forward.clean"}),
     frozenset({"backward.blank"}),
@@ -60,7 +60,7 @@ KNOWN = {
 def run(case: str) -> None:
     """One case: half of the rows of some heads leap, and each program has many blocks of rows."""
     what, d, name = case.split(", ")
-    launch.multiprocessors = lambda device: PROGRAMS
+    forward_launch.multiprocessors = lambda device: PROGRAMS
     tensors = with_profile(needle(30, 0.7)(M), N, int(d), torch.bfloat16, slice(None, None, 2), HEADS)
     if name == "gqa":
         tensors[1:] = [x.detach()[:, :1].requires_grad_() for x in tensors[1:]]

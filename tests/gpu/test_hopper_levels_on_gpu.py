@@ -1,4 +1,4 @@
-"""Logits far above the level of their rows, on Hopper: such rows come again, and all others keep their bits."""
+"""Logits far above the level of their rows, on Hopper: such rows come launch_cache, and all others keep their bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import regard
 from contract_cases import agree, plain_results, results, truth
 from gpu.test_hopper_on_gpu import N, of_bits, pytestmark  # noqa: F401
 from gpu.test_kernels_on_gpu import DEVICE, HALVES, ROWS, inputs, random, same_bits
-from regard.kernels.hopper import again, launch
+from regard.kernels.hopper import forward_launch, launch_cache
 from regard.kernels.hopper.configs import MUCH
 
 SIZES = (600, 1150)
@@ -139,7 +139,7 @@ def test_rows_that_do_not_leap_keep_their_bits(
     others = [i for i in range(n) if (i - 5) % 50]
     expected = seen_by(without, mask=MASKS[mask](n, m))
     counter = torch.zeros(5, dtype=torch.int32, device=DEVICE)
-    monkeypatch.setattr(launch, "_counter", lambda w, tile: counter)
+    monkeypatch.setattr(forward_launch, "_counter", lambda w, tile: counter)
     found = seen_by(tensors, mask=MASKS[mask](n, m))
     assert bool(counter[1:].all()) == (height >= 30 and mask != "bits") or abs(height - MUCH_NATS) < 1
     assert not torch.equal(found[1], expected[1])
@@ -172,8 +172,8 @@ def test_programs_that_do_many_blocks_of_rows_again_change_no_bit(
     tensors = with_profile(needle(25, 0.1)(n), n, d, torch.bfloat16, rows, heads=3)
 
     def by(programs: int) -> list[Tensor]:
-        monkeypatch.setattr(launch, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(again, "_CALLS", {})
+        monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
+        monkeypatch.setattr(launch_cache, "_CALLS", {})
         return seen_by(tensors, mask=MASKS[mask](n, n))
 
     first = by(132)
@@ -190,19 +190,19 @@ def test_programs_that_do_many_blocks_of_rows_again_change_no_bit(
 def test_heads_whose_rows_leap_often_are_met_with_care_to_the_same_bits(
     mask: str, d: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only these are counted. If they are known from the start, none comes again, and behind others fewer do."""
+    """Only these are counted. If they are known from the start, none comes launch_cache, and behind others fewer do."""
     n, m = SIZES
     tensors = [x.detach() for x in with_profile(needle(30, 0.4)(m), n, d, torch.bfloat16, slice(5, None, 50), heads=3)]
     tensors[0][0, :2, :, 0], tensors[0][1, 1:, :, 0] = 0, 0
     leaping = [2, 3]  # of two items with three heads
 
     def by(programs: int, before: int) -> tuple[list[Tensor], list[int]]:
-        """What is seen, and how many blocks of rows of each head came again, where so many had before."""
+        """What is seen, and how many blocks of rows of each head came launch_cache, where so many had before."""
         counter = torch.full((7,), before, dtype=torch.int32, device=DEVICE)
         counter[0] = 0
-        monkeypatch.setattr(launch, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(launch, "_counter", lambda w, tile: counter)
-        monkeypatch.setattr(again, "_CALLS", {})
+        monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
+        monkeypatch.setattr(forward_launch, "_counter", lambda w, tile: counter)
+        monkeypatch.setattr(launch_cache, "_CALLS", {})
         return seen_by(tensors, mask=MASKS[mask](n, m)), [int(x) - before for x in counter[1:]]
 
     first, counted = by(132, 0)

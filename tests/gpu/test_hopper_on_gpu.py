@@ -26,9 +26,9 @@ from gpu.test_kernels_on_gpu import (
     same_bits,
 )
 from regard import biases, scores
-from regard.kernels.blocks import BITS
-from regard.kernels.hopper import again, configs, launch
-from regard.layout import layout
+from regard.kernels.block_lists import BITS
+from regard.kernels.block_mask import layout
+from regard.kernels.hopper import configs, forward_launch, launch_cache
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -37,9 +37,13 @@ pytestmark = [
 ]
 N, M = 1025, 1150  # of 8 heads and two items
 FORWARD = "regard.kernels.hopper.forward.forward"
-BACKWARD, WIDE_BACKWARD = "regard.kernels.hopper.backward.backward", "regard.kernels.hopper.wide.backward"
-PASSES = "regard.kernels.hopper.passes"
-PORTABLE = {"regard.kernels.forward.forward", "regard.kernels.backward.keys", "regard.kernels.backward.queries"}
+BACKWARD, WIDE_BACKWARD = "regard.kernels.hopper.backward.backward", "regard.kernels.hopper.backward_wide.backward"
+PASSES = "regard.kernels.hopper.statistics"
+PORTABLE = {
+    "regard.kernels.portable.forward.forward",
+    "regard.kernels.portable.backward.keys",
+    "regard.kernels.portable.backward.queries",
+}
 
 MADE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "full": lambda n, m: {},
@@ -99,7 +103,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run(self, *args, **options)
 
     monkeypatch.setattr(JITFunction, "run", noted)
-    monkeypatch.setattr(again, "_CALLS", {})  # calls like one before do not ask it
+    monkeypatch.setattr(launch_cache, "_CALLS", {})  # calls like one before do not ask it
     return names
 
 
@@ -134,7 +138,7 @@ def test_what_the_chips_own_kernels_refuse_runs_on_the_portable_ones(started: li
 def test_a_cap_that_hardly_caps_is_as_exact_as_any(started: list[str]) -> None:
     tensors = [x.detach() for x in inputs(N, M, 64)]
     output = regard.attention(*tensors, softcap=1e6, backend="triton")
-    assert set(started) == {"regard.kernels.forward.forward"}
+    assert set(started) == {"regard.kernels.portable.forward.forward"}
     true = regard.attention(*(x.double() for x in tensors), softcap=1e6, backend="reference")
     torch.testing.assert_close(output.double(), true, atol=1e-2, rtol=1e-2)
 
@@ -152,8 +156,8 @@ def test_programs_that_take_many_blocks_of_rows_change_no_bit(
     assert configs.config(d).persistent
 
     def found(programs: int) -> list[Tensor]:
-        monkeypatch.setattr(launch, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(again, "_CALLS", {})  # which know how many there were
+        monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
+        monkeypatch.setattr(launch_cache, "_CALLS", {})  # which know how many there were
         seen = regard.observe(*(x.detach() for x in tensors), **kwargs, backend="triton")
         return [getattr(seen, row) for row in ROWS]
 

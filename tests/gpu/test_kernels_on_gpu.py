@@ -467,9 +467,9 @@ def variants() -> int:
     """How many variants of our kernels Triton has compiled in this process."""
     from triton.runtime.jit import JITFunction
 
-    from regard.kernels import backward, bias_gradient, decode, forward, passes
+    from regard.kernels.portable import backward, bias_gradient, decode, forward, statistics
 
-    modules = (backward, bias_gradient, decode, forward, passes)
+    modules = (backward, bias_gradient, decode, forward, statistics)
     kernels = {id(f): f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)}
     return sum(len(cache[0]) for kernel in kernels.values() for cache in kernel.device_caches.values())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import regard
 from contract_cases import Shape, agree, as_double, leaves
 from regard import biases, scores
-from regard.dropout import keep
+from regard.core.dropout import keep
 
 FEW = Shape(batch=2, heads=2, kv_heads=1, n=20, m=40)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.kernels.blocks import Layout
-from regard.kernels.hopper import slopes
-from regard.kernels.work import Work
+from regard.kernels.arguments import Work
+from regard.kernels.block_lists import Layout
+from regard.kernels.hopper import backward_launch
 
 
 @pytest.mark.parametrize(("dim", "n"), [(64, 64), (40, 100), (128, 130), (192, 70), (256, 65)])
@@ -15,13 +15,13 @@ from regard.kernels.work import Work
 def test_sums_become_rows(dim: int, n: int, scales: bool) -> None:
     q = torch.zeros(2, 3, n, dim, dtype=torch.float16)
     w = Work(q, q, q, Layout(n, n), scale=0.5, scales=torch.ones(3) if scales else None)
-    blocks = slopes.blocks_for(w)
-    memory = slopes.memory_for(w, blocks)
+    blocks = backward_launch.blocks_for(w)
+    memory = backward_launch.memory_for(w, blocks)
     rows, parts, columns = -(-n // blocks.BM), blocks.parts, memory.sums.shape[1]
     memory.sums.copy_(torch.randn(memory.sums.shape, generator=torch.Generator().manual_seed(0)))
     memory.counters.fill_(1)
     memory.counters[: blocks.counters] = 0  # nobody added to the first block of rows of the first head
-    dq = slopes.finished(w, memory, blocks)
+    dq = backward_launch.finished(w, memory, blocks)
     X = memory.sums.view(2, 3, rows, parts, blocks.BM, columns).transpose(3, 4).reshape(2, 3, rows * blocks.BM, -1)
     X[0, 0, : blocks.BM] = 0.0
     expected = X[:, :, :n, :dim] if scales else (X[:, :, :n, :dim] * 0.5).half()

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.kernels.hopper.slopes import seen_keys
-from regard.kernels.parts import RELATIVE, TENSOR, Added
-from regard.kernels.work import Work
-from regard.layout import layout
+from regard.kernels.arguments import RELATIVE, TENSOR, Added, Work
+from regard.kernels.block_mask import layout
+from regard.kernels.hopper.backward_launch import seen_keys
 
 L, K, H, N, M, D = 2, 2, 4, 150, 200, 24  # two heads of queries for each of keys
 BAD = (3, 64, 77, 127, 128, 199)  # keys that hold what is no number

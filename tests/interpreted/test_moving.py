@@ -10,7 +10,7 @@ from torch import Tensor
 
 import regard
 from contract_cases import BY_NAME, Case, Shape
-from regard.fusion import Kernels
+from regard.kernels.engine import Kernels
 
 TINY = Shape(batch=2, heads=2, kv_heads=1, n=5, m=7, d=4, dv=3)
 BLOCKS = Shape(batch=1, heads=1, kv_heads=1, n=37, m=70, d=8, dv=5)

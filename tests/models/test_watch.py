@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import regard
 from regard.errors import ArgumentError, DtypeError, FileError
 from regard.models.heads import STATISTICS
-from regard.witness import WITNESSES
+from regard.observation import WITNESSES
 
 GPT_DIM, GPT_HEADS = 32, 4
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from .base import Backend
 from .chunked import Chunked
 from .flash4 import Flash4
-from .fused import Fused
 from .reference import Reference
 from .sdpa import Sdpa
+from .triton import Fused
 
 __all__ = ["KNOWN", "Backend", "Chunked", "Flash4", "Fused", "Reference", "Sdpa"]
 

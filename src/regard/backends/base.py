@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .. import passes
-from ..canonical import Result
-from ..problem import Problem
-from ..tiling import Cut
+from ..chunked import statistics
+from ..core.folded import Result
+from ..core.problem import Problem
+from ..core.tiling import Cut
 
 __all__ = ["Backend"]
 
@@ -42,22 +42,22 @@ class Backend(ABC):
         return Cut()
 
     def received(self, p: Problem, found: Result) -> Tensor:
-        return passes.received(p, found, self.cut)
+        return statistics.received(p, found, self.cut)
 
     def pooled(self, p: Problem, found: Result, height: int, width: int) -> Tensor:
-        return passes.pooled(p, found, height, width, self.cut)
+        return statistics.pooled(p, found, height, width, self.cut)
 
     def top(self, p: Problem, found: Result, k: int) -> tuple[Tensor, Tensor]:
-        return passes.top(p, found, k, self.cut)
+        return statistics.top(p, found, k, self.cut)
 
     def moments(self, p: Problem, found: Result) -> tuple[Tensor, Tensor]:
-        return passes.moments(p, found, self.cut)
+        return statistics.moments(p, found, self.cut)
 
-    def survey(self, p: Problem, found: Result, height: int, width: int) -> passes.Survey:
-        return passes.survey(p, found, height, width, self.cut)
+    def survey(self, p: Problem, found: Result, height: int, width: int) -> statistics.Survey:
+        return statistics.survey(p, found, height, width, self.cut)
 
     def visible(self, p: Problem) -> Tensor:
-        return passes.visible(p, self.cut)
+        return statistics.visible(p, self.cut)
 
     def __repr__(self) -> str:
         return f"regard.backends.{type(self).__name__}()"

@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import torch
 
-from ..arithmetic import exactly
-from ..canonical import Result, canonical, finish
-from ..chunks import Chunks
-from ..dropout import draw
+from ..autograd.engine import attended
+from ..chunked.engine import Chunks
+from ..compat.torch import exactly
+from ..core.dropout import draw
+from ..core.folded import Result, canonical, finish
+from ..core.problem import Problem
+from ..core.tiling import Cut
 from ..errors import ArgumentError
-from ..orders import attended
-from ..problem import Problem
-from ..tiling import Cut
 from .base import Backend
 
 __all__ = ["Chunked"]

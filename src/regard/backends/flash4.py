@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from ..canonical import Result
-from ..derivatives import applied, watched
+from ..chunked.foreign import Foreign, Meaning
+from ..compat.torch import applied, watched
+from ..core.folded import Result
+from ..core.problem import Problem
 from ..masks.causal import Causal
 from ..masks.everything import Everything
-from ..meaning import Foreign, Meaning
-from ..problem import Problem
 from .base import Backend
 
 __all__ = ["Flash4"]

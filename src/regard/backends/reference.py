@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..canonical import Result, canonical, finish
-from ..dropout import draw
-from ..formula import attend
-from ..problem import Problem
-from ..tile import Tile
+from ..core.dropout import draw
+from ..core.folded import Result, canonical, finish
+from ..core.formula import attend
+from ..core.problem import Problem
+from ..core.tiling import Tile
 from .base import Backend
 
 __all__ = ["Reference"]

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..canonical import Result
-from ..derivatives import applied, signed, watched
-from ..finite import all_finite
+from ..chunked.foreign import Foreign, Meaning
+from ..compat.torch import applied, signed, watched
+from ..core.folded import Result
+from ..core.nonfinite import all_finite
+from ..core.problem import Problem
 from ..masks import Mask
 from ..masks.causal import Causal
 from ..masks.dense import Dense
 from ..masks.everything import Everything
 from ..masks.padding import Keep, Padding
-from ..meaning import Foreign, Meaning
-from ..problem import Problem
 from .base import Backend
 
 __all__ = ["Sdpa", "at_once"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..backends import Backend
 from ..biases import Bias
+from ..core.problem import Problem
 from ..masks import Mask
-from ..problem import Problem
 from .ranks import Told
 
 __all__ = ["COLS", "FINITE", "KEYS", "ROWS", "SEED", "told", "word"]

@@ -11,13 +11,14 @@ from torch.autograd import forward_ad
 
 from ..backends import KNOWN, Backend, Fused
 from ..biases import Bias
-from ..dropout import draw
+from ..core.dropout import draw
+from ..core.nonfinite import all_finite
+from ..core.problem import Problem
+from ..core.spec import Rule
+from ..core.tiling import Cut
+from ..core.validation import pose
 from ..errors import ArgumentError, BackendError, ShapeError
-from ..finite import all_finite
 from ..masks import Mask
-from ..problem import Problem, pose
-from ..rule import Rule
-from ..tiling import Cut
 from .agreement import COLS, FINITE, KEYS, ROWS, SEED, told
 from .folding import grouped
 from .layout import Held, check, pieces

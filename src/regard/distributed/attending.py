@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..arithmetic import exact
+from ..autograd.engine import Some
 from ..backends import Backend, Chunked, Fused
 from ..biases import Bias, Relative
-from ..canonical import Result, finish
+from ..compat.torch import exact
+from ..core.folded import Result, finish
+from ..core.formula import Rows
+from ..core.problem import Problem
 from ..errors import ArgumentError, BackendError
-from ..formula import Rows
-from ..fusion import Inputs
-from ..orders import Some
-from ..problem import Problem
+from ..kernels.engine import Inputs
 from .asking import Asked, against_kernels
 from .blocks import Strips
 from .collectives import replicated

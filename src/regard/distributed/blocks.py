@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..chunks import Chunks
-from ..formula import Rows
+from ..autograd.engine import Engine, Needs, Some
+from ..chunked.engine import Chunks
+from ..core.formula import Rows
+from ..core.spec import Rule
+from ..core.tiling import Cut
 from ..masks import Mask
 from ..masks.base import FULL
-from ..orders import Engine, Needs, Some
-from ..rule import Rule
-from ..tiling import Cut
 from .layout import Piece
 from .parts import part_of_bias, part_of_mask
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..derivatives import applied
+from ..compat.torch import applied
 from .ranks import Ranks
 
 __all__ = ["Swap", "replicated", "swapped"]

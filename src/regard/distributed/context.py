@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..canonical import Result
-from ..elsewhere import SPREAD, Spread
+from ..core.contexts import SPREAD, Spread
+from ..core.folded import Result
+from ..core.problem import Problem
 from ..errors import ArgumentError
-from ..problem import Problem
 from .asking import Asked, Place, ask
 from .attending import attend
 from .layout import pieces

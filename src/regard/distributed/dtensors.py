@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..autograd.engine import attended
 from ..backends import KNOWN, Backend
-from ..canonical import Result, canonical, finish
-from ..chunks import Chunks
-from ..elsewhere import Spread
+from ..backends.dispatch import choose, run
+from ..chunked.engine import Chunks
+from ..core.contexts import Spread
+from ..core.folded import Result, canonical, finish
+from ..core.problem import Problem
+from ..core.tiling import Cut
+from ..core.validation import pose
 from ..observation import Observation
-from ..orders import attended
-from ..plan import choose, run
-from ..problem import Problem, pose
-from ..tiling import Cut
 from .context import Over
 from .observation import GroupObservation
 from .placing import Where, where

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..finite import seen
-from ..problem import Problem
-from ..rule import Rule
+from ..core.nonfinite import seen
+from ..core.problem import Problem
+from ..core.spec import Rule
 from ..scores.base import Prepared
 from ..scores.lending import lent_factor, lent_prepare
 from .blocks import block_rule

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..autograd.engine import attended
+from ..backends.dispatch import choose, run
 from ..biases import Alibi, Bias, Relative
-from ..canonical import Result, canonical, finish
-from ..chunks import Chunks
+from ..chunked.engine import Chunks
+from ..core.folded import Result, canonical, finish
+from ..core.problem import Problem
 from ..masks import Mask, dense
-from ..orders import attended
-from ..plan import choose, run
-from ..problem import Problem
 from .asking import Asked
 from .collectives import Swap, swapped
 from .folding import Lent, factor, folded

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..derivatives import applied
+from ..compat.torch import applied
 from ..errors import ArgumentError, DtypeError, ShapeError
 from .collectives import Swap, swapped
 from .ranks import Group, Ranks, Told

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..arithmetic import exactly
-from ..canonical import Canonical
-from ..formula import bias_tile, hidden
+from ..chunked.statistics import strongest as strongest_of
+from ..chunked.tile_ops import Look, Room, masked_logits, weights
+from ..compat.torch import exactly
+from ..core.folded import Canonical
+from ..core.formula import bias_tile, hidden
+from ..core.tiling import BIAS, ROW, Run, Tile, strips
 from ..masks.base import PARTIAL
-from ..passes import strongest as strongest_of
-from ..scan import Look, Room, masked_logits, weights
-from ..tile import BIAS, ROW, Tile
-from ..tiling import Run, strips
 from .blocks import Strips, block_bias
 from .layout import Piece
 from .ranks import Ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formula import Rows
+from ..core.formula import Rows
 from ..softmax import lowest
 
 __all__ = ["merged", "nothing"]

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..canonical import Result
+from ..chunked.tile_ops import Look
+from ..core.folded import Result
+from ..core.problem import Problem
 from ..errors import ArgumentError, ChangedError
-from ..problem import Problem
-from ..scan import Look
 from .asking import Asked
 from .attending import strips_of
 from .looking import Looking, moments, pooled, received, strongest, visible

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..biases import Bias
-from ..dropout import draw
+from ..core.dropout import draw
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..masks import Mask
 from .asking import Place

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic import exactly
-from ..derivatives import applied
+from ..autograd.engine import FOUND, SEEN, Some
+from ..compat.torch import applied, exactly
+from ..core.formula import Rows
 from ..errors import ArgumentError
-from ..formula import Rows
-from ..orders import FOUND, SEEN, Some
 from .blocks import Blocks
 from .layout import Piece
 from .merging import merged, nothing

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..autograd.engine import Engine, Needs, Some
 from ..biases import Alibi, Relative
-from ..formula import Rows
-from ..fusion import Inputs, Kernels, Spec
-from ..kernels.parts import ALIBI, PLAIN, RELATIVE, TENSOR
-from ..layout import layout
-from ..orders import Engine, Needs, Some
-from ..rule import Rule
+from ..core.formula import Rows
+from ..core.spec import Rule
+from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
+from ..kernels.block_mask import layout
+from ..kernels.engine import Inputs, Kernels, Spec
 from .blocks import Blocks, block_bias, block_rule
 from .layout import Piece
 

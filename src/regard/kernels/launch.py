@@ -12,16 +12,16 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import backward as backward_kernels
-from . import bend as bend_kernels
-from . import bias_gradient as bias_kernels
-from . import decode as decode_kernels
-from . import passes as pass_kernels
-from .configs import Config, hopper, padded
-from .forward import forward as forward_kernel
-from .parts import ALIBI, INTERPRETED, PLAIN, RELATIVE, Strides
-from .tangent import push as push_kernel
-from .work import Bends, Found, Moves, Slopes, Work, describable, stride_of
+from ..compat.triton import INTERPRETED
+from .arguments import ALIBI, PLAIN, RELATIVE, Bends, Found, Moves, Slopes, Strides, Work, describable, stride_of
+from .portable import backward as backward_kernels
+from .portable import bias_gradient as bias_kernels
+from .portable import decode as decode_kernels
+from .portable import double_backward as bend_kernels
+from .portable import statistics as pass_kernels
+from .portable.configs import Config, hopper, padded
+from .portable.forward import forward as forward_kernel
+from .portable.jvp import push as push_kernel
 
 __all__ = ["attend", "bend", "bias_slopes", "moments", "pooled", "prepare", "push", "received", "slopes", "strongest"]
 
@@ -49,7 +49,7 @@ def attend(w: Work, entropy: bool) -> Found:
     L, H, N = w.rows
     few = w.vector is None and w.groups * N <= _FEW and w.m >= _MANY
     if not few and not INTERPRETED and hopper(w.query.device):
-        from .hopper import launch as chip
+        from .hopper import forward_launch as chip
 
         if not chip.refuses(w):
             return chip.attend(w, entropy)
@@ -187,7 +187,7 @@ class Gradients(NamedTuple):
 def slopes(w: Work, s: Slopes, queries: bool = True, keys: bool = True) -> Gradients:
     """Those of queries and of keys and values that are asked for: by the chip's own kernel, which makes all, or by the portable two."""
     if queries and keys and not INTERPRETED and hopper(w.query.device):
-        from .hopper import slopes as chip
+        from .hopper import backward_launch as chip
 
         if not chip.refuses(w, s):
             return Gradients(*chip.slopes(w, s))
@@ -273,7 +273,7 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
 def received(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
     """Σ over rows of the weight each key receives: (L, H, M)."""
     if not INTERPRETED and hopper(w.query.device):
-        from .hopper import look as chip
+        from .hopper import statistics_launch as chip
 
         if not chip.refuses(w):
             return chip.received(w, peak, spread)
@@ -304,7 +304,7 @@ def moments(w: Work, peak: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
 def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int) -> Tensor:
     """The mean weight in each cell of a grid: (L, H, height, width)."""
     if not INTERPRETED and hopper(w.query.device):
-        from .hopper import look as chip
+        from .hopper import statistics_launch as chip
 
         if not chip.refuses_grid(w, height, width):
             return chip.pooled(w, peak, spread, height, width)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..derivatives import applied
+from ..compat.torch import applied
 from ..distributed.ranks import Ranks
 from ..errors import DistributedError
 from ..scores import Score

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from ..elsewhere import alone
+from ..core.contexts import alone
 from ..errors import ArgumentError, DtypeError
 from ..nn.arguments import optional_score
 from ..scores import Score

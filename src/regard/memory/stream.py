@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..arithmetic import exactly
-from ..derivatives import applied
-from ..passes import strongest as strongest_of
+from ..chunked.statistics import strongest as strongest_of
+from ..compat.torch import applied, exactly
 from ..softmax import arithmetic_dtype, lowest
 from .progress import Progress
 from .reading import Asked, Reading

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..backends import Backend
-from ..observation import Observation
-from ..plan import choose, run
-from ..problem import Problem
-from ..witness import WITNESSES, Witness
+from ..backends.dispatch import choose, run
+from ..core.problem import Problem
+from ..observation import WITNESSES, Observation, Witness
 from .calls import Calls, OnCall, OnMiss
 
 __all__ = ["Beside"]

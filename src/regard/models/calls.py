@@ -15,13 +15,13 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from regard.backends import Backend
+from regard.backends.dispatch import choose, run
+from regard.core.problem import Problem
+from regard.core.validation import pose
 from regard.errors import BackendError, RegardError
 from regard.functional import posed_as_torch
 from regard.masks import causal
-from regard.observation import Observation, observed
-from regard.plan import choose, run
-from regard.problem import Problem, pose
-from regard.witness import WITNESSES, Witness, tell
+from regard.observation import WITNESSES, Observation, Witness, observed, tell
 
 __all__ = ["Calls"]
 

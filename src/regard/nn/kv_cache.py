@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..elsewhere import nowhere_else
+from ..backends.dispatch import choose
+from ..core.contexts import nowhere_else
+from ..core.validation import pose
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..functional import attention
 from ..masks import Mask, causal, window
-from ..plan import choose
-from ..problem import pose
 from ..scores.base import whole
 from .masking import both, ours
 

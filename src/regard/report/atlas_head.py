@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard.arithmetic import exactly
 from regard.biases import Alibi, Bias, Relative
-from regard.canonical import Canonical, canonical
+from regard.chunked.tile_ops import Look
+from regard.compat.torch import exactly
+from regard.core.folded import Canonical, canonical
+from regard.core.problem import Problem
 from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.observation import Observation
-from regard.problem import Problem
-from regard.scan import Look
 
 __all__ = ["one_head", "size_of"]
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.arithmetic import exactly
+from regard.chunked.tile_ops import Room, weights
+from regard.compat.torch import exactly
+from regard.core.tiling import Run, Tile
 from regard.errors import ArgumentError, DtypeError
 from regard.masks.base import FULL, HIDDEN
 from regard.observation import Observation
 from regard.report.atlas_head import one_head
-from regard.scan import Room, weights
-from regard.tile import Tile
-from regard.tiling import Run
 
 __all__ = ["DIRECT", "SIDE", "Pyramid", "levels"]
 

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from regard.arithmetic import exact
+from regard.compat.torch import exact
 from regard.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from regard.softmax import arithmetic_dtype
 

@@ -25,23 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile import (
-    _ALIBI,
-    _NONE,
-    _PLAIN,
-    DEEP,
-    LN2,
-    LOG2E,
-    seats,
-)
-from .by_keys import Task, added, common, hides, place, rows_at, turn_at, veil, walk_of
-from .drops import dropped, survive, survivors
-from .exchange import await_turn, next_turn, tma_add
-from .fold import log2, saturation
+from ..portable.tile_ops import _ALIBI, _NONE, _PLAIN, DEEP, LN2, LOG2E, seats
+from .dq_semaphore import await_turn, next_turn, tma_add
+from .dropout import dropped, survive, survivors
 from .forward import PIECE, flat, group_barrier, tma_store
-from .layouts import product
-from .layouts import turned as turned_layout
-from .walk import ROWS, advance, new_barriers, tma_load
+from .key_blocks import Task, added, common, hides, place, rows_at, turn_at, veil, walk_of
+from .online_softmax import log2, saturation
+from .register_layouts import product
+from .register_layouts import turned as turned_layout
+from .tile_scheduler import ROWS, advance, new_barriers, tma_load
 
 GROUPS = gl.constexpr(2)  # of warps, each with ROWS keys
 

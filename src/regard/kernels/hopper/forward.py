@@ -27,20 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile import (
-    _NONE,
-    _PLAIN,
-    LN2,
-    LOG2E,
-    LOWEST,
-    bias_rows,
-    drop_keys,
-    off_by,
-    shown,
-    span_rows,
-)
+from ..portable.tile_ops import _NONE, _PLAIN, LN2, LOG2E, LOWEST, bias_rows, drop_keys, off_by, shown, span_rows
+from .aggregates import Given, Rows, kind_of
 from .configs import copying
-from .fold import (
+from .online_softmax import (
     ONE_BITS,
     beside,
     fold,
@@ -55,9 +45,8 @@ from .fold import (
     veil,
     weigh,
 )
-from .given import Given, Rows, kind_of
-from .layouts import product
-from .walk import (
+from .register_layouts import product
+from .tile_scheduler import (
     LEFT,
     PLAN,
     ROWS,

@@ -1,0 +1,168 @@
+"""Which backend runs, and why: pure functions of the problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from ..compat.torch import autocasts, captured, exact, exported, watched
+from ..core.folded import Result
+from ..core.problem import Problem
+from ..errors import BackendError
+from ..masks.causal import Causal
+from ..masks.everything import Everything
+from . import KNOWN, Backend
+
+__all__ = ["Plan", "choose", "plan", "run"]
+
+LONG = 4096  # rows from which on FlashAttention-4 is known to be the fastest; fewer are left to torch
+WON = (64, 128, 256)  # dims at which from there on our Hopper forward is faster than torch's kernels, full and causal …
+MUCH = 2**37  # … if there are pairs times dims enough for some 0.4 ms: a shorter kernel ends before the next is started
+
+
+class Order(NamedTuple):
+    """Which backends are asked, the fastest first, and the measurement that puts one first."""
+
+    names: tuple[str, ...]
+    because: dict[str, str]
+
+
+ON_CPU = Order(("sdpa", "chunked"), {})  # Triton's interpreter is for tests
+MOVING_ON_CPU = Order(
+    ("chunked", "sdpa"), {"chunked": "in forward mode its tangent comes with the output, in one pass"}
+)
+PLAIN = Order(
+    ("sdpa", "triton", "chunked"),
+    {"sdpa": "starts short calls sooner, and its backward is about as fast: on an H200, bench/results"},
+)
+LONG_PLAIN = Order(
+    ("flash4", *PLAIN.names),
+    {**PLAIN.because, "flash4": "first for plain calls of 4,096 rows and more"},
+)
+LONG_ON_HOPPER = Order(
+    ("flash4", "triton", "sdpa", "chunked"),
+    {
+        **LONG_PLAIN.because,
+        "triton": "where no derivative is asked for, faster than torch's kernels: on an H200, bench/results",
+    },
+)
+EXPORTED = Order(("sdpa", "reference"), {})  # plain operators of torch, which read no value and know every mask
+EXPORTED_MASKS = Order(("reference",), {})  # a kernel elsewhere may give NaN for a row that sees nothing
+OTHERS = Order(
+    ("triton", "sdpa", "chunked"),
+    {"triton": "for masks and statistics torch's kernels refuse or are slower: on an H200, bench/results/gpu_masks.md"},
+)
+
+
+def order(p: Problem) -> Order:
+    """Who is asked first: a table from measurements; and for torch.export, what any other program can run."""
+    causal = isinstance(p.mask, Causal) and p.mask.offset is None and p.rows == p.keys
+    unmasked = p.mask is None or isinstance(p.mask, Everything)
+    if exported():
+        return EXPORTED if unmasked or isinstance(p.mask, Causal) else EXPORTED_MASKS
+    if not p.query.is_cuda:
+        return ON_CPU if forward_ad._current_level < 0 else MOVING_ON_CPU
+    if not (unmasked or causal) or p.observed or (p.bias is not None and _captured()):
+        return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
+    if p.rows < LONG:
+        return PLAIN
+    return LONG_ON_HOPPER if _won_on_hopper(p) else LONG_PLAIN
+
+
+def _won_on_hopper(p: Problem) -> bool:
+    """Whether the chip's own forward was measured to be faster than torch's; a compiler keeps the one that it knows."""
+    if torch.compiler.is_compiling() or p.query.dtype not in (torch.float16, torch.bfloat16) or watched(*p.tensors):
+        return False
+    items, heads, rows, dim = p.query.shape
+    if (
+        dim not in WON
+        or dim != p.value.shape[3]
+        or items * heads * rows * p.keys * dim < MUCH
+        or p.bias is not None
+        or p.dropout
+        or any(0 in x.stride() for x in (p.query, p.key, p.value))
+    ):
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(p.query.device) == (9, 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The backend that a call takes, and every other's reasons; `str` draws it as a table."""
+
+    backend: str | None
+    detail: str
+    refusals: dict[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.refusals))
+        lines = []
+        for name in self.refusals:
+            reasons = self.refusals.get(name, ())
+            if name == self.backend:
+                lines.append(f"→ {name:<{width}}  {self.detail}")
+            elif reasons:
+                lines += [f"  {name if not at else '':<{width}}  no: {reason}" for at, reason in enumerate(reasons)]
+            else:
+                could = "could" if self.backend is None else "could, but is not the first choice"
+                lines.append(f"  {name:<{width}}  {could}: {KNOWN[name].about}")
+        return "\n".join(lines)
+
+
+def _captured() -> bool:
+    return torch.compiler.is_compiling() or captured()
+
+
+def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
+    """The first backend without a reason to refuse, or the named one, which runs or raises."""
+    if backend == "auto":
+        for candidate in map(KNOWN.__getitem__, order(p).names):
+            if not candidate.refuses(p):
+                return candidate
+    named = _named(backend, p.who)
+    if reasons := named.refuses(p):
+        raise BackendError(
+            f"{p.who}: the backend {named.name!r} refuses: {'; '.join(reasons)}. "
+            f"backend='auto' takes one that accepts, and regard.why(...) lists them all."
+        )
+    return named
+
+
+def run(p: Problem, backend: Backend) -> Result:
+    """Run a problem on a backend in the dtypes that the problem has, whatever autocast would make of them."""
+    if torch._C._is_any_autocast_enabled() and autocasts(p.query.device):
+        with exact(p.query.device):
+            return backend.run(p)
+    return backend.run(p)
+
+
+def plan(p: Problem, backend: str | Backend = "auto") -> Plan:
+    """What `choose` would do, as data."""
+    refusals = {name: tuple(known.refuses(p)) for name, known in KNOWN.items()}
+    if backend == "auto":
+        chosen: Backend | None = choose(p)
+    else:
+        named = _named(backend, p.who)
+        refusals[named.name] = tuple(named.refuses(p))
+        chosen = None if refusals[named.name] else named
+    return Plan(chosen.name if chosen else None, _detail(p, chosen, backend) if chosen else "", refusals)
+
+
+def _detail(p: Problem, chosen: Backend, asked: str | Backend) -> str:
+    """What runs, and by which measurement it was the first choice."""
+    because = order(p).because.get(chosen.name) if asked == "auto" else None
+    return f"{chosen.detail(p)}; {because}" if because else chosen.detail(p)
+
+
+def _named(backend: str | Backend, who: str) -> Backend:
+    if isinstance(backend, Backend):
+        return backend
+    found = KNOWN.get(backend) if isinstance(backend, str) else None
+    if found is None:
+        raise BackendError(
+            f"{who}: backend must be 'auto', {', '.join(map(repr, KNOWN))}, or a backend object. Got {backend!r}."
+        )
+    return found

@@ -1,0 +1,248 @@
+"""`triton`: our own GPU kernels, with the statistics of the weights at the speed of a fused kernel.
+
+This file turns a problem into the tensors that kernels take, and gives their results derivatives; the kernels are in
+`regard.kernels`, behind `launch`. A kernel made for one chip is one more function there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..autograd.engine import attended
+from ..biases import Alibi, Bias, Relative
+from ..chunked import statistics
+from ..compat.torch import captured, exactly, untransformed
+from ..compat.triton import INTERPRETED
+from ..core.dropout import draw
+from ..core.folded import Result
+from ..core.nonfinite import without_unseen
+from ..core.problem import Problem
+from ..core.spec import Rule
+from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
+from ..kernels.block_lists import Layout
+from ..kernels.block_mask import layout, listed, traceable, traced_spans
+from ..kernels.engine import Inputs, Kernels, Spec, work
+from ..masks import Mask
+from ..masks.dense import Dense
+from ..scores.additive import Additive
+from .base import Backend
+
+if TYPE_CHECKING:
+    from ..kernels.arguments import Work
+
+__all__ = ["Fused"]
+
+_INSTALLED = find_spec("triton") is not None
+_WIDEST = 256  # dims that a tile can hold
+_MOST_BITS = 2**32  # bytes that the bits of a mask may take
+_COARSE = 64  # pairs of a cell from which on the map has a kernel
+_MOST = 128  # of the strongest keys that a kernel keeps
+
+
+class Fused(Backend):
+    """Kernels of our own, with the statistics of the weights at the speed of a fused kernel."""
+
+    name: ClassVar[str] = "triton"
+    about: ClassVar[str] = "our own GPU kernels"
+
+    def refuses(self, p: Problem) -> list[str]:
+        if not _INSTALLED:
+            return ["triton is not installed: pip install 'regard[triton]'"]
+        reasons = []
+        if not (p.query.is_cuda or (p.query.is_cpu and INTERPRETED)):
+            reasons.append(f"the tensors are on {p.device.type}; it needs a GPU")
+        if p.dtype == torch.float64:
+            reasons.append("its arithmetic is float32; float64 is asked for")
+        if not (p.query.numel() and p.key.numel() and p.value.numel()):
+            reasons.append("nothing is there to compute")
+        if torch.compiler.is_compiling():
+            reasons += _about_tracing(p)
+        return reasons + _about_sizes(p) + _about_parts(p)
+
+    def run(self, p: Problem) -> Result:
+        found = _traced(p) if torch.compiler.is_compiling() else _eager(p)
+        output = p.shaped(found[0].to(p.dtype))
+        return Result(output, *map(p.shaped, found[1:])) if p.observed else Result(output)
+
+    def received(self, p: Problem, found: Result) -> Tensor:
+        from ..kernels.launch import received
+
+        return p.shaped(received(*_looking(p, found)))
+
+    def pooled(self, p: Problem, found: Result, height: int, width: int) -> Tensor:
+        from ..kernels.launch import pooled
+
+        if p.rows * p.keys < _COARSE * height * width:
+            return statistics.pooled(p, found, height, width, self.cut)
+        w, peak, spread = _looking(p, found)
+        return p.shaped(pooled(w, peak, spread, height, width))
+
+    def top(self, p: Problem, found: Result, k: int) -> tuple[Tensor, Tensor]:
+        from ..kernels.launch import strongest
+
+        if k > _MOST:
+            return statistics.top(p, found, k, self.cut)
+        w, peak, spread = _looking(p, found)
+        logits, index = strongest(w, k)
+        weights = (logits - peak[..., None] - spread[..., None]).exp().masked_fill(index < 0, 0.0)
+        return p.shaped(weights.to(p.dtype)), p.shaped(index)
+
+    def moments(self, p: Problem, found: Result) -> tuple[Tensor, Tensor]:
+        from ..kernels.launch import moments
+
+        health, distance = moments(*_looking(p, found))
+        return p.shaped(health), p.shaped(distance)
+
+    def survey(self, p: Problem, found: Result, height: int, width: int) -> statistics.Survey:
+        return statistics.Survey(self.pooled(p, found, height, width), self.received(p, found), *self.moments(p, found))
+
+    def visible(self, p: Problem) -> Tensor:
+        if p.bias is not None:
+            return super().visible(p)
+        shape = (p.query.shape[0], p.query.shape[1], p.rows)
+        if p.mask is None:
+            return p.shaped(torch.full(shape, p.keys, device=p.device))
+        count = p.mask.visible(torch.arange(p.rows, device=p.device), p.rows, p.keys)
+        if count.dim() == 3 and count.shape[0] > 1:
+            count = count.repeat_interleave(shape[0] // count.shape[0], 0)
+        return p.shaped(count.expand(shape).contiguous())
+
+
+def _about_sizes(p: Problem) -> list[str]:
+    reasons = []
+    width = p.query.shape[-1]
+    if isinstance(p.score, Additive):
+        width = p.score.hidden
+    elif p.score is not None:
+        width = p.score.width(width, p.key.shape[-1])
+    if max(width, p.value.shape[-1]) > _WIDEST:
+        reasons.append(f"a dim is {max(width, p.value.shape[-1])}; its tiles hold up to {_WIDEST}")
+    bits = 0 if p.mask is None or isinstance(p.mask, Dense) else listed(p.mask, p.rows, p.keys)
+    if p.mask is not None and bits > _MOST_BITS and not _interval(p.mask, p):
+        reasons.append(f"the mask is no interval, and its bits may take {bits:,} bytes")
+    return reasons
+
+
+def _interval(mask: Mask, p: Problem) -> bool:
+    return mask.span(torch.arange(p.rows, device=p.device), p.rows, p.keys).exact
+
+
+def _about_parts(p: Problem) -> list[str]:
+    reasons = []
+    if p.score is not None and p.score.pairwise and not isinstance(p.score, Additive):
+        reasons.append(f"it has no kernel for the score {type(p.score).__name__}")
+    if isinstance(p.bias, Bias) and not isinstance(p.bias, Alibi | Relative):
+        reasons.append(f"it has no kernel for the bias {type(p.bias).__name__}")
+    if p.dropout and captured():
+        reasons.append("a captured graph would drop the same weights at every replay")
+    return reasons
+
+
+def _about_tracing(p: Problem) -> list[str]:
+    reasons = []
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        reasons.append("under torch.compile it is an operator, which has no rules for forward mode and torch.func")
+    if p.mask is not None and not traceable(p.mask):
+        reasons.append("under torch.compile it takes masks that are intervals by their kind")
+    folded = p.score is not None and p.score.factor(p.query.new_empty(0, p.query.shape[-1])) is None
+    if folded and (p.mask is not None or p.bias is not None):
+        reasons.append("under torch.compile a score that is folded in goes without mask and bias")
+    if p.dropout:
+        reasons.append("under torch.compile it cannot draw the seed of dropout")
+    return reasons
+
+
+@exactly
+def _eager(p: Problem) -> tuple[Tensor, ...]:
+    with untransformed():  # what a layout keeps must not be wrapped
+        seen = layout(p.mask, p.rows, p.keys, p.device, _inner(p))
+    spec, inputs = _terms(p, seen)
+    return attended(Kernels(spec), inputs)
+
+
+def _traced(p: Problem) -> tuple[Tensor, ...]:
+    """Under torch.compile: operators, and the spans of the mask by operations that are traced with them."""
+    from ..kernels.custom_ops import attend
+
+    spec, x = _terms(p, None)
+    lo, hi = traced_spans(p.mask, p.rows, p.keys, p.device)
+    cap = 0.0 if p.softcap is None else p.softcap
+    found: tuple[Tensor, ...] = attend(*x, lo, hi, spec.scale, cap, spec.kind, spec.offset, spec.rule.inner, p.observed)
+    return found
+
+
+def _inner(p: Problem) -> int:
+    """How many flattened batch items share one item of the mask."""
+    return p.query.shape[0] // p.mask.lead[0] if p.mask is not None and p.mask.lead[0] > 1 else 1
+
+
+def _terms(p: Problem, seen: Layout | None) -> tuple[Spec, Inputs]:
+    """Fold the score, and take the problem apart."""
+    seed = draw(p.who) if p.dropout else 0
+    query, key, scale, vector = _scored(p)
+    if INTERPRETED and p.dtype == torch.bfloat16:  # which Triton's interpreter cannot multiply
+        query, key = query.float(), key.float()
+    kind, offset, table = PLAIN, 0, None
+    if isinstance(p.bias, Tensor):
+        kind, table = TENSOR, p.bias
+    elif isinstance(p.bias, Alibi | Relative):
+        kind = ALIBI if isinstance(p.bias, Alibi) else RELATIVE
+        offset = p.keys - p.rows if p.bias.offset is None else p.bias.offset
+        table = p.bias.tensors[0].float()
+        table = table[None] if kind == RELATIVE and table.dim() == 1 else table
+    rule = _rule(p, seed)
+    if vector is not None:
+        rule = replace(rule, pair=Additive.pair, cost=query.shape[-1], paired=1)
+    number = 1.0 if isinstance(scale, Tensor) else float(scale)
+    spec = Spec(rule, Layout(p.rows, p.keys) if seen is None else seen, kind, offset, number, p.observed)
+    factor = scale.float().reshape(-1) if isinstance(scale, Tensor) else None
+    sink = None if p.sink is None else p.sink.float()
+    # A score that was folded in leaves float32; then the values are multiplied in it too.
+    value = p.value.to(query.dtype) if vector is None or INTERPRETED else p.value
+    return spec, Inputs(query, key, value, table, factor, sink, vector)
+
+
+def _rule(p: Problem, seed: int) -> Rule:
+    structured = p.bias if isinstance(p.bias, Bias) else None
+    lengths = (p.rows, p.keys, p.mask, p.softcap, p.dropout, seed)
+    return Rule(*lengths, bias=structured, inner=_inner(p), period=p.query.shape[0])
+
+
+def _grouped_bias(p: Problem) -> Tensor | None:
+    """A bias tensor as (L|1, K|1, G|1, N|1, M|1)."""
+    if not isinstance(p.bias, Tensor):
+        return None
+    return p.bias.unsqueeze(1) if p.bias.shape[1] == 1 else p.bias.unflatten(1, (p.key.shape[1], -1))
+
+
+def _scored(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
+    """Queries and keys with the score folded in, what their products are multiplied by, the additive score's vector."""
+    query, key, scale = p.query, p.key, p.scale
+    if p.score is None:
+        return query, key, scale, None
+    factor = p.score.factor(query.new_empty(0, query.shape[-1], dtype=torch.float32))
+    if factor is not None:
+        return query, key, factor, None
+    if (
+        not torch.compiler.is_compiling()
+    ):  # what nobody sees must not pass through the score: its derivative would meet it
+        query, key, _ = without_unseen(_rule(p, 0), query, key, p.value, _grouped_bias(p))
+    query, key, shared = p.score.prepare(query.float(), key.float())
+    return query, key, 1.0, shared[0] if isinstance(p.score, Additive) else None
+
+
+def _looking(p: Problem, found: Result) -> tuple[Work, Tensor, Tensor]:
+    """The problem without its graph, and what is known of its rows."""
+    with torch.no_grad():
+        seen = layout(p.mask, p.rows, p.keys, p.device, _inner(p))
+        w = work(*_terms(p._replace(dropout=0.0), seen))
+    if found.max_logit is None or found.spread is None:
+        raise RuntimeError("a pass needs what the forward pass found")
+    shape = w.rows
+    return w, found.max_logit.detach().reshape(shape).contiguous(), found.spread.detach().reshape(shape).contiguous()

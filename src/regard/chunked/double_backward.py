@@ -1,0 +1,186 @@
+"""The tangent of the backward pass, strip by strip: for double backward, and for products with a Hessian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autograd.engine import Needs, Some
+from ..autograd.strip_map import pull_back, pushed
+from ..core.folded import Canonical
+from ..core.formula import Rows, bias_tile, kept, products
+from ..core.tiling import BIAS, KEY, QUERY, ROW, TURNED, Cut, Tile, strips
+from .jvp import Moving, filled, tanh_tile
+from .tile_ops import Look, Room, depths_and_weights
+from .vjp import add, rows_of, zeros
+
+__all__ = ["Bending", "bend"]
+
+
+class Bending(NamedTuple):
+    """What `bend` needs of every row: (L, K, G, N, …) each, with a dot for what moves."""
+
+    dO: Tensor
+    dO_dot: Tensor | None
+    look: Look
+    delta: Tensor  # g_lse − Σ dO ∘ O
+    delta_dot: Tensor
+    u: Tensor  # the tangent of lse
+    mean: Tensor  # E[S] above the largest logit
+    mean_dot: Tensor
+    g_H: Tensor | None
+    g_H_dot: Tensor | None
+
+    @staticmethod
+    def at(found: Rows, moved: Some, g: Some, dg: Some) -> Bending:
+        output, _, entropy, peak, spread = found
+        O_dot, u, H_dot = moved
+        dO, g_lse, g_H = g
+        dO_dot, g_lse_dot, g_H_dot = dg
+        if O_dot is None or u is None or H_dot is None:
+            raise RuntimeError("rows that move have tangents")
+        dO = torch.zeros_like(output) if dO is None else dO
+        delta = -(dO * output).sum(-1) if g_lse is None else g_lse - (dO * output).sum(-1)
+        delta_dot = -(dO * O_dot).sum(-1)
+        if dO_dot is not None:
+            delta_dot = delta_dot - (dO_dot * output).sum(-1)
+        if g_lse_dot is not None:
+            delta_dot = delta_dot + g_lse_dot
+        means = (spread - entropy, u - H_dot)
+        return Bending(dO, dO_dot, Look.at(peak, spread), delta, delta_dot, u, *means, g_H, g_H_dot)
+
+
+def bend(x: Canonical, moving: Moving, cut: Cut, needs: Needs, b: Bending) -> tuple[Tensor | None, ...]:
+    """The tangent of the backward pass: with B = dP + δ − g_H·(S − E[S]) and t the tangent of S less that of lse,
+
+    dS = P ∘ B moves by P ∘ (t B + dB), and everything that dS is multiplied with moves too.
+    """
+    inputs = (x.query, x.key, x.value, x.bias, *x.shared)
+    grads = [zeros(t, x.query.dtype) if need else None for t, need in zip(inputs, needs, strict=True)]
+    room = Room()
+    for strip in strips(x.rule, x.query.shape, cut):
+        for run in strip.runs:
+            tile = strip.tile(run)
+            X, P = depths_and_weights(x, tile, run, b.look, room)  # (l, k, g, r, c)
+            T_raw = moving.scores(tile, room)
+            T = moving.logits(tile, T_raw, X.shape[2])
+            T = torch.zeros_like(X) if T is None else T.expand_as(X)
+            keep = (
+                kept(x.rule, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.rule.dropout) if x.rule.dropout else None
+            )
+            B, B_dot = _slopes(x, moving, tile, b, X, T, keep, room)
+            R = T - ROW.part(b.u, tile)[..., None]
+            dS = P * B
+            dS_dot = B.mul_(R).add_(B_dot).mul_(P)
+            if grads[2] is not None:
+                P = P if keep is None else P.mul_(keep)
+                part = KEY.part(grads[2], tile)
+                if b.dO_dot is not None:
+                    part.add_(rows_of(P).mT @ rows_of(QUERY.part(b.dO_dot, tile)))
+                part.add_(rows_of(R.mul_(P)).mT @ rows_of(QUERY.part(b.dO, tile)))
+            _pull_moving(x, moving, tile, (dS, dS_dot, T_raw), grads)
+    return tuple(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
+
+
+def _slopes(
+    x: Canonical, moving: Moving, tile: Tile, b: Bending, X: Tensor, T: Tensor, keep: Tensor | None, room: Room
+) -> tuple[Tensor, Tensor]:
+    """B and its tangent, (l, k, g, r, c)."""
+    values = TURNED.part(room.turned("values", x.value, x.rule.n), tile)
+    dO = QUERY.part(b.dO, tile)
+    B = room.product("slopes", dO, values)
+    B_dot = torch.zeros_like(B)
+    if moving.value is not None:
+        B_dot += room.product("bent", dO, TURNED.part(room.turned("moving values", moving.value, x.rule.n), tile))
+    if b.dO_dot is not None:
+        B_dot += room.product("bent", QUERY.part(b.dO_dot, tile), values)
+    if keep is not None:
+        B, B_dot = B.mul_(keep), B_dot.mul_(keep)
+    B.add_(ROW.part(b.delta, tile)[..., None])
+    B_dot.add_(ROW.part(b.delta_dot, tile)[..., None])
+    surprise = X - ROW.part(b.mean, tile)[..., None]
+    if b.g_H is not None:
+        g = ROW.part(b.g_H, tile)[..., None]
+        B.sub_(g * surprise)
+        B_dot.sub_(g * (T - ROW.part(b.mean_dot, tile)[..., None]))
+    if b.g_H_dot is not None:
+        B_dot.sub_(surprise.mul_(ROW.part(b.g_H_dot, tile)[..., None]))
+    return B, B_dot
+
+
+def _pull_moving(
+    x: Canonical,
+    moving: Moving,
+    tile: Tile,
+    slopes: tuple[Tensor, Tensor, Tensor | None],
+    grads: list[Tensor | None],
+) -> None:
+    """Carry the tangent of the cotangent of a tile's logits back, as the backward pass carries the cotangent."""
+    rule = x.rule
+    dS, dS_dot, T_raw = slopes
+    if grads[3] is not None:
+        part = BIAS.part(grads[3], tile)
+        part.add_(dS_dot.sum_to_size(part.shape))
+    if rule.bias is not None and any(g is not None for g in grads[4 + rule.paired :]):
+        tables, fixed = x.shared[rule.paired :], x.shared[: rule.paired]
+        groups = dS.shape[2]
+        found = _pull_moved(
+            lambda *t: bias_tile(rule, tile, groups, None, (*fixed, *t)),
+            tables,
+            moving.shared[rule.paired :],
+            dS,
+            dS_dot,
+        )
+        add(grads, 4 + rule.paired, found)
+    query, key = QUERY.part(x.query, tile), KEY.part(x.key, tile)
+    if rule.softcap is not None:
+        th = tanh_tile(x, tile)
+        slope = 1 - th * th
+        dS_dot = dS_dot.mul_(slope)
+        if T_raw is not None:
+            dS_dot.sub_(dS * slope * th * T_raw * (2 / rule.softcap))
+        dS = dS.mul_(slope)
+    d_query, d_key = (
+        None if t is None else kind.part(t, tile) for t, kind in ((moving.query, QUERY), (moving.key, KEY))
+    )
+    if rule.pair is not None:
+        moved = (d_query, d_key, *moving.shared[: rule.paired])
+        given = (query, key, *x.shared[: rule.paired])
+        g_query, g_key, *g_shared = _pull_moved(lambda q, k, *s: products(rule, q, k, s), given, moved, dS, dS_dot)
+        add(grads, 4, g_shared)
+    else:
+        g_query, g_key = _pulled(query, key, dS_dot)
+        if d_key is not None:
+            g_query = g_query + (rows_of(dS) @ d_key).unflatten(2, dS.shape[2:4])
+        if d_query is not None:
+            g_key = g_key + rows_of(dS).mT @ rows_of(d_query)
+    if grads[0] is not None:
+        QUERY.part(grads[0], tile).add_(g_query)
+    if grads[1] is not None:
+        KEY.part(grads[1], tile).add_(g_key)
+
+
+def _pulled(query: Tensor, key: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
+    """The cotangents of queries and keys from that of their products."""
+    return (rows_of(dS) @ key).unflatten(2, dS.shape[2:4]), rows_of(dS).mT @ rows_of(query)
+
+
+def _pull_moved(
+    function: Callable[..., Tensor | None],
+    given: Sequence[Tensor],
+    moved: Sequence[Tensor | None],
+    g: Tensor,
+    g_dot: Tensor,
+) -> tuple[Tensor, ...]:
+    """The tangent of a function's cotangents, as its arguments and its result's cotangent move."""
+    count = len(given)
+
+    def pull(*both: Tensor) -> tuple[Tensor, ...]:
+        result, back = pull_back(function, *both[:count])
+        found: tuple[Tensor, ...] = back(both[count].sum_to_size(result.shape))
+        return found
+
+    return pushed(pull, (*given, g), (*filled(given, moved), g_dot))[1]

@@ -1,0 +1,183 @@
+"""Attention in chunks of rows, in plain torch: the passes of the backend `chunked`, on any device, in linear memory.
+
+Rows are cut into strips, keys into runs; a run is folded into its strip by the online softmax. What moves (tangents)
+is folded along: with t the tangent of the logits, Σ P t V + P dV and Σ P t are rescaled as the numerator is. The other
+passes keep the rows' largest logit and what lse has above it, and compute the weights again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..autograd.engine import Engine, Needs, Some
+from ..autograd.strip_map import Mapped, attention_map
+from ..compat.torch import applied, exactly
+from ..core.folded import Canonical
+from ..core.formula import Rows, kept
+from ..core.spec import Rule
+from ..core.tiling import KEY, QUERY, ROW, Cut, Strip, Tile, strips
+from ..softmax import Partial, lowest, merge
+from .double_backward import Bending, bend
+from .jvp import Moving
+from .tile_ops import Room, below, exponentials, masked_logits
+from .vjp import backward
+
+__all__ = ["Chunks"]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks(Engine):
+    """Passes over (query, key, value, bias, *shared) as `Canonical` has them."""
+
+    rule: Rule
+    cut: Cut
+    observed: bool
+
+    @exactly
+    def attend(self, x: Some) -> Rows:
+        return _forward(_canonical(self.rule, x), self.cut, self.observed, None)[0]
+
+    @exactly
+    def push(self, x: Some, w: Some) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
+        given = _canonical(self.rule, x)
+        return _forward(given, self.cut, self.observed, Moving(given, w))
+
+    @exactly
+    def pull(self, x: Some, found: Rows, g: Some, needs: Needs) -> Sequence[Tensor | None]:
+        return backward(_canonical(self.rule, x), self.cut, needs, found, g)
+
+    @exactly
+    def bend(
+        self, x: Some, found: Rows, moved: Some, g: Some, w: Some, dg: Some, needs: Needs
+    ) -> Sequence[Tensor | None]:
+        given = _canonical(self.rule, x)
+        return bend(given, Moving(given, w), self.cut, needs, Bending.at(found, moved, g, dg))
+
+    def meaning(self, x: Some) -> tuple[Tensor, ...]:
+        given = _canonical(self.rule, x)
+        found: tuple[Tensor, ...] = applied(Mapped, attention_map(given, self.cut), *(t for t in x if t is not None))
+        return found
+
+    def over(self, size: int) -> tuple[Engine, int]:
+        return self, 0  # a rule begins again after its period
+
+
+def _canonical(rule: Rule, x: Some) -> Canonical:
+    query, key, value, bias, *shared = x
+    if query is None or key is None or value is None:
+        raise RuntimeError("a problem has queries, keys and values")
+    return Canonical(query, key, value, bias, tuple(t for t in shared if t is not None), rule)
+
+
+def _forward(
+    x: Canonical, cut: Cut, observed: bool, moving: Moving | None
+) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
+    """Output, lse, entropy and largest logit of every row, strip by strip; and the tangents of the first three."""
+    shape = x.query.shape[:-1]
+    dim = x.value.shape[-1]
+    output = x.query.new_zeros(*shape, dim)
+    lse = x.query.new_full(shape, -torch.inf)
+    peak = torch.full_like(lse, -torch.inf)
+    entropy, spread = torch.zeros_like(lse), torch.zeros_like(lse)
+    still = (output, lse, entropy)
+    tangents = (
+        still if moving is None else (torch.zeros_like(output), torch.zeros_like(spread), torch.zeros_like(spread))
+    )
+    room = Room()
+    for strip in strips(x.rule, x.query.shape, cut):
+        if not strip.runs:
+            continue
+        state, e, c = _fold(x, strip, observed, moving, room)
+        hull = strip.tile(strip.runs[0])
+        l = state.denominator  # noqa: E741
+        empty = l == 0
+        l = torch.where(empty, 1.0, l)  # noqa: E741
+        scale = 1.0 / (l * (1 - x.rule.dropout)) if x.rule.dropout else 1.0 / l
+        O = torch.mul(state.numerator[..., :dim], scale[..., None], out=QUERY.part(output, hull))  # noqa: E741
+        above = torch.log(l, out=ROW.part(spread, hull))
+        ROW.part(lse, hull).copy_((state.max + above).masked_fill_(empty, -torch.inf))
+        ROW.part(peak, hull).copy_(state.max.masked_fill(empty, -torch.inf))
+        if e is not None:
+            torch.sub(above, e / l, out=ROW.part(entropy, hull))
+        if moving is not None:
+            u = torch.div(state.numerator[..., -1], l, out=ROW.part(tangents[1], hull))  # Σ P t
+            A = torch.mul(state.numerator[..., dim:-1], scale[..., None], out=QUERY.part(tangents[0], hull))
+            A.sub_(u[..., None] * O)
+            if e is not None and c is not None:
+                torch.div(u * e - c, l, out=ROW.part(tangents[2], hull))  # −Cov(t, S)
+    return Rows(output, lse, entropy, peak, spread), tangents
+
+
+class Folded(NamedTuple):
+    """A strip's running sums: with X the logits below their max, e = Σ exp(X)·X and c = Σ exp(X)·t·X."""
+
+    state: Partial
+    e: Tensor | None
+    c: Tensor | None
+
+
+def _fold(x: Canonical, strip: Strip, observed: bool, moving: Moving | None, room: Room) -> Folded:
+    """Fold the runs of a strip; what moves makes the numerator wider: Σ exp(X)·(V | t V + dV | t)."""
+    sums: Folded | None = None
+    for run in strip.runs:
+        tile = strip.tile(run)
+        S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)
+        m = S.amax(-1).clamp_(min=lowest(S.dtype))  # (l, k, g, r)
+        X = below(x, S, m, run)
+        P = exponentials(x, X, run, out=room.like("weights", X))
+        l = P.sum(-1)  # noqa: E741
+        XP = X.mul_(P) if observed else None
+        new = Folded(Partial(m, l, l), None if XP is None else XP.sum(-1), None)
+        keep = kept(x.rule, tile, S.shape[2], S.device) if x.rule.dropout else None
+        if moving is None:
+            O = _averaged(P if keep is None else P.mul_(keep), KEY.part(x.value, tile))  # noqa: E741
+        else:
+            T = moving.logits(tile, moving.scores(tile, room), S.shape[2])
+            c = None if XP is None or T is None else (XP * T).sum(-1)
+            O = _moved(x, moving, tile, P, T, keep)  # noqa: E741
+            new = new._replace(c=torch.zeros_like(l) if c is None else c)
+        new = new._replace(state=Partial(m, l, O))
+        sums = new if sums is None else _merged(sums, new)
+    if sums is None:
+        raise RuntimeError("a strip without runs has nothing to fold")
+    return sums
+
+
+def _moved(x: Canonical, moving: Moving, tile: Tile, P: Tensor, T: Tensor | None, keep: Tensor | None) -> Tensor:
+    """Σ P·(V | t V + dV | t) over the keys of a tile."""
+    PT = None if T is None else P * T
+    u = P.new_zeros(P.shape[:-1]) if PT is None else PT.sum(-1)
+    if keep is not None:
+        P = P.mul_(keep)
+        PT = None if PT is None else PT.mul_(keep)
+    dim = x.value.shape[-1]
+    both = _averaged(P, KEY.part(moving.values, tile))
+    A = both[..., dim:] if moving.value is not None else torch.zeros_like(both)
+    if PT is not None:
+        A = A + _averaged(PT, KEY.part(x.value, tile))
+    return torch.cat((both[..., :dim], A, u[..., None]), -1)
+
+
+def _averaged(P: Tensor, values: Tensor) -> Tensor:
+    """(l, k, g, r, c) times (l, k, c, E)."""
+    O: Tensor = (P.flatten(2, 3) @ values).unflatten(2, P.shape[2:4])  # noqa: E741
+    return O
+
+
+def _merged(old: Folded, new: Folded) -> Folded:
+    state = merge(old.state, new.state)
+    e = None if old.e is None or new.e is None else _shifted(old.e, old, state) + _shifted(new.e, new, state)
+    c = None if old.c is None or new.c is None else _shifted(old.c, old, state, -1) + _shifted(new.c, new, state, -1)
+    return Folded(state, e, c)
+
+
+def _shifted(sum_: Tensor, old: Folded, new: Partial, column: int | None = None) -> Tensor:
+    """A sum of exp(X)·y·X relative to a new max: exp(down)·(sum + down·Σ exp(X)·y)."""
+    down = (old.state.max - new.max).clamp_(min=-1e4)  # finite, and deep enough for exp to be 0
+    mass = old.state.denominator if column is None else old.state.numerator[..., column]
+    return down.exp() * (sum_ + down * mass)

@@ -1,0 +1,95 @@
+"""What moves: the tangents of a problem's tensors, and of the logits of a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..autograd.engine import Some
+from ..autograd.strip_map import pushed
+from ..core.folded import Canonical
+from ..core.formula import bias_tile, products
+from ..core.nonfinite import all_finite, seen
+from ..core.tiling import BIAS, KEY, QUERY, TURNED, Tile
+from .tile_ops import Room
+
+__all__ = ["Moving", "filled", "tanh_tile"]
+
+
+class Moving:
+    """The tangents of a problem's tensors, and of the logits of a tile."""
+
+    def __init__(self, x: Canonical, w: Some) -> None:
+        self.x = x
+        query, key, value, self.bias, *self.shared = w
+        self.query, self.key, self.value = self._seen(query, key, value)
+
+    def _seen(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Some:
+        """The same, zeros where nothing is seen if a NaN or inf is there, as with the tensors that move."""
+        x, rule = self.x, self.x.rule
+        hides = rule.mask is not None or rule.bias is not None or x.bias is not None
+        if not hides or all_finite(*(t for t in (query, key, value) if t is not None)):
+            return query, key, value
+        rows, keys = seen(rule, x.query.flatten(1, 2), x.key, x.bias)
+        rows, keys = rows.unflatten(1, x.query.shape[1:3])[..., None], keys[..., None]
+        shown = ((query, rows), (key, keys), (value, keys))
+        return tuple(None if t is None else torch.where(some, t, 0.0) for t, some in shown)
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Tensor] | None:
+        """Rows and keys whose products are dq·k + q·dk; None if both stand still."""
+        pairs = [(self.query, self.x.key)] if self.query is not None else []
+        pairs += [(self.x.query, self.key)] if self.key is not None else []
+        return (torch.cat([q for q, _ in pairs], -1), torch.cat([k for _, k in pairs], -1)) if pairs else None
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Values, and their tangents beside them if they have some."""
+        return self.x.value if self.value is None else torch.cat((self.x.value, self.value), -1)
+
+    def scores(self, tile: Tile, room: Room) -> Tensor | None:
+        """The tangent of the scores (l, k, g, r, c), before cap and bias; None if they stand still."""
+        rule = self.x.rule
+        if rule.pair is not None:
+            given = (QUERY.part(self.x.query, tile), KEY.part(self.x.key, tile), *self.x.shared[: rule.paired])
+            moved = [self.query, self.key, *self.shared[: rule.paired]]
+            moved[0] = None if moved[0] is None else QUERY.part(moved[0], tile)
+            moved[1] = None if moved[1] is None else KEY.part(moved[1], tile)
+            return pushed(lambda q, k, *s: (products(rule, q, k, s),), given, filled(given, moved))[1][0]
+        if self._factors is None:
+            return None
+        rows, keys = self._factors
+        return room.product(
+            "moving", QUERY.part(rows, tile), TURNED.part(room.turned("moving keys", keys, rule.n), tile)
+        )
+
+    def logits(self, tile: Tile, scores: Tensor | None, groups: int) -> Tensor | None:
+        """The tangent of the logits, made of that of the scores; None if they stand still."""
+        rule, T = self.x.rule, scores
+        if T is not None and rule.softcap is not None:
+            T = T * (1 - tanh_tile(self.x, tile).square_())
+        added = None if self.bias is None else BIAS.part(self.bias, tile)
+        tables = self.shared[rule.paired :]
+        if rule.bias is not None and any(t is not None for t in tables):
+            given = self.x.shared[rule.paired :]
+            fixed = self.x.shared[: rule.paired]
+            added = pushed(
+                lambda *t: (bias_tile(rule, tile, groups, None, (*fixed, *t)),), given, filled(given, tables)
+            )[1][0]
+        if added is None or T is None:
+            return T if added is None else added.to(self.x.query.dtype)
+        return T.add_(added)
+
+
+def filled(given: Sequence[Tensor], moved: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Tangents, zeros for what stands still."""
+    return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(given, moved, strict=True))
+
+
+def tanh_tile(x: Canonical, tile: Tile) -> Tensor:
+    """tanh(score / cap) of a tile."""
+    raw = products(x.rule, QUERY.part(x.query, tile), KEY.part(x.key, tile), x.shared)
+    return raw if x.rule.softcap is None else (raw / x.rule.softcap).tanh_()

@@ -1,0 +1,207 @@
+"""How a problem is cut: strips of rows, and in each strip the runs of keys that its rows may see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masks import Mask, everything
+from ..masks.base import FULL, HIDDEN, PARTIAL
+from .spec import Rule
+
+__all__ = [
+    "BIAS",
+    "KEY",
+    "QUERY",
+    "ROW",
+    "SHARED",
+    "TURNED",
+    "Cut",
+    "Kind",
+    "Run",
+    "Spots",
+    "Strip",
+    "Tile",
+    "mask_at",
+    "strips",
+]
+
+_BUDGET = 2**21  # logits in flight: two such buffers of float32 are 16 MiB, which stays in a last-level cache
+_OF_A_ROW = 2**13  # of them, where few rows are asked for
+_BLOCK = 128  # keys that are hidden or seen together
+_WORTH = 512  # a run of wholly visible keys shorter than this joins its masked neighbours
+
+
+class Tile(NamedTuple):
+    """Which part of the problem: flattened batch items, key heads, rows, keys."""
+
+    batch: slice
+    heads: slice
+    rows: slice
+    cols: slice
+
+    def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row and key indices, 1-D."""
+        i = torch.arange(self.rows.start, self.rows.stop, device=device)
+        return i, torch.arange(self.cols.start, self.cols.stop, device=device)
+
+
+class Spots(NamedTuple):
+    """Rows and keys picked one by one."""
+
+    batch: slice
+    heads: slice
+    rows: Tensor
+    cols: Tensor
+
+    def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row and key indices, 1-D."""
+        return self.rows.to(device), self.cols.to(device)
+
+
+class Kind(NamedTuple):
+    """Which dimensions of a tensor, counted from its end, follow batch, heads, rows and keys."""
+
+    batch: int | None = None
+    heads: int | None = None
+    rows: int | None = None
+    cols: int | None = None
+
+    def part(self, x: Tensor, tile: Tile) -> Tensor:
+        """View the tile's part of x; dimensions of size 1 are broadcast and stay."""
+        for dim, where in zip(self, tile, strict=True):
+            if dim is not None and x.shape[dim] != 1:
+                x = x.narrow(dim, where.start, where.stop - where.start)
+        return x
+
+
+QUERY = Kind(batch=-5, heads=-4, rows=-2)  # (L, K, G, N, D); the output too
+KEY = Kind(batch=-4, heads=-3, cols=-2)  # (L, K, M, D); values too
+TURNED = Kind(batch=-4, heads=-3, cols=-1)  # (L, K, D, M)
+BIAS = Kind(batch=-5, heads=-4, rows=-2, cols=-1)  # (L|1, K|1, G|1, N|1, M|1)
+ROW = Kind(batch=-4, heads=-3, rows=-1)  # (L, K, G, N)
+SHARED = Kind()
+
+
+class Run(NamedTuple):
+    """Keys start:stop; `full` if every row of the strip sees all of them."""
+
+    start: int
+    stop: int
+    full: bool
+
+
+class Strip(NamedTuple):
+    """Some rows of some heads, and the runs of keys that they may see."""
+
+    batch: slice
+    heads: slice
+    rows: slice
+    runs: list[Run]
+
+    def tile(self, run: Run) -> Tile:
+        return Tile(self.batch, self.heads, self.rows, slice(run.start, run.stop))
+
+    def hull(self, m: int) -> Tile:
+        """One tile over every key that the strip may see; over one hidden key if it sees none."""
+        cols = slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, min(m, 1))
+        return Tile(self.batch, self.heads, self.rows, cols)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Sizes of tiles. They follow the problem's lengths, never its batch, so that a batch changes no bits."""
+
+    rows: int = 512
+
+    @property
+    def budget(self) -> int:
+        """How many logits are in flight: few for few rows, however many heads; for many, what a cache holds."""
+        return min(_BUDGET, self.rows * _OF_A_ROW)
+
+    def chunk(self, groups: int) -> int:
+        return max(1, self.rows // max(groups, 1))
+
+
+def mask_at(rule: Rule, tile: Tile | Spots, groups: int) -> Mask:
+    """The mask of a tile's batch items and heads."""
+    mask = everything() if rule.mask is None else rule.mask
+    if mask.lead == (1, 1):
+        return mask
+    first = tile.batch.start % rule.period // rule.inner
+    last = (tile.batch.stop - 1) % rule.period // rule.inner
+    return mask.restrict(slice(first, last + 1), slice(tile.heads.start * groups, tile.heads.stop * groups))
+
+
+def strips(rule: Rule, size: Sequence[int], cut: Cut, whole: bool = False) -> Iterator[Strip]:
+    """Yield every strip of a problem with `size` (batch items, key heads, query heads for each, …).
+
+    `whole` keeps all keys of a row in one tile, and makes strips narrow enough for that.
+    """
+    batch, heads, groups = size[:3]
+    if 0 in (batch, heads, groups, rule.n):
+        return
+    chunk = min(cut.chunk(groups), rule.n)
+    if whole:
+        chunk = max(1, min(chunk, cut.budget // max(8 * groups * rule.m * rule.cost, 1)))
+        width = max(rule.m, 1)
+    else:
+        width = max(_BLOCK, cut.budget // (groups * chunk * rule.cost) // _BLOCK * _BLOCK)
+    together = max(1, cut.budget // (groups * chunk * min(width, max(rule.m, 1)) * rule.cost))
+    shared: list[tuple[slice, list[Run]]] | None = None  # one table serves all if the mask tells none apart
+    for items, some in _groups(rule, batch, heads, together):
+        if shared is None or (rule.mask is not None and rule.mask.lead != (1, 1)):
+            shared = list(_rows(rule, Tile(items, some, slice(0, 0), slice(0, 0)), groups, chunk, width))
+        for rows, runs in shared:
+            yield Strip(items, some, rows, runs)
+
+
+def _groups(rule: Rule, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
+    """Cut batch and heads so that a tile of each stays within the budget."""
+    items = max(1, together // heads)
+    if rule.mask is not None and rule.mask.lead[0] > 1 and (rule.m > _BLOCK or rule.inner > 1 or rule.period != batch):
+        items = 1  # an item's runs must not follow its neighbours' mask, nor neighbours need be that in the mask
+    for b in range(0, batch, items):
+        for h in range(0, heads, min(together, heads)):
+            yield slice(b, min(b + items, batch)), slice(h, min(h + min(together, heads), heads))
+
+
+def _rows(rule: Rule, probe: Tile, groups: int, chunk: int, width: int) -> Iterator[tuple[slice, list[Run]]]:
+    """The rows of every strip and the runs that they may see, for the batch items and heads of a tile."""
+    n, m = rule.n, rule.m
+    starts = range(0, n, chunk)
+    if rule.mask is None:
+        runs = [Run(j, min(j + width, m), True) for j in range(0, m, width)]
+        for i in starts:
+            yield slice(i, min(i + chunk, n)), runs
+        return
+    edges = [*range(0, m, _BLOCK), m]
+    cover = mask_at(rule, probe, groups).cover(torch.tensor([*starts, n]), torch.tensor(edges), n, m)
+    for i, states in zip(starts, cover.tolist(), strict=True):
+        yield slice(i, min(i + chunk, n)), list(_runs(states, edges, width))
+
+
+def _runs(states: list[int], edges: list[int], width: int) -> Iterator[Run]:
+    """Join blocks of one state; short full runs join their partial neighbours."""
+    joined: list[list[int]] = []  # [first block, last block + 1, state]
+    for b, state in enumerate(states):
+        if joined and joined[-1][2] == state and joined[-1][1] == b:
+            joined[-1][1] = b + 1
+        elif state != HIDDEN:
+            joined.append([b, b + 1, state])
+    merged: list[list[int]] = []
+    for first, last, state in joined:
+        before = merged[-1] if merged and merged[-1][1] == first else None
+        short = edges[last] - edges[first] < _WORTH
+        thin = before is not None and edges[before[1]] - edges[before[0]] < _WORTH
+        if before is not None and (short or thin):
+            before[1], before[2] = last, PARTIAL
+        else:
+            merged.append([first, last, state])
+    for first, last, state in merged:
+        for j in range(edges[first], edges[last], width):
+            yield Run(j, min(j + width, edges[last]), state == FULL)

@@ -1,0 +1,397 @@
+"""Every argument of attention is checked here, once, before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+from ..biases import Bias
+from ..compat.torch import autocasts, batched, inside
+from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
+from ..masks import Mask, dense
+from ..masks.index import joint
+from ..scores import Score
+from .problem import Problem
+
+__all__ = ["pose"]
+
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+
+def pose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | Bias | None = None,
+    score: Score | None = None,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    observed: bool = False,
+    who: str = "attention",
+    names: tuple[str, str] = ("mask", "bias"),
+) -> Problem:
+    """Check every argument and put the tensors into one layout."""
+    query, key, value = _tensors(query, key, value, who)
+    _shapes(query, key, value, score, who)
+    lead = tuple(query.shape[:-2])
+    if query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+        first = query.shape[0]
+    else:
+        query, key, value, lead = _one_batch(query, key, value, who)
+        first = lead[0] if lead else 1
+    batch, heads, rows, _ = query.shape
+    headless = len(lead) < 2
+    full = (*lead, rows, key.shape[2])
+    if mask is not None:
+        mask = _mask(mask, full, batch, first, heads, headless, query.device, who, names[0])
+    if bias is not None:
+        bias = _bias(bias, full, batch, heads, headless, query.device, who, names[1])
+    if mask is not None and not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        mask, bias = _unwrapped(mask, bias, rows, key.shape[2], batch, who)
+    return Problem(
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        None if score is None else _score(score, query, key, scale, who),
+        _scale(scale, heads, query, who),
+        None if softcap is None else _softcap(softcap, who),
+        None if sink is None else _sink(sink, heads, query, who),
+        0.0 if type(dropout) is float and dropout == 0.0 else _dropout(dropout, who),
+        lead,
+        observed,
+        who,
+        {},
+    )
+
+
+def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, Tensor]:
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        named = {"query": query, "key": key, "value": value}
+        name, x = next((name, x) for name, x in named.items() if not isinstance(x, Tensor))
+        raise DtypeError(f"{who}: {name} must be a torch.Tensor. Got {type(x).__name__}; convert it first.")
+    dense_layout = query.layout == key.layout == value.layout == torch.strided
+    if not dense_layout or query.is_nested or key.is_nested or value.is_nested:
+        raise DtypeError(
+            f"{who}: query, key and value must be dense tensors. Got layouts {query.layout}, {key.layout}, "
+            f"{value.layout}; convert with .to_dense(), or pack sequences and pass mask=regard.packed(lengths)."
+        )
+    device = query.device
+    if key.device != device or value.device != device:
+        raise DeviceError(
+            f"{who}: query, key and value must be on one device. Got query on {device}, key on {key.device}, "
+            f"value on {value.device}; move them with .to(device)."
+        )
+    if torch._C._is_any_autocast_enabled() and autocasts(device):
+        query, key, value = (_autocast(x, device.type) for x in (query, key, value))
+    dtype = query.dtype
+    if dtype not in _FLOATS:
+        raise DtypeError(
+            f"{who}: query, key and value must be float16, bfloat16, float32 or float64. Got query {_name(dtype)}; "
+            f"convert with .float()."
+        )
+    if key.dtype != dtype or value.dtype != dtype:
+        raise DtypeError(
+            f"{who}: query, key and value must have one dtype. Got query {_name(dtype)}, key {_name(key.dtype)}, "
+            f"value {_name(value.dtype)}; convert with .to(query.dtype)."
+        )
+    return query, key, value
+
+
+def _autocast(x: Tensor, kind: str) -> Tensor:
+    wanted = x.dtype.is_floating_point and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if wanted else x
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor, score: Score | None, who: str) -> None:
+    q, k, v = query.shape, key.shape, value.shape
+    if q == k == v and len(q) > 1:
+        return
+    if not len(q) == len(k) == len(v) or len(q) < 2:
+        raise ShapeError(
+            f"{who}: query, key and value must have the same rank, at least 2: (…, heads, length, dim), "
+            f"(batch, length, dim) or (length, dim). Got {_got(query, key, value)}."
+        )
+    if k[-2] != v[-2]:
+        raise ShapeError(
+            f"{who}: key and value must have the same length. Got {k[-2]} keys and {v[-2]} values: "
+            f"{_got(query, key, value)}."
+        )
+    if q[-1] != k[-1] and (score is None or not isinstance(score, Score) or score.same_dims):
+        raise ShapeError(
+            f"{who}: query and key must have the same dim. Got {q[-1]} and {k[-1]}: {_got(query, key, value)}; "
+            f"for different dims use score=regard.scores.Bilinear({q[-1]}, {k[-1]})."
+        )
+    if len(q) < 4:
+        return
+    if k[-3] != v[-3]:
+        raise ShapeError(
+            f"{who}: key and value must have the same number of heads. Got {k[-3]} and {v[-3]}: "
+            f"{_got(query, key, value)} as (…, heads, length, dim)."
+        )
+    if q[-3] != k[-3] and (k[-3] == 0 or q[-3] % k[-3]):
+        raise ShapeError(
+            f"{who}: query has {q[-3]} heads and key has {k[-3]}; the first must be a multiple of the second. "
+            f"Got {_got(query, key, value)} as (…, heads, length, dim)."
+        )
+
+
+def _one_batch(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """Broadcast the leading dimensions and flatten them into one; add the head that 2-D and 3-D inputs lack."""
+    rank = query.dim()
+    tail = 3 if rank >= 4 else 2
+    try:
+        lead = joint(query.shape[:-tail], key.shape[:-tail], value.shape[:-tail])
+    except ShapeError:
+        raise ShapeError(
+            f"{who}: the leading dimensions of query, key and value must broadcast. Got {_got(query, key, value)}; "
+            f"three dimensions are (batch, length, dim): for heads without a batch use unsqueeze(0)."
+        ) from None
+
+    def flat(x: Tensor) -> Tensor:
+        x = x.expand(lead + x.shape[-tail:])
+        if rank == 2:
+            return x[None, None]
+        if rank == 3:
+            return x.unsqueeze(1)
+        return x if rank == 4 else x.reshape(math.prod(lead), *x.shape[-3:])
+
+    heads = (query.shape[-3],) if rank >= 4 else ()
+    return flat(query), flat(key), flat(value), (*lead, *heads)
+
+
+def _mask(
+    mask: Mask | Tensor,
+    full: tuple[int, ...],
+    batch: int,
+    first: int,
+    heads: int,
+    headless: bool,
+    device: torch.device,
+    who: str,
+    name: str,
+) -> Mask:
+    n, m = full[-2:]
+    if isinstance(mask, Tensor):
+        _same_device(mask, device, name, who)
+        mask = dense(_four(_selecting(mask, who), full, batch, headless, name, MaskError, who))
+        first = batch
+    elif not isinstance(mask, Mask):
+        raise DtypeError(
+            f"{who}: mask must be a regard Mask or a tensor in which True means 'may attend'. "
+            f"Got {type(mask).__name__}; {_call_it(mask, 'regard.masks lists the masks')}."
+        )
+    mask = mask.bind(first, heads, headless)
+    if not torch.compiler.is_compiling() and any(t.device != device for t in mask.tensors):
+        mask = mask.to(device)
+    items, told = mask.lead
+    if items not in (1, first) or told not in (1, heads):
+        raise MaskError(
+            f"{who}: the mask is for {items} batch items and {told} heads; the query has {first} and "
+            f"{heads}. Each must be the same, or 1 in the mask. Got {mask!r}."
+        )
+    if (misfit := mask.misfit(n, m)) is not None:
+        raise MaskError(f"{who}: the mask does not fit {n} queries and {m} keys: {misfit.rstrip('.')}. Got {mask!r}.")
+    return mask
+
+
+def _unwrapped(
+    mask: Mask, bias: Tensor | Bias | None, n: int, m: int, batch: int, who: str
+) -> tuple[Mask | None, Tensor | Bias | None]:
+    """Take a mask out of torch.func's wrappers, or lay it out as a bias if vmap runs over it: −inf hides alike."""
+    if not any(map(batched, mask.tensors)):
+        return mask.changed(inside), bias
+    if isinstance(bias, Bias):
+        raise ArgumentError(f"{who}: vmap over a mask goes with a bias tensor. Got {bias!r}; use bias.dense(n, m).")
+    allowed = mask.dense(n, m)
+    allowed = allowed[None, None] if allowed.dim() == 2 else allowed
+    if allowed.shape[0] not in (1, batch):
+        allowed = allowed.repeat_interleave(batch // allowed.shape[0], 0)
+    added = torch.where(allowed, 0.0, -torch.inf)
+    return None, added if bias is None else bias + added
+
+
+def _selecting(mask: Tensor, who: str) -> Tensor:
+    """Read a tensor as a mask: bool as it is, numbers if they are all 0 or 1."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dtype.is_complex:
+        raise DtypeError(f"{who}: mask must be bool, or 0 and 1. Got {_name(mask.dtype)}.")
+    remedy = "bias= adds to the logits, mask= selects: pass an additive mask as bias=, or mask == 0 as mask=."
+    if mask.dtype.is_floating_point:
+        if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise MaskError(
+                f"{who}: a float mask is refused under torch.compile and graph capture, where its values cannot be "
+                f"checked. Got {_name(mask.dtype)}; convert with mask.bool(), or pass it as bias= if it adds."
+            )
+        if mask.numel() and not mask.any():
+            raise MaskError(f"{who}: a float mask of zeros alone hides everything or adds nothing. {remedy}")
+    elif torch.compiler.is_compiling():
+        return mask != 0
+    if not ((mask == 0) | (mask == 1)).all():
+        raise MaskError(
+            f"{who}: mask must be bool, or 0 and 1 alone. Got other values in {_name(mask.dtype)}; {remedy}"
+        )
+    return mask != 0
+
+
+def _bias(
+    bias: Tensor | Bias,
+    full: tuple[int, ...],
+    batch: int,
+    heads: int,
+    headless: bool,
+    device: torch.device,
+    who: str,
+    name: str,
+) -> Tensor | Bias:
+    if isinstance(bias, Tensor):
+        _same_device(bias, device, name, who)
+        if not bias.dtype.is_floating_point:
+            raise DtypeError(
+                f"{who}: {name} must be floating: it is added to the logits. Got {_name(bias.dtype)}; "
+                f"a tensor that selects is bool{'' if name == 'attn_mask' else ', and goes to mask='}."
+            )
+        return _four(bias, full, batch, headless, name, ShapeError, who)
+    if not isinstance(bias, Bias):
+        raise DtypeError(f"{who}: bias must be a tensor or a regard.biases bias. Got {type(bias).__name__}.")
+    for t in bias.tensors:
+        _same_device(t, device, "bias", who)
+    if bias.heads not in (1, heads):
+        raise ShapeError(f"{who}: bias is for {bias.heads} heads; the query has {heads}. Got {bias!r}.")
+    if (misfit := bias.misfit(*full[-2:])) is not None:
+        raise ShapeError(f"{who}: bias does not fit: {misfit.rstrip('.')}. Got {bias!r}.")
+    return bias
+
+
+def _four(
+    x: Tensor,
+    full: tuple[int, ...],
+    batch: int,
+    headless: bool,
+    name: str,
+    error: type[ShapeError] | type[MaskError],
+    who: str,
+) -> Tensor:
+    """View a tensor that broadcasts to `full` as (B|1, Hq|1, N|1, M|1), without expanding N or M."""
+    shape = x.shape
+    if len(shape) > len(full) or any(a not in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False)):
+        raise error(
+            f"{who}: {name} must broadcast to {full}, right-aligned. Got {tuple(shape)}; {_alignment(shape, full)}."
+        )
+    x = x.reshape((1,) * (len(full) - len(shape)) + tuple(shape))
+    if headless:
+        x = x.unsqueeze(-3)
+    while x.dim() < 4:
+        x = x.unsqueeze(0)
+    if x.dim() > 4:
+        lead = x.shape[:-3]
+        if math.prod(lead) != 1:
+            x = x.expand(*full[: len(lead)], *x.shape[-3:])
+            return x.reshape(batch, *x.shape[-3:])
+        x = x.reshape(1, *x.shape[-3:])
+    return x
+
+
+def _alignment(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
+    """The remedy for a tensor that does not broadcast."""
+    if tuple(shape) == (full[0], full[-1]) and len(full) > 2:
+        return "one row of keys for each batch item is regard.padding(tensor), or tensor[:, None, None, :]"
+    return "dimensions must be equal or 1"
+
+
+def _score(score: Score, query: Tensor, key: Tensor, scale: float | Tensor | None, who: str) -> Score:
+    if not isinstance(score, Score):
+        raise DtypeError(
+            f"{who}: score must be a regard.scores Score. Got {type(score).__name__}; "
+            f"{_call_it(score, 'regard.scores lists the scores')}."
+        )
+    if scale is not None:
+        raise ArgumentError(
+            f"{who}: scale and score exclude each other: a score brings its own scale. "
+            f"Got scale={scale!r} and {type(score).__name__}; leave one out."
+        )
+    if (misfit := score.misfit(query.shape[-1], key.shape[-1], query.shape[1])) is not None:
+        raise ShapeError(f"{who}: the score does not fit: {misfit.rstrip('.')}.")
+    for t in (*score.parameters(), *score.buffers()):
+        if t.device != query.device:
+            raise DeviceError(
+                f"{who}: the score must be on the query's device. Got {type(score).__name__} on {t.device}, query on "
+                f"{query.device}; move it with score.to(query.device)."
+            )
+    return score
+
+
+def _scale(scale: float | Tensor | None, heads: int, query: Tensor, who: str) -> float | Tensor:
+    if scale is None:
+        return 1.0 / math.sqrt(max(query.shape[-1], 1))
+    if isinstance(scale, Tensor):
+        _same_device(scale, query.device, "scale", who)
+        if not scale.dtype.is_floating_point:
+            raise DtypeError(f"{who}: a scale tensor must be floating. Got {_name(scale.dtype)}.")
+        if scale.numel() != 1 and tuple(scale.shape) != (heads,):
+            raise ShapeError(
+                f"{who}: a scale tensor has one value, or one a head: shape ({heads},). Got {tuple(scale.shape)}."
+            )
+        return scale
+    if not _number(scale) or not math.isfinite(scale):
+        raise ArgumentError(f"{who}: scale must be a finite number or a tensor. Got {scale!r}.")
+    return float(scale)
+
+
+def _softcap(softcap: float, who: str) -> float:
+    if not _number(softcap) or not 0 < softcap < math.inf:
+        raise ArgumentError(f"{who}: softcap must be a number above 0 (None for no cap). Got {softcap!r}.")
+    return float(softcap)
+
+
+def _sink(sink: Tensor, heads: int, query: Tensor, who: str) -> Tensor:
+    if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
+        raise DtypeError(f"{who}: sink must be a floating tensor, one logit a head. Got {_kind(sink)}.")
+    _same_device(sink, query.device, "sink", who)
+    if tuple(sink.shape) not in ((heads,), (1,), ()):
+        raise ShapeError(f"{who}: sink must have one value a head: shape ({heads},). Got {tuple(sink.shape)}.")
+    return sink.expand(heads)
+
+
+def _dropout(dropout: float, who: str) -> float:
+    if not _number(dropout) or not 0 <= dropout < 1:
+        raise ArgumentError(f"{who}: dropout must be a probability, 0 ≤ p < 1. Got {dropout!r}.")
+    return float(dropout)
+
+
+def _same_device(x: Tensor, device: torch.device, name: str, who: str) -> None:
+    if x.device != device:
+        raise DeviceError(
+            f"{who}: {name} must be on the query's device. Got {name} on {x.device}, query on {device}; "
+            f"move it with .to(query.device)."
+        )
+
+
+def _number(x: object) -> bool:
+    return type(x) in (float, int) or (isinstance(x, Real | Integral) and not isinstance(x, bool))
+
+
+def _call_it(x: object, otherwise: str) -> str:
+    """The remedy for a function or a class that came in the place of what it makes."""
+    return f"call it: {getattr(x, '__name__', '…')}(…)" if callable(x) and not isinstance(x, Tensor) else otherwise
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(x: object) -> str:
+    return f"a {_name(x.dtype)} tensor" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _got(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"

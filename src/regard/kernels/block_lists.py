@@ -1,0 +1,351 @@
+"""Which blocks of keys a block of rows meets, and the other way round: row vectors, block lists, packed bits.
+
+A mask reaches a kernel as a `Layout` of one of three kinds. NONE: everything is seen. SPANS: row i sees the keys
+lo[i] ≤ j < hi[i], both ends never falling; blocks inside every row's span need no mask at all. BITS: any other mask, as
+a table of blocks of 128 × 128 pairs, each hidden or with a slot of bits; slot 0 is all ones. For the blocks of a kernel,
+which divide these, it gives lists of the full ones and of the partial ones.
+
+A kernel meets them in one order, whatever the kind: the full blocks, then the partial ones, or on Hopper the partial ones
+backwards and then the full ones. So a mask has one result, to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..compat.torch import captured
+
+__all__ = ["BITS", "NONE", "SIDE", "SPANS", "Layout", "Where", "Words", "block_states", "bounds_by_keys", "pad_to_even", "strides_of"]
+
+NONE, SPANS, BITS = 0, 1, 2
+EVEN = 16
+SIDE = 128  # rows and keys of a block in the lists; the blocks of a kernel divide it
+
+
+class Words(NamedTuple):
+    """Blocks of SIDE × SIDE pairs and their bits."""
+
+    table: Tensor  # int32 (items, heads, row blocks, key blocks): the slot of each block, −1 where hidden
+    bits: Tensor  # int32 (slots, SIDE, SIDE / 32): bit j of word w says of key 32·w + j
+
+
+class Where(NamedTuple):
+    """What a kernel gets of a layout; None where its kind has no such thing.
+
+    Strides are multiples of EVEN, and other numbers in tensors: a kernel is compiled for integers that are, or are not,
+    multiples of 16, and must not be for a mask.
+    """
+
+    lo: Tensor | None = None  # int32 (items, heads, n)
+    hi: Tensor | None = None
+    bounds: Tensor | None = (
+        None  # int32 (items, heads, blocks · 4): first, first full, behind the full, behind the last
+    )
+    full_start: Tensor | None = None  # int32 (items · heads · blocks + 1,): where the full blocks of each block begin …
+    full_entry: Tensor | None = None  # … and which they are
+    start: Tensor | None = None  # the same for the partial blocks …
+    entry: Tensor | None = None
+    slot: Tensor | None = None  # … with the slots of their bits: of each part of their rows that divides SIDE
+    bits: Tensor | None = None
+    table: Tensor | None = None  # int32 (items, heads, row blocks · key blocks) of SIDE: the slot of each, −1 where hidden
+    seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend the key
+    inner: Tensor | None = None  # int32 (1,): batch items that share one item of the mask
+    spotless: Tensor | None = None  # int32 (1,): whether every key may be attended by some row
+    item: int = 0  # strides of lo, hi in items and heads
+    head: int = 0
+    block_item: int = 0  # the same of blocks: of `bounds`, or of `start`
+    block_head: int = 0
+    table_item: int = 0
+    table_head: int = 0
+    seen_item: int = 0
+    seen_head: int = 0
+
+
+@dataclass(eq=False)
+class Layout:
+    """A mask over n rows and m keys as kernels read it."""
+
+    n: int
+    m: int
+    lo: Tensor | None = None  # int32 (items, heads, n)
+    hi: Tensor | None = None
+    words: Words | None = None
+    lead: tuple[int, int] = (1, 1)  # items and heads that it tells apart
+    inner: int = 1
+    _known: dict[tuple[int, int, bool, int], Where] = field(default_factory=dict)
+    _seen: Tensor | None = None
+    _stream: int | None = None  # where its last part was made …
+    _there: torch.cuda.Event | None = None  # … and when it is there
+
+    def __post_init__(self) -> None:
+        self.made()
+
+    @property
+    def kind(self) -> int:
+        return BITS if self.words is not None else SPANS if self.lo is not None else NONE
+
+    def by_rows(self, BM: int, BN: int, before: int = 0) -> Where:
+        """For kernels that hold BM rows and walk over key blocks of BN; the first block begins that many rows before the first."""
+        return self._remembered(BM, BN, False, before)
+
+    def by_keys(self, BM: int, BN: int) -> Where:
+        """For kernels that hold BN keys and walk over row blocks of BM."""
+        return self._remembered(BM, BN, True, 0)
+
+    def made(self) -> None:
+        """Note the stream that makes a part, so that others wait for it."""
+        stream = self._current()
+        if stream is not None:
+            self._stream, self._there = stream.cuda_stream, stream.record_event()
+
+    def awaited(self, *parts: Where | NamedTuple) -> None:
+        """Let the stream that is current now wait for another that made this, and keep parts as long as it reads them."""
+        stream = self._current()
+        if stream is None or self._there is None or stream.cuda_stream == self._stream:
+            return
+        stream.wait_event(self._there)
+        for x in (self.lo, self.hi, self._seen, *(self.words or ()), *(x for part in parts for x in part)):
+            if isinstance(x, Tensor):
+                x.record_stream(stream)
+
+    def _current(self) -> torch.cuda.Stream | None:
+        """The stream that work goes to now; none on a CPU, nor in a capture, which is begun when all else is done."""
+        tensor = self.lo if self.words is None else self.words.bits
+        return None if tensor is None or not tensor.is_cuda or captured() else torch.cuda.current_stream(tensor.device)
+
+    def _remembered(self, BM: int, BN: int, turned: bool, before: int) -> Where:
+        known = self._known.get((BM, BN, turned, before))
+        if known is not None:
+            self.awaited(known)
+            return known
+        self.awaited()
+        made = self._where(BM, BN, turned, before)
+        if not captured():  # what a captured graph makes is there only while the graph runs
+            self._known[BM, BN, turned, before] = made
+            self.made()
+        return made
+
+    def _where(self, BM: int, BN: int, turned: bool, before: int) -> Where:
+        items, heads = self.lead
+        if self.words is None and self.lo is None:
+            return Where()
+        seen = self._keys_seen()
+        if self.words is not None:
+            part = math.gcd(BM, SIDE)
+            states = block_states(self.words, self.n, self.m, part, BN, turned)  # (items, heads, row blocks, key blocks)
+            slots = self.words.table.repeat_interleave(SIDE // part, 2).repeat_interleave(SIDE // BN, 3)
+            slots = slots[:, :, : states.shape[2], : states.shape[3]]
+            states, slots = _joined(states, slots, BM // part, before // part)
+            if turned:
+                states, slots = states.mT, slots.transpose(2, 3)
+            spare = -states.shape[2] % EVEN
+            states, slots = pad(states, (0, 0, 0, spare)), pad(slots, (0, 0, 0, 0, 0, spare))
+            blocks = states.shape[2]
+            lists = (*_listed(states == 2), *_listed(states == 1), slots[states == 1].flatten())
+            strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
+            table = pad_to_even(self.words.table.flatten(2))
+            kept = (self.words.bits, table, seen, self._shared(seen), self._spotless(seen))
+            return Where(None, None, None, *lists, *kept, 0, 0, *strides, *strides_of(table), *strides_of(seen))
+        if self.lo is None or self.hi is None:
+            raise RuntimeError("spans have two ends")
+        ends = (self.lo, self.hi, self.n, self.m, BM, BN)
+        bounds = pad_to_even((_bounds_of_blocks(*ends) if turned else _bounds_by_rows(*ends, before)).flatten(2))
+        lo, hi = pad_to_even(self.lo), pad_to_even(self.hi)
+        (item, head), (block_item, block_head), (seen_item, seen_head) = map(strides_of, (lo, bounds, seen))
+        return Where(
+            lo,
+            hi,
+            bounds,
+            seen=seen,
+            inner=self._shared(seen),
+            spotless=self._spotless(seen),
+            item=item,
+            head=head,
+            block_item=block_item,
+            block_head=block_head,
+            seen_item=seen_item,
+            seen_head=seen_head,
+        )
+
+    def _shared(self, like: Tensor) -> Tensor:
+        return torch.full((1,), self.inner, dtype=torch.int32, device=like.device)
+
+    def _spotless(self, seen: Tensor) -> Tensor:
+        return seen[..., : self.m].all().to(torch.int32).view(1)
+
+    def _keys_seen(self) -> Tensor:
+        """Which keys some row may attend: int8 (items, heads, m)."""
+        if self._seen is None:
+            if self.words is not None:
+                made = _seen_by_bits(self.words, self.m)
+            elif self.lo is not None and self.hi is not None:
+                made = _seen_by_spans(self.lo, self.hi, self.m)
+            else:
+                raise RuntimeError("without a mask every key is seen")
+            made = pad_to_even(made.to(torch.int8))
+            if captured():
+                return made
+            self._seen = made
+        return self._seen
+
+
+def block_states(words: Words, n: int, m: int, BM: int, BN: int, turned: bool) -> Tensor:
+    """What is known of each block of BM rows and BN keys: 0 hidden, 1 partial, 2 full, (items, heads, row, key blocks).
+
+    Rows beyond the last do not count; nor do keys beyond the last where blocks of keys walk over rows.
+    """
+    slots, down, across = len(words.bits), SIDE // BM, SIDE // BN
+    parts = (
+        words.bits.view(slots, down, BM, across, BN // 32) if BN >= 32 else _halves(words.bits, down, BM, across, BN)
+    )
+    hidden = (parts == 0).all(4).all(2)  # (slots, down, across)
+    full = _full(words.bits, n % SIDE, m % SIDE if turned else 0, BM, BN)  # (4, slots, down, across)
+    items, heads, rows, keys = words.table.shape
+    last = torch.zeros(rows, keys, dtype=torch.int64, device=words.bits.device)  # which of the four a block takes
+    if n % SIDE:
+        last[-1] += 1
+    if turned and m % SIDE:
+        last[:, -1] += 2
+    slot = words.table.clamp(min=0).long()
+    state = torch.where(
+        hidden[slot], 0, torch.where(full[last, slot], 2, 1)
+    )  # (items, heads, rows, keys, down, across)
+    state = torch.where((words.table < 0)[..., None, None], 0, state)
+    state = state.transpose(3, 4).reshape(items, heads, rows * down, keys * across)
+    return state[:, :, : -(-n // BM), : -(-m // BN)]
+
+
+def _joined(states: Tensor, slots: Tensor, parts: int, before: int) -> tuple[Tensor, Tensor]:
+    """The states of blocks of `parts` blocks below each other, and the slot of each part: (items, heads, rows, keys, parts).
+
+    Parts before the first and beyond the last row do not count, and have no slot.
+    """
+    around = (0, 0, before, -(states.shape[2] + before) % parts)
+    full, hidden = (pad(states == known, around, value=True).unflatten(2, (-1, parts)).all(3) for known in (2, 0))
+    slots = pad(slots, around, value=-1).unflatten(2, (-1, parts)).transpose(3, 4)
+    return torch.where(full, 2, torch.where(hidden, 0, 1)), slots
+
+
+def _halves(bits: Tensor, down: int, BM: int, across: int, BN: int) -> Tensor:
+    """The bits of blocks narrower than a word: (slots, down, BM, across, 1)."""
+    shift = torch.arange(0, 32, BN, device=bits.device, dtype=torch.int32)
+    pieces = (bits[..., None] >> shift) & ((1 << BN) - 1)  # (slots, SIDE, SIDE / 32, 32 / BN)
+    return pieces.view(len(bits), down, BM, across, 1)
+
+
+def _full(bits: Tensor, rows: int, keys: int, BM: int, BN: int) -> Tensor:
+    """Which parts of each slot are full: as it is, in the last row of blocks, the last column, both: (4, slots, …)."""
+    down, across = SIDE // BM, SIDE // BN
+    beyond_rows = (torch.arange(SIDE, device=bits.device) >= (rows or SIDE))[:, None]  # (SIDE, 1)
+    j = torch.arange(SIDE, device=bits.device)
+    beyond = ((j >= (keys or SIDE)).view(SIDE // 32, 32).long() << torch.arange(32, device=bits.device)).sum(-1)
+    beyond_keys = beyond.to(torch.int32)  # (SIDE / 32,) a word with the bits of the keys beyond the last
+    found: list[Tensor] = []
+    for with_keys in (0, 1):
+        for with_rows in (0, 1):
+            if found and not (with_keys and keys) and not (with_rows and rows):
+                found.append(found[0])  # nothing is beyond
+                continue
+            words = bits | beyond_keys if with_keys else bits
+            words = torch.where(beyond_rows, -1, words) if with_rows else words
+            if BN >= 32:
+                whole = words.view(len(bits), down, BM, across, BN // 32) == -1
+            else:
+                whole = _halves(words, down, BM, across, BN) == (1 << BN) - 1
+            found.append(whole.all(4).all(2))
+    return torch.stack(found)
+
+
+def _seen_by_spans(lo: Tensor, hi: Tensor, m: int) -> Tensor:
+    """Which of m keys lie in some span: begun spans less ended ones."""
+    some = (hi > lo).to(torch.int32)
+    change = torch.zeros(*lo.shape[:2], m + 1, dtype=torch.int32, device=lo.device)
+    change.scatter_add_(2, lo.long(), some).scatter_add_(2, hi.long(), -some)
+    return change.cumsum(2)[..., :m] > 0
+
+
+def _seen_by_bits(words: Words, m: int) -> Tensor:
+    """Which of m keys have a bit in some block."""
+    shown = _either(words.bits, 1)  # (slots, SIDE / 32)
+    slots = words.table  # (items, heads, row blocks, key blocks)
+    total = _either(torch.where((slots >= 0)[..., None], shown[slots.clamp(min=0).long()], 0), 2)
+    shift = torch.arange(32, device=shown.device, dtype=torch.int32)
+    return ((total[..., None] >> shift) & 1).bool().flatten(2)[..., :m]
+
+
+def _either(x: Tensor, dim: int) -> Tensor:
+    """The bits that are set somewhere along a dimension, by halves."""
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        x = torch.cat((x.narrow(dim, 0, half) | x.narrow(dim, half, half), x.narrow(dim, 2 * half, size % 2)), dim)
+    return x.squeeze(dim)
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the entries of each block begin, and the other block of each entry."""
+    counts = chosen.sum(-1).flatten().cumsum(0)
+    start = torch.cat((counts.new_zeros(1), counts)).to(torch.int32)
+    return start, chosen.nonzero()[:, -1].to(torch.int32).contiguous()
+
+
+def pad_to_even(x: Tensor) -> Tensor:
+    """Lengthen the last dimension to a multiple of EVEN."""
+    return pad(x, (0, -x.shape[-1] % EVEN)).contiguous()
+
+
+def strides_of(x: Tensor) -> tuple[int, int]:
+    """Of items and heads (items, heads, …), 0 where there is one."""
+    return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0
+
+
+def _bounds_by_rows(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int, before: int) -> Tensor:
+    """For each block of BM rows, in blocks of BN keys: the first it meets, the full ones, one behind the last."""
+    begin = torch.arange(-before, n, BM, device=lo.device)  # (blocks,)
+    top, last = begin.clamp(min=0), (begin + (BM - 1)).clamp_(max=n - 1)
+    first_lo, first_hi, last_lo, last_hi = lo[..., top], hi[..., top], lo[..., last], hi[..., last]
+    some = last_hi > first_lo
+    first = torch.where(some, first_lo // BN, 0)
+    behind = torch.where(some, (last_hi + BN - 1) // BN, 0)
+    return _four(first, (last_lo + BN - 1) // BN, first_hi // BN, behind)
+
+
+def _bounds_of_blocks(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int) -> Tensor:
+    """For each block of BN keys, in blocks of BM rows."""
+    left = torch.arange(0, m, BN, device=lo.device)
+    return bounds_by_keys(lo, hi, n, left, (left + BN).clamp_(max=m), BM)
+
+
+def bounds_by_keys(lo: Tensor, hi: Tensor, n: int, left: Tensor, right: Tensor, BM: int) -> Tensor:
+    """For the keys from `left` to `right`, in blocks of BM rows: the first they meet, the full ones, one behind the last.
+
+    Both ends of the spans never fall, so rows are found by search.
+    """
+    shape = (*lo.shape[:2], len(left))
+    left, right = (x.to(torch.int32).expand(shape).contiguous() for x in (left, right))
+    lo, hi = lo.contiguous(), hi.contiguous()
+    first = torch.searchsorted(hi, left, right=True)  # the first row with hi > left
+    behind = torch.searchsorted(lo, right)  # one behind the last row with lo < right
+    full = torch.searchsorted(hi, right)  # the first row with hi ≥ right
+    until = torch.searchsorted(lo, left, right=True)  # one behind the last row with lo ≤ left
+    some = (behind > first) & (right > left)
+    whole = torch.where(until == n, (n + BM - 1) // BM, until // BM)  # the rows that a last block lacks see all
+    return _four(
+        torch.where(some, first // BM, 0),
+        (full + BM - 1) // BM,
+        whole,
+        torch.where(some, (behind + BM - 1) // BM, 0),
+    )
+
+
+def _four(first: Tensor, full: Tensor, until: Tensor, behind: Tensor) -> Tensor:
+    """Put the full blocks inside of those that are met; without any, both their ends are at the first."""
+    full, until = torch.maximum(full, first), torch.minimum(until, behind)
+    none = until <= full
+    full, until = torch.where(none, first, full), torch.where(none, first, until)
+    return torch.stack((first, full, until, behind), -1).to(torch.int32).contiguous()

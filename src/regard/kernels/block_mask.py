@@ -1,0 +1,137 @@
+"""From a mask to what kernels read of it: spans where they say all, else lists of blocks with packed bits.
+
+Nothing is compiled for a mask, and a layout is made once: a mask that holds no tensors is remembered by its value, one
+that does by itself, as long as its tensors stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..compat.torch import captured
+from ..masks import Mask
+from ..masks.base import FULL, HIDDEN, PARTIAL, And
+from ..masks.blocks import Blocks
+from ..masks.causal import Causal
+from ..masks.documents import Packed
+from ..masks.everything import Everything
+from ..masks.padding import Padding
+from ..masks.prefix import Prefix
+from ..masks.window import Window
+from .block_lists import SIDE, Layout, Words
+
+__all__ = ["layout", "listed", "traceable", "traced_spans"]
+
+_AT_ONCE = 2048  # partial blocks whose bits are looked at together
+_KEPT = 64  # layouts of masks that hold no tensors
+_OF_VALUE: dict[tuple[Mask, int, int, torch.device], Layout] = {}
+_GATHER = 0x0102040810204080  # times eight bytes that are 0 or 1: their bits, in order, in the highest byte
+_APART = 64  # items and heads for which lists of their own are made; more share one
+
+
+def layout(mask: Mask | None, n: int, m: int, device: torch.device, inner: int = 1) -> Layout:
+    """The layout of a mask on a device; `inner` batch items in a row share one item of the mask."""
+    if mask is None or isinstance(mask, Everything):
+        return Layout(n, m)
+    if captured() and traceable(mask) and not (mask.constant and (mask, n, m, device) in _OF_VALUE):
+        return _made(mask, n, m, device, inner)  # by the graph itself, so that it follows the mask's tensors
+    if mask.constant:
+        return _of_value(mask, n, m, device)
+    made: Layout = mask.remembered(("layout", n, m, device, inner), lambda: _made(mask, n, m, device, inner))
+    return made
+
+
+def _of_value(mask: Mask, n: int, m: int, device: torch.device) -> Layout:
+    key = (mask, n, m, device)
+    found = _OF_VALUE.pop(key, None) or _made(mask, n, m, device, 1)
+    _OF_VALUE[key] = found  # the last that was asked for stays longest
+    if len(_OF_VALUE) > _KEPT:
+        _OF_VALUE.pop(next(iter(_OF_VALUE)))
+    return found
+
+
+@torch.no_grad()
+def _made(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> Layout:
+    i = torch.arange(n, device=device)
+    lo, hi, exact = mask.span(i, n, m)
+    if exact and (mask.monotone or bool((_rises(lo) & _rises(hi)).all())):
+        return Layout(n, m, *_row_vectors(lo, hi, n), lead=_lead(lo), inner=inner)
+    mask = mask.shared(device)
+    return Layout(n, m, words=_words(mask, n, m, device), lead=mask.lead, inner=inner)
+
+
+def traceable(mask: Mask) -> bool:
+    """Whether a mask is an interval by its kind, whatever its parameters: a compiler cannot look at these."""
+    if isinstance(mask, And):
+        return traceable(mask.left) and traceable(mask.right)
+    return isinstance(mask, Everything | Causal | Window | Padding | Prefix | Blocks | Packed)
+
+
+def traced_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The row vectors (items, heads, n) of such a mask, by operations that a compiler can trace."""
+    if mask is None or isinstance(mask, Everything):
+        return None, None
+    lo, hi, _ = mask.span(torch.arange(n, device=device), n, m)
+    return _row_vectors(lo, hi, n)
+
+
+def listed(mask: Mask, n: int, m: int) -> int:
+    """How many bytes of bits a mask may need at most, if it is no interval."""
+    items, heads = mask.lead
+    return items * heads * -(-n // SIDE) * -(-m // SIDE) * SIDE * SIDE // 8
+
+
+def _rises(x: Tensor) -> Tensor:
+    return x[..., 1:] >= x[..., :-1]
+
+
+def _lead(x: Tensor) -> tuple[int, int]:
+    return (x.shape[0], x.shape[1]) if x.dim() == 3 else (1, 1)
+
+
+def _row_vectors(lo: Tensor, hi: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    shape = (*_lead(lo), n)
+    return lo.expand(shape).to(torch.int32).contiguous(), hi.expand(shape).to(torch.int32).contiguous()
+
+
+def _words(mask: Mask, n: int, m: int, device: torch.device) -> Words:
+    """Lists of the blocks that are not hidden, and the bits of those that are not full."""
+    items, heads = mask.lead
+    rows, keys = (torch.tensor([*range(0, size, SIDE), size]) for size in (n, m))
+    parts = list(_restricted(mask)) if items * heads <= _APART else None
+    if parts is None:
+        cover = mask.cover(rows, keys, n, m).expand(items, heads, -1, -1).clone()
+        cover[cover == FULL] = PARTIAL
+        parts = list(_restricted(mask))
+    else:
+        cover = torch.stack([part.cover(rows, keys, n, m) for part in parts]).unflatten(0, (items, heads))
+    if m % SIDE:
+        last = cover[..., -1]
+        last[last == FULL] = PARTIAL  # the keys beyond the last one are hidden
+    seen = cover != HIDDEN
+    partly = cover == PARTIAL
+    slots = torch.where(partly, partly.flatten().cumsum(0).view_as(cover), torch.where(seen, 0, -1))
+    bits = [torch.full((1, SIDE, SIDE // 32), -1, dtype=torch.int32, device=device)]
+    for part, blocks in zip(parts, partly.flatten(0, 1), strict=True):
+        bits += _bits(part, blocks.nonzero().to(device), n, m)
+    return Words(slots.to(device=device, dtype=torch.int32), torch.cat(bits))
+
+
+def _restricted(mask: Mask) -> Iterator[Mask]:
+    items, heads = mask.lead
+    for b in range(items):
+        for h in range(heads):
+            yield mask if (items, heads) == (1, 1) else mask.restrict(slice(b, b + 1), slice(h, h + 1))
+
+
+def _bits(mask: Mask, blocks: Tensor, n: int, m: int) -> Iterator[Tensor]:
+    """The bits of some blocks (P, 2) of an item and head, int32 (P, SIDE, SIDE / 32)."""
+    here = torch.arange(SIDE, device=blocks.device)
+    for some in blocks.split(_AT_ONCE):
+        i, j = some[:, :1] * SIDE + here, some[:, 1:] * SIDE + here  # (P, SIDE)
+        allowed = mask.allows(i.clamp(max=n - 1)[:, :, None], j.clamp(max=m - 1)[:, None, :], n, m)
+        allowed = allowed.reshape(len(some), SIDE, SIDE) & (i < n)[:, :, None] & (j < m)[:, None, :]
+        yield ((allowed.view(torch.int64) * _GATHER) >> 56).to(torch.uint8).view(torch.int32)
