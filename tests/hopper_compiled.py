@@ -19,10 +19,10 @@ from regard.compat.triton import INTERPRETED  # noqa: E402
 from regard.kernels.arguments import (  # noqa: E402
     RELATIVE,
     TENSOR,
-    Added,
-    Work,
+    BiasArgs,
+    KernelArgs,
 )
-from regard.kernels.block_lists import Layout, Words  # noqa: E402
+from regard.kernels.block_lists import BlockMask, MaskBits  # noqa: E402
 from uncompiled import noted  # noqa: E402
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
@@ -77,26 +77,26 @@ def asked_for(request: pytest.FixtureRequest) -> None:
         pytest.skip("run by -m slow")
 
 
-def masked(kind: str) -> Layout:
+def masked(kind: str) -> BlockMask:
     if kind == "spans":
         ends = torch.arange(1, N + 1, dtype=torch.int32).expand(1, 1, N).contiguous()
-        return Layout(N, N, torch.zeros_like(ends), ends)
+        return BlockMask(N, N, torch.zeros_like(ends), ends)
     if kind == "bits":
         blocks = -(-N // 128)
         table = torch.zeros(1, 1, blocks, blocks, dtype=torch.int32)
-        return Layout(N, N, words=Words(table, torch.full((1, 128, 4), -1, dtype=torch.int32)))
-    return Layout(N, N)
+        return BlockMask(N, N, mask_bits=MaskBits(table, torch.full((1, 128, 4), -1, dtype=torch.int32)))
+    return BlockMask(N, N)
 
 
-def work(dim: int = 64, mask: str = "none", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Work:
+def work(dim: int = 64, mask: str = "none", dtype: torch.dtype = torch.bfloat16, **more: Any) -> KernelArgs:
     q, k, v = (torch.zeros(2, heads, N, dim, dtype=dtype) for heads in (4, 2, 2))
-    return Work(q, k, v, masked(mask), scale=0.1, **more)
+    return KernelArgs(q, k, v, masked(mask), scale=0.1, **more)
 
 
 def biased(kind: int) -> dict[str, Any]:
     if kind == TENSOR:
-        return {"kind": kind, "bias": Added(torch.zeros(4, N, N), 0, N * N, N, 1)}
-    return {"kind": kind, "bias": Added(torch.zeros(4, 65), 0, 65 if kind == RELATIVE else 1, 0, 0, 0, 32)}
+        return {"kind": kind, "bias": BiasArgs(torch.zeros(4, N, N), 0, N * N, N, 1)}
+    return {"kind": kind, "bias": BiasArgs(torch.zeros(4, 65), 0, 65 if kind == RELATIVE else 1, 0, 0, 0, 32)}
 
 
 def told(kernel: Any, tool: str, *options: str) -> str:

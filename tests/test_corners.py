@@ -8,8 +8,8 @@ import torch
 import regard
 from regard import biases, scores
 from regard.backends import Chunked
-from regard.core.spec import Rule
-from regard.core.tiling import Cut, strips
+from regard.core.spec import Spec
+from regard.core.tiling import TileSizes, strips
 from regard.lab.online import peak_bytes
 
 GAPS = {
@@ -24,7 +24,7 @@ GAPS = {
 def test_hidden_blocks_between_visible_ones_are_in_no_run_and_stay_hidden(name):
     mask, n, m = GAPS[name](), 512, 640
     allowed = mask.dense(n, m)
-    for strip in strips(Rule(n, m, mask), (1, 1, 1), Cut()):
+    for strip in strips(Spec(n, m, mask), (1, 1, 1), TileSizes()):
         seen = torch.zeros(m, dtype=torch.bool)
         for run in strip.runs:
             part = allowed[strip.rows, run.start : run.stop]
@@ -97,7 +97,7 @@ def test_vmap_over_a_bias_that_hides_differently_each_time_equals_a_loop():
 
 def test_a_strip_of_whole_rows_and_a_tile_of_a_costly_score_stay_within_the_budget():
     for n, m, groups, cost in ((4096, 20000, 1, 1), (4096, 20000, 4, 1), (512, 3000, 2, 64)):
-        rule, cut = Rule(n, m, cost=cost), Cut()
+        rule, cut = Spec(n, m, cost=cost), TileSizes()
         for strip in strips(rule, (2, 3, groups), cut, whole=True):
             tile = strip.hull(m)
             rows = tile.rows.stop - tile.rows.start

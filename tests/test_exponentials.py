@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.chunked.tile_ops import _hide, exponentials
+from regard.chunked.tile_ops import _hide, exp_below_max
 
-BARE: Any = SimpleNamespace(bias=None, rule=SimpleNamespace(bias=None))
+BARE: Any = SimpleNamespace(bias=None, spec=SimpleNamespace(bias=None))
 FULL, PARTIAL = (SimpleNamespace(full=full) for full in (True, False))
 
 
 def taken(X: Tensor, run: Any) -> Tensor:
-    return exponentials(BARE, X, run, out=torch.empty_like(X))
+    return exp_below_max(BARE, X, run, out=torch.empty_like(X))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -34,7 +34,7 @@ def test_they_are_torchs_and_0_where_these_are_hardly_numbers(dtype: torch.dtype
 
 def test_in_its_own_place_and_for_what_is_no_number() -> None:
     X = torch.tensor([0.0, -1e4, -torch.inf, torch.nan, torch.inf])
-    found = exponentials(BARE, X, PARTIAL, out=X)
+    found = exp_below_max(BARE, X, PARTIAL, out=X)
     assert found.data_ptr() == X.data_ptr()
     assert torch.equal(found[[0, 1, 2, 4]], torch.tensor([1.0, 0.0, 0.0, torch.inf]))
     assert found[3].isnan()
@@ -48,7 +48,7 @@ def test_hidden_pairs_take_about_as_long_as_visible_ones() -> None:
     for _ in range(20):
         for at, (X, run) in enumerate(((visible, FULL), (hidden, PARTIAL))):
             start = time.perf_counter()
-            exponentials(BARE, X, run, out=out)
+            exp_below_max(BARE, X, run, out=out)
             best[at] = min(best[at], time.perf_counter() - start)
     assert best[1] < 15 * best[0]
 

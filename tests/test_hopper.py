@@ -14,10 +14,11 @@ import regard
 from hopper_compiled import RECENT, SHARED, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
 from regard.compat.triton import INTERPRETED
-from regard.kernels.arguments import ALIBI, PLAIN, TENSOR, Dropped, Found, Work
-from regard.kernels.block_lists import SPANS, Layout
-from regard.kernels.block_mask import _words
-from regard.kernels.block_mask import layout as layout_of
+from regard.core.rows import Rows
+from regard.kernels.arguments import ALIBI, PLAIN, TENSOR, DropoutArgs, KernelArgs
+from regard.kernels.block_lists import SPANS, BlockMask
+from regard.kernels.block_mask import _mask_bits
+from regard.kernels.block_mask import block_mask as block_mask_of
 from regard.kernels.hopper import configs, forward_launch
 from sass import inner_loops
 
@@ -37,11 +38,11 @@ SPILLED = {
 hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
 
 
-def compiled(w: Work, tile: Any = None, entropy: bool = True) -> Any:
+def compiled(w: KernelArgs, tile: Any = None, entropy: bool = True) -> Any:
     """The kernel for a work."""
     tile = tile or forward_launch.tile_for(w)
     rows = [torch.empty(w.rows) for _ in range(4)]
-    found = Found(w.value.new_empty(*w.rows, w.value.shape[3]), *rows)
+    found = Rows(w.value.new_empty(*w.rows, w.value.shape[3]), *rows)
     args, options = forward_launch.forward_arguments(w, found, entropy, tile)
     return forward_launch.forward.warmup(*args, grid=(1,), **options)
 
@@ -71,7 +72,7 @@ def test_a_forward_compiles_for_hopper_and_spills_no_more_than_is_pinned(kind: s
 @compiles
 @pytest.mark.slow
 def test_all_else_compiles_for_hopper_together(hopper: None) -> None:
-    keys = Dropped(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
+    keys = DropoutArgs(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
     fits(compiled(work(64, "spans", softcap=9.0, sink=torch.zeros(4), scales=torch.ones(4), drop=keys)))
 
 
@@ -82,9 +83,9 @@ def test_a_tile_with_too_few_registers_is_found_by_its_spills(hopper: None) -> N
         fits(compiled(work(128), configs.Tile(2, 128, 2, 152)))
 
 
-def met(layout: Layout, block: int, BM: int, BN: int) -> tuple[list[int], list[int]]:
+def met(block_mask: BlockMask, block: int, BM: int, BN: int) -> tuple[list[int], list[int]]:
     """The full and the partial blocks of keys that a block of rows meets, in their order."""
-    where = layout.by_rows(BM, BN)
+    where = block_mask.by_rows(BM, BN)
     if where.bounds is not None:
         first, full, until, behind = where.bounds[0, 0, 4 * block : 4 * block + 4].tolist()
         return list(range(full, until)), [*range(first, full), *range(until, behind)]
@@ -96,8 +97,8 @@ def met(layout: Layout, block: int, BM: int, BN: int) -> tuple[list[int], list[i
     )
 
 
-def as_bits(mask: Any, n: int, m: int) -> Layout:
-    return Layout(n, m, words=_words(mask, n, m, torch.device("cpu")))
+def as_bits(mask: Any, n: int, m: int) -> BlockMask:
+    return BlockMask(n, m, mask_bits=_mask_bits(mask, n, m, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("shape", [(333, 333), (500, 200), (131, 400)])
@@ -107,15 +108,15 @@ def test_bits_of_more_rows_than_a_block_have_a_slot_for_each_part(
     BM: int, part: int, mask: Any, shape: tuple[int, int]
 ) -> None:
     n, m = shape
-    layout, dense, BN = as_bits(mask, n, m), mask.dense(n, m), 128
-    where = layout.by_rows(BM, BN)
+    block_mask, dense, BN = as_bits(mask, n, m), mask.dense(n, m), 128
+    where = block_mask.by_rows(BM, BN)
     assert where.slot is not None
     assert where.start is not None
     assert where.bits is not None
     bits = ((where.bits[..., None] >> torch.arange(32)) & 1).bool().flatten(2)  # (slots, rows, keys)
     seen = torch.zeros(n + BM, m + BN, dtype=torch.bool)
     for block in range(-(-n // BM)):
-        full, partial = met(layout, block, BM, BN)
+        full, partial = met(block_mask, block, BM, BN)
         for key in full:
             seen[block * BM : (block + 1) * BM, key * BN : (key + 1) * BN] = True
         slots = where.slot.view(-1, BM // part)[int(where.start[block]) :].tolist()
@@ -133,7 +134,7 @@ def test_bits_of_more_rows_than_a_block_have_a_slot_for_each_part(
 @pytest.mark.parametrize("mask", [regard.causal(), regard.window(150, 40)], ids=str)
 def test_a_mask_has_the_same_full_and_partial_blocks_as_spans_and_as_bits(mask: Any, shape: tuple[int, int]) -> None:
     n, m = shape
-    spans, bits = layout_of(mask, n, m, torch.device("cpu")), as_bits(mask, n, m)
+    spans, bits = block_mask_of(mask, n, m, torch.device("cpu")), as_bits(mask, n, m)
     assert spans.kind == SPANS
     for block in range(-(-n // 192)):
         assert met(spans, block, 192, 128) == met(bits, block, 192, 128)
@@ -141,14 +142,14 @@ def test_a_mask_has_the_same_full_and_partial_blocks_as_spans_and_as_bits(mask: 
 
 def test_blocks_of_bits_have_no_more_keys_than_a_word_list() -> None:
     w = work(64, "bits")
-    found = Found(w.value.new_empty(*w.rows, 64), *(torch.empty(w.rows) for _ in range(4)))
+    found = Rows(w.value.new_empty(*w.rows, 64), *(torch.empty(w.rows) for _ in range(4)))
     with pytest.raises(ValueError, match="128 keys"):
         forward_launch.forward_arguments(w, found, False, configs.Tile(2, 256, 2, 240))
 
 
-def argument(name: str, w: Work) -> Any:
+def argument(name: str, w: KernelArgs) -> Any:
     """What the forward is called with under a name."""
-    found = Found(w.value.new_empty(*w.rows, w.value.shape[3]), *(torch.empty(w.rows) for _ in range(4)))
+    found = Rows(w.value.new_empty(*w.rows, w.value.shape[3]), *(torch.empty(w.rows) for _ in range(4)))
     return forward_launch.forward_arguments(w, found, False, forward_launch.tile_for(w))[0][
         forward_launch.forward.arg_names.index(name)
     ]
@@ -235,7 +236,7 @@ def test_a_stride_that_says_nothing_is_no_reason_to_refuse() -> None:
 def test_heads_are_worked_on_together_as_far_as_the_cache_holds_their_keys() -> None:
     assert forward_launch.room(work(64)) == 2 * 4
     q, k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 65536, 64, dtype=torch.bfloat16)
-    assert forward_launch.room(Work(q, k, k, Layout(1, 65536))) == 2 * 4
+    assert forward_launch.room(KernelArgs(q, k, k, BlockMask(1, 65536))) == 2 * 4
 
 
 def test_plain_and_laden_works_have_tiles_of_their_own() -> None:

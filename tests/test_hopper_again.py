@@ -13,8 +13,8 @@ import regard
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
-from regard.kernels.arguments import Dropped, Work
-from regard.kernels.block_mask import layout
+from regard.kernels.arguments import DropoutArgs, KernelArgs
+from regard.kernels.block_mask import block_mask
 from regard.kernels.hopper import configs, forward_launch, launch_cache
 
 CPU = torch.device("cpu")
@@ -46,10 +46,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
     STARTS.clear()
 
 
-def work(d: int = 64, mask: regard.Mask | None = None, heads: int = 4, n: int = 300, **more: Any) -> Work:
-    made = layout(mask, n, n, CPU)
+def work(d: int = 64, mask: regard.Mask | None = None, heads: int = 4, n: int = 300, **more: Any) -> KernelArgs:
+    made = block_mask(mask, n, n, CPU)
     x = (torch.randn(2, h, n, d, dtype=torch.bfloat16) for h in (heads, 2, 2))
-    return replace(Work(*x, made, 0.125), **more)
+    return replace(KernelArgs(*x, made, 0.125), **more)
 
 
 def comparable(x: Any) -> Any:
@@ -77,7 +77,7 @@ def test_a_call_like_one_before_has_the_arguments_of_a_first_one(d: int, mask: A
     given = STARTS[1][1]
     assert all(given[at].base is x for at, x in zip((0, 2, 4), (w.query, w.key, w.value), strict=True))
     assert given[6] is None or given[6].base is found.output
-    outputs = (found.output, found.lse, found.max_logit, found.spread, found.entropy)
+    outputs = (found.output, found.lse, found.max_logit, found.log_row_sum, found.entropy)
     assert all(x is y for x, y in zip(given[8:13], outputs, strict=True))
 
 
@@ -90,7 +90,7 @@ def test_no_tensor_of_a_call_is_kept() -> None:
 
 def test_a_call_is_forgotten_with_its_mask() -> None:
     mask = regard.padding(torch.tensor([5, 200]))
-    forward_launch.attend(replace(work(), layout=layout(mask, 300, 300, CPU)), True)
+    forward_launch.attend(replace(work(), block_mask=block_mask(mask, 300, 300, CPU)), True)
     assert len(launch_cache._CALLS) == 1
     del mask
     gc.collect()
@@ -128,7 +128,7 @@ def test_other_strides_are_a_first_call() -> None:
     [
         {"sink": torch.zeros(4)},
         {"scales": torch.ones(4)},
-        {"drop": Dropped(torch.zeros(2, 4, 300, dtype=torch.int64), 5, 1.1)},
+        {"drop": DropoutArgs(torch.zeros(2, 4, 300, dtype=torch.int64), 5, 1.1)},
     ],
     ids=["sink", "scales", "dropout"],
 )
@@ -145,7 +145,7 @@ def test_a_changed_mask_is_a_first_call() -> None:
         if change:
             lengths[0] = 7
         w = work()
-        w = replace(w, layout=layout(mask, 300, 300, CPU))
+        w = replace(w, block_mask=block_mask(mask, 300, 300, CPU))
         forward_launch.attend(w, True)
     assert [how for (how, _), _ in STARTS] == ["first", "again", "first"]
 

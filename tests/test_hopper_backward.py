@@ -16,8 +16,8 @@ import regard
 from hopper_compiled import RECENT, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
 from regard.kernels import launch
-from regard.kernels.arguments import ALIBI, RELATIVE, TENSOR, Added, Dropped, Slopes, Work
-from regard.kernels.block_lists import Layout
+from regard.kernels.arguments import ALIBI, RELATIVE, TENSOR, BackwardRows, BiasArgs, DropoutArgs, KernelArgs
+from regard.kernels.block_lists import BlockMask
 from regard.kernels.hopper import backward_launch as chip
 from sass import inner_loops, lost_operands
 
@@ -48,15 +48,15 @@ WAITS = 2 * 5  # of each group four for a block of rows, and one behind the last
 WIDE_WAITS = 2 * 6  # four, and two behind the last, for the parts of dQ
 
 
-def slopes_of(w: Work, entropy: bool = False, dO: Tensor | None = None) -> Slopes:
+def slopes_of(w: KernelArgs, entropy: bool = False, dO: Tensor | None = None) -> BackwardRows:
     """What a backward pass of a work is given."""
     dO = w.value.new_zeros(*w.rows, w.value.shape[3]) if dO is None else dO
-    level, spread, delta = (torch.zeros(w.rows) for _ in range(3))
+    level, log_row_sum, delta = (torch.zeros(w.rows) for _ in range(3))
     g, mean = (torch.zeros(w.rows), torch.zeros(w.rows)) if entropy else (None, None)
-    return Slopes(dO, level, spread, delta, g, mean)
+    return BackwardRows(dO, level, log_row_sum, delta, g, mean)
 
 
-def made_for(w: Work, entropy: bool = False, blocks: chip.Blocks | None = None) -> Any:
+def made_for(w: KernelArgs, entropy: bool = False, blocks: chip.Blocks | None = None) -> Any:
     """The kernel for a work."""
     blocks = blocks or chip.blocks_for(w)
     seen = torch.ones(*w.rows[:2], w.m, dtype=torch.int8) if w.kind in (TENSOR, RELATIVE) else None
@@ -167,7 +167,7 @@ def test_products_that_have_too_few_registers_are_found_by_their_waits(hopper: N
         waits_as_written(made_for(work(128), blocks=chip.Blocks(registers=152)), 128)
 
 
-DROPPED = Dropped(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
+DROPPED = DropoutArgs(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
 MORE = {"softcap": 9.0, "scales": torch.ones(4)}
 
 
@@ -185,7 +185,7 @@ MORE = {"softcap": 9.0, "scales": torch.ones(4)}
     ],
     ids=["dropout at 64", "dropout at 128", "dropout at 256", "all at 64", "all at 128", "all at 256"],
 )
-def test_all_else_compiles_for_hopper_together(w: Work, stack: tuple[int, int], hopper: None) -> None:
+def test_all_else_compiles_for_hopper_together(w: KernelArgs, stack: tuple[int, int], hopper: None) -> None:
     kernel = made_for(w, entropy=w.softcap is not None)
     fits(kernel, stack[RECENT])
     waits_as_written(kernel, w.query.shape[3])
@@ -211,18 +211,18 @@ def test_as_many_heads_are_worked_on_together_as_fill_the_chip() -> None:
     for m in (1, 300, 5000, 40000):
         q, k = torch.zeros(4, 8, 1, 8), torch.zeros(4, 4, m, 8)
         for blocks in (chip.Blocks(), chip.Blocks(wide=True)):
-            section = chip._section(Work(q, k, k, Layout(1, m)), blocks)
+            section = chip._section(KernelArgs(q, k, k, BlockMask(1, m)), blocks)
             programs = section * -(-m // blocks.BN)
             assert section == 16 or 132 <= programs < 132 + -(-m // blocks.BN)
 
 
-def reasons(w: Work, dO: Tensor | None = None) -> list[str]:
+def reasons(w: KernelArgs, dO: Tensor | None = None) -> list[str]:
     return [r for r in chip.refuses(w, slopes_of(w, dO=dO)) if not re.search("capability|interpreter", r)]
 
 
 HALF = torch.zeros(2, 4, N, 72, dtype=torch.bfloat16)
-DOUBLE = {"kind": TENSOR, "bias": Added(torch.zeros(4, N, N, dtype=torch.float64), 0, N * N, N, 1)}
-FAR = {"kind": TENSOR, "bias": Added(torch.zeros(1), 0, 0, 2**31 // (N - 1) + 1, 1)}
+DOUBLE = {"kind": TENSOR, "bias": BiasArgs(torch.zeros(4, N, N, dtype=torch.float64), 0, N * N, N, 1)}
+FAR = {"kind": TENSOR, "bias": BiasArgs(torch.zeros(1), 0, 0, 2**31 // (N - 1) + 1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ FAR = {"kind": TENSOR, "bias": Added(torch.zeros(1), 0, 0, 2**31 // (N - 1) + 1,
         (work(64), torch.zeros(2, 4, N, 64, dtype=torch.float16), "the output's gradient: torch.float16"),
     ],
 )
-def test_a_refusal_says_why(w: Work, dO: Tensor | None, reason: str) -> None:
+def test_a_refusal_says_why(w: KernelArgs, dO: Tensor | None, reason: str) -> None:
     (only,) = reasons(w, dO)
     assert reason in only
 
@@ -245,9 +245,9 @@ def test_a_refusal_says_why(w: Work, dO: Tensor | None, reason: str) -> None:
 def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
     def long(n: int, m: int = 1, dim: int = 64) -> list[str]:
         q, k = (torch.zeros(1, heads, 1, dim, dtype=torch.bfloat16) for heads in (2, 1))
-        w = Work(q.expand(1, 2, n, dim), k.expand(1, 1, m, dim), k.expand(1, 1, m, dim), Layout(n, m))
+        w = KernelArgs(q.expand(1, 2, n, dim), k.expand(1, 1, m, dim), k.expand(1, 1, m, dim), BlockMask(n, m))
         rows = torch.zeros(1, 1, 1)
-        return [r for r in chip.refuses(w, Slopes(w.query, rows, rows, rows, None, None)) if "31 bits" in r]
+        return [r for r in chip.refuses(w, BackwardRows(w.query, rows, rows, rows, None, None)) if "31 bits" in r]
 
     assert long(2**29 - 127)
     assert not long(2**29 - 128)
@@ -268,7 +268,7 @@ def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
         work(64, **biased(RELATIVE)),
     ],
 )
-def test_all_else_is_taken(w: Work) -> None:
+def test_all_else_is_taken(w: KernelArgs) -> None:
     assert reasons(w) == []
     assert reasons(w, torch.zeros(2, N, 4, w.value.shape[3], dtype=torch.bfloat16).transpose(1, 2)) == []
 

@@ -12,9 +12,9 @@ import torch
 import hopper_compiled
 import regard
 from hopper_compiled import N, biased, compiles, fits, machine_code, work
-from regard.kernels.arguments import TENSOR, Work
-from regard.kernels.block_lists import Layout
-from regard.kernels.block_mask import layout
+from regard.kernels.arguments import TENSOR, KernelArgs
+from regard.kernels.block_lists import BlockMask
+from regard.kernels.block_mask import block_mask
 from regard.kernels.hopper import statistics_launch
 
 SHARED, REGISTERS = hopper_compiled.SHARED // 2 - 1024, 128  # two programs share a multiprocessor
@@ -38,11 +38,11 @@ SPILLED = {
 hopper, asked_for = hopper_compiled.hopper, hopper_compiled.asked_for
 
 
-def looked_at(dim: int, kind: str, **more: Any) -> Work:
+def looked_at(dim: int, kind: str, **more: Any) -> KernelArgs:
     return work(dim, **biased(TENSOR), **more) if kind == "bias" else work(dim, kind, **more)
 
 
-def compiled(which: str, w: Work, how: statistics_launch.Look | None = None) -> Any:
+def compiled(which: str, w: KernelArgs, how: statistics_launch.Look | None = None) -> Any:
     """A kernel for a work."""
     how = how or statistics_launch.look_for(w)
     rows = [torch.empty(w.rows) for _ in range(2)]
@@ -90,7 +90,7 @@ def edge(x: int, cells: int, length: int) -> int:
     return -(-x * length // cells)
 
 
-def columns(w: Work, grid: statistics_launch.Grid, how: statistics_launch.Look) -> list[range]:
+def columns(w: KernelArgs, grid: statistics_launch.Grid, how: statistics_launch.Look) -> list[range]:
     """The keys of each column of programs."""
     found = []
     for column in range(grid.columns):
@@ -105,7 +105,7 @@ def columns(w: Work, grid: statistics_launch.Grid, how: statistics_launch.Look) 
 def test_every_key_of_a_map_belongs_to_one_program(n: int, m: int, height: int, width: int) -> None:
     height, width = min(height, n), min(width, m)
     q, k = torch.zeros(1, 2, n, 64), torch.zeros(1, 2, m, 64)
-    w, how = Work(q, k, k, Layout(n, m)), statistics_launch.Look(128, 2)
+    w, how = KernelArgs(q, k, k, BlockMask(n, m)), statistics_launch.Look(128, 2)
     grid = statistics_launch.grid_for(w, height, width, how)
     keys = [j for part in columns(w, grid, how) for j in part]
     assert sorted(keys) == list(range(m))
@@ -123,7 +123,7 @@ def test_the_rows_that_a_column_of_programs_walks_are_all_that_see_it(
     mask: regard.Mask, n: int, m: int, width: int
 ) -> None:
     q, k = torch.zeros(1, 1, n, 64), torch.zeros(1, 1, m, 64)
-    w, how = Work(q, k, k, layout(mask, n, m, torch.device("cpu"))), statistics_launch.Look(128, 2)
+    w, how = KernelArgs(q, k, k, block_mask(mask, n, m, torch.device("cpu"))), statistics_launch.Look(128, 2)
     grid = statistics_launch.grid_for(w, 1, width, how)
     seen = mask.dense(n, m)
     for part, (first, full, until, behind) in zip(
@@ -138,15 +138,15 @@ def test_the_rows_that_a_column_of_programs_walks_are_all_that_see_it(
 def test_rows_are_cut_only_where_programs_are_few() -> None:
     k = torch.zeros(1, 1, 8192, 64)
     how = statistics_launch.Look(128, 2)
-    few = statistics_launch.grid_for(Work(k, k, k, Layout(8192, 8192)), 64, 64, how)
+    few = statistics_launch.grid_for(KernelArgs(k, k, k, BlockMask(8192, 8192)), 64, 64, how)
     k = k.expand(1, 32, 8192, 64)
-    many = statistics_launch.grid_for(Work(k, k, k, Layout(8192, 8192)), 64, 64, how)
+    many = statistics_launch.grid_for(KernelArgs(k, k, k, BlockMask(8192, 8192)), 64, 64, how)
     assert few.bands < many.bands == 64
 
 
 def test_a_grid_that_cannot_be_counted_is_refused() -> None:
     k = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, 1, 2**20, 64)
-    w = Work(k, k, k, Layout(2**20, 2**20))
+    w = KernelArgs(k, k, k, BlockMask(2**20, 2**20))
     assert any("31 bits" in r for r in statistics_launch.refuses_grid(w, 2048, 64))
     assert any("31 bits" in r for r in statistics_launch.refuses_grid(w, 64, 2048))
     assert not any("31 bits" in r for r in statistics_launch.refuses_grid(w, 1024, 1024))

@@ -8,15 +8,15 @@ from torch import Tensor
 
 import regard
 from masks.cases import CASES, Case
-from regard.kernels.block_lists import BITS, NONE, SIDE, SPANS, Layout, Where
-from regard.kernels.block_mask import _made, layout
-from regard.kernels.hopper.dq_order import turns
+from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockLists, BlockMask
+from regard.kernels.block_mask import _made, block_mask
+from regard.kernels.hopper.dq_order import dq_order
 
 CPU = torch.device("cpu")
-LARGE = 3 * SIDE + 5
+LARGE = 3 * MASK_BLOCK + 5
 
 
-def large(mask: regard.Mask, n: int = SIDE + 9, m: int = LARGE) -> Case:
+def large(mask: regard.Mask, n: int = MASK_BLOCK + 9, m: int = LARGE) -> Case:
     return Case(mask, n, m)
 
 
@@ -27,7 +27,7 @@ def random(*shape: int) -> Tensor:
 ids = torch.arange(LARGE) // 100
 SEVERAL = [
     large(regard.causal()),
-    large(regard.causal(), LARGE, SIDE + 9),
+    large(regard.causal(), LARGE, MASK_BLOCK + 9),
     large(regard.causal(offset=[-40, 0, 300])),
     large(regard.window(30, 10)),
     large(regard.window(30, 10), LARGE, LARGE),
@@ -42,9 +42,11 @@ SEVERAL = [
     large(regard.causal() & regard.padding([350, 20]) | regard.prefix(3)),
     large(~regard.window(20, 20)),
     large(regard.padding(random(2, LARGE))),
-    large(regard.dense(random(2, 3, SIDE + 9, LARGE))),
-    large(regard.dense(random(1, 1, SIDE + 9, LARGE) & (ids == 2))),
-    large(regard.strided(2) | regard.dense(torch.arange(LARGE) >= 3 * SIDE)),  # the last block is full, and lacks keys
+    large(regard.dense(random(2, 3, MASK_BLOCK + 9, LARGE))),
+    large(regard.dense(random(1, 1, MASK_BLOCK + 9, LARGE) & (ids == 2))),
+    large(
+        regard.strided(2) | regard.dense(torch.arange(LARGE) >= 3 * MASK_BLOCK)
+    ),  # the last block is full, and lacks keys
     large(regard.predicate(lambda b, h, i, j: (i + j + b + h) % 3 > 0).bind(2, 2)),
     large(regard.predicate(lambda b, h, i, j: (i + j + b + h) % 3 > 0).bind(10, 10), 20, 30),
     large(regard.everything()),
@@ -60,7 +62,7 @@ def truth(case: Case) -> Tensor:
     return mask.dense(n, m).expand(*mask.lead, n, m)
 
 
-def bounds_of(where: Where, item: int, head: int, at: int, blocks: int) -> tuple[int, int, int, int]:
+def bounds_of(where: BlockLists, item: int, head: int, at: int, blocks: int) -> tuple[int, int, int, int]:
     """The bounds of one block, read as a kernel does, by strides from a place in memory."""
     assert where.bounds is not None
     assert where.bounds.shape[2] >= 4 * blocks
@@ -69,7 +71,7 @@ def bounds_of(where: Where, item: int, head: int, at: int, blocks: int) -> tuple
     return first, full, until, behind
 
 
-def from_spans(made: Layout, case: Case) -> Tensor:
+def from_spans(made: BlockMask, case: Case) -> Tensor:
     """The pairs that the row vectors show."""
     where = made.by_rows(16, 16)
     assert where.lo is not None
@@ -87,7 +89,7 @@ def from_spans(made: Layout, case: Case) -> Tensor:
 
 @every_mask
 def test_spans_and_bounds_say_what_the_mask_says(case: Case) -> None:
-    made, dense = layout(case.mask, case.n, case.m, CPU), truth(case)
+    made, dense = block_mask(case.mask, case.n, case.m, CPU), truth(case)
     if made.kind != SPANS:
         assert made.kind in (NONE, BITS)
         assert made.kind == BITS or dense.all()
@@ -99,7 +101,7 @@ def test_spans_and_bounds_say_what_the_mask_says(case: Case) -> None:
         _bounds(made.by_keys(BM, BN), dense.mT, BN, BM, guarded=True)
 
 
-def _bounds(where: Where, dense: Tensor, own: int, other: int, guarded: bool) -> None:
+def _bounds(where: BlockLists, dense: Tensor, own: int, other: int, guarded: bool) -> None:
     """Outside of first … behind nothing is seen, within full … until all is; unguarded, these blocks lack nothing."""
     items, heads, n, m = dense.shape
     blocks, others = -(-n // own), -(-m // other)
@@ -118,30 +120,30 @@ def _bounds(where: Where, dense: Tensor, own: int, other: int, guarded: bool) ->
 
 @every_mask
 def test_lists_and_bits_say_what_the_mask_says(case: Case) -> None:
-    made, dense = layout(case.mask, case.n, case.m, CPU), truth(case)
+    made, dense = block_mask(case.mask, case.n, case.m, CPU), truth(case)
     if made.kind != BITS:
         return
-    words = made.words
-    assert words is not None
-    assert (words.bits[0] == -1).all()
+    mask_bits = made.mask_bits
+    assert mask_bits is not None
+    assert (mask_bits.bits[0] == -1).all()
     for BM, BN in ((64, 32), (128, 128), (16, 64), (64, 16)):
         assert torch.equal(_from_lists(made.by_rows(BM, BN), dense.shape, (BM, BN), turned=False), dense)
         assert torch.equal(_from_lists(made.by_keys(BM, BN), dense.shape, (BM, BN), turned=True), dense)
-    rows, keys = -(-case.n // SIDE), -(-case.m // SIDE)
-    assert words.table.shape == (*case.mask.lead, rows, keys)
-    for place in (words.table < 0).nonzero().tolist():
+    rows, keys = -(-case.n // MASK_BLOCK), -(-case.m // MASK_BLOCK)
+    assert mask_bits.table.shape == (*case.mask.lead, rows, keys)
+    for place in (mask_bits.table < 0).nonzero().tolist():
         item, head, r, c = place
-        assert not dense[item, head, r * SIDE : (r + 1) * SIDE, c * SIDE : (c + 1) * SIDE].any()
+        assert not dense[item, head, r * MASK_BLOCK : (r + 1) * MASK_BLOCK, c * MASK_BLOCK : (c + 1) * MASK_BLOCK].any()
 
 
-def _from_lists(where: Where, shape: torch.Size, sizes: tuple[int, int], turned: bool) -> Tensor:
+def _from_lists(where: BlockLists, shape: torch.Size, sizes: tuple[int, int], turned: bool) -> Tensor:
     """Write the mask out from its lists, read as a kernel does: full blocks, then partial ones with their bits."""
     items, heads, n, m = shape
     lists = (where.full_start, where.full_entry, where.start, where.entry, where.slot, where.bits)
     full_start, full_entry, start, entry, slot, bits = (x.tolist() if x is not None else [] for x in lists)
-    tiles = _unpacked(torch.tensor(bits, dtype=torch.int32).flatten(0, 1)).view(-1, SIDE, SIDE)
+    tiles = _unpacked(torch.tensor(bits, dtype=torch.int32).flatten(0, 1)).view(-1, MASK_BLOCK, MASK_BLOCK)
     BM, BN = sizes
-    seen = torch.zeros(items, heads, n + SIDE, m + SIDE, dtype=torch.bool)
+    seen = torch.zeros(items, heads, n + MASK_BLOCK, m + MASK_BLOCK, dtype=torch.bool)
     for item in range(items):
         for head in range(heads):
             for b in range(-(-(m if turned else n) // (BN if turned else BM))):
@@ -152,55 +154,55 @@ def _from_lists(where: Where, shape: torch.Size, sizes: tuple[int, int], turned:
                     r, c = (other * BM, b * BN) if turned else (b * BM, other * BN)
                     part = seen[item, head, r : r + BM, c : c + BN]
                     assert not part.any(), "a block is listed twice"
-                    r, c = r % SIDE, c % SIDE
+                    r, c = r % MASK_BLOCK, c % MASK_BLOCK
                     part.copy_(torch.ones(BM, BN) if place is None else tiles[place][r : r + BM, c : c + BN])
                     assert place is None or part.any(), "a hidden block is listed"
     assert turned or not seen[:, :, :n, m:].any(), "keys beyond the last are shown"
     return seen[:, :, :n, :m]
 
 
-def _unpacked(words: Tensor) -> Tensor:
+def _unpacked(mask_bits: Tensor) -> Tensor:
     """Bit j of word w says of key 32·w + j: int32 (SIDE, SIDE / 32) to bool (SIDE, SIDE)."""
-    return ((words[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1).bool().flatten(1)
+    return ((mask_bits[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1).bool().flatten(1)
 
 
 @every_mask
 def test_a_mask_of_the_first_dimension_is_shared_by_the_inner_ones(case: Case) -> None:
     if case.mask.constant:
         return
-    inner = layout(case.mask, case.n, case.m, CPU, inner=3).by_rows(32, 32).inner
+    inner = block_mask(case.mask, case.n, case.m, CPU, inner=3).by_rows(32, 32).inner
     assert inner is not None
     assert inner.tolist() == [3]
 
 
 def test_hidden_blocks_are_not_listed_and_full_ones_have_no_bits_of_their_own() -> None:
-    keep = torch.zeros(2 * SIDE, 4 * SIDE, dtype=torch.bool)
-    keep[:SIDE, SIDE : 2 * SIDE] = True
-    keep[SIDE:, -3::2] = True
-    made = layout(regard.dense(keep), *keep.shape, CPU)
-    where = made.by_rows(SIDE, SIDE)
-    assert made.words is not None
+    keep = torch.zeros(2 * MASK_BLOCK, 4 * MASK_BLOCK, dtype=torch.bool)
+    keep[:MASK_BLOCK, MASK_BLOCK : 2 * MASK_BLOCK] = True
+    keep[MASK_BLOCK:, -3::2] = True
+    made = block_mask(regard.dense(keep), *keep.shape, CPU)
+    where = made.by_rows(MASK_BLOCK, MASK_BLOCK)
+    assert made.mask_bits is not None
     assert where.full_entry is not None
     assert where.entry is not None
     assert where.slot is not None
     assert where.full_entry.tolist() == [1]
     assert where.entry.tolist() == [3]
     assert where.slot.tolist() == [1]
-    assert len(made.words.bits) == 2
+    assert len(made.mask_bits.bits) == 2
 
 
 @pytest.mark.parametrize("mask", [regard.causal(), regard.window(3), regard.strided(3), regard.blocks(7)], ids=repr)
 def test_a_constant_mask_is_laid_out_once(mask: regard.Mask) -> None:
-    made = layout(mask, 40, 50, CPU)
+    made = block_mask(mask, 40, 50, CPU)
     twin = regard.masks.Mask.changed(mask, lambda t: t)
-    assert layout(twin, 40, 50, CPU) is made
-    assert layout(mask, 40, 51, CPU) is not made
+    assert block_mask(twin, 40, 50, CPU) is made
+    assert block_mask(mask, 40, 51, CPU) is not made
     assert made.by_rows(32, 32) is made.by_rows(32, 32)
 
 
 def test_equal_constant_masks_share_a_layout() -> None:
-    assert layout(regard.window(9, 1), 40, 50, CPU) is layout(regard.window(9, 1), 40, 50, CPU)
-    assert layout(regard.window(9, 1), 40, 50, CPU) is not layout(regard.window(9, 2), 40, 50, CPU)
+    assert block_mask(regard.window(9, 1), 40, 50, CPU) is block_mask(regard.window(9, 1), 40, 50, CPU)
+    assert block_mask(regard.window(9, 1), 40, 50, CPU) is not block_mask(regard.window(9, 2), 40, 50, CPU)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +218,14 @@ def test_equal_constant_masks_share_a_layout() -> None:
 def test_a_mask_with_tensors_is_laid_out_again_when_one_changes_in_place(tensor: Tensor, make: object) -> None:
     tensor = tensor.clone()
     mask = make(tensor)  # type: ignore[operator]
-    made = layout(mask, 40, 50, CPU)
-    assert layout(mask, 40, 50, CPU) is made
+    made = block_mask(mask, 40, 50, CPU)
+    assert block_mask(mask, 40, 50, CPU) is made
     if not any(t.data_ptr() == tensor.data_ptr() for t in mask.tensors):
         pytest.fail("the mask has a copy, and cannot see a change")
     tensor[0] = 3 if tensor.dtype == torch.int64 else ~tensor[0]
-    again = layout(mask, 40, 50, CPU)
+    again = block_mask(mask, 40, 50, CPU)
     assert again is not made
-    assert layout(mask, 40, 50, CPU) is again
+    assert block_mask(mask, 40, 50, CPU) is again
     case = Case(mask, 40, 50)
     if again.kind == SPANS:
         assert torch.equal(from_spans(again, case), truth(case))
@@ -234,7 +236,7 @@ def test_a_mask_with_tensors_is_laid_out_again_when_one_changes_in_place(tensor:
 def test_two_masks_with_equal_tensors_do_not_share_a_layout() -> None:
     one, two = regard.padding([20, 45]), regard.padding([20, 45])
     assert one == two
-    assert layout(one, 40, 50, CPU) is not layout(two, 40, 50, CPU)
+    assert block_mask(one, 40, 50, CPU) is not block_mask(two, 40, 50, CPU)
 
 
 class Stream:
@@ -256,7 +258,7 @@ def test_a_stream_waits_for_what_another_has_made(mask: regard.Mask, monkeypatch
     told: list[str] = []
     one, two = Stream(1, told), Stream(2, told)
     now = [one]
-    monkeypatch.setattr(Layout, "_current", lambda self: now[0])
+    monkeypatch.setattr(BlockMask, "_current", lambda self: now[0])
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: told.append(f"{stream.cuda_stream} keeps"))
     made = _made(mask, 300, 333, torch.device("cpu"), 1)
     first = made.by_rows(64, 64)
@@ -268,12 +270,12 @@ def test_a_stream_waits_for_what_another_has_made(mask: regard.Mask, monkeypatch
     assert told[2] == "2 waits for what 1 made"
     assert set(told[3:]) == {"2 keeps"}
     told.clear()
-    order = turns(made, 64, 64)
+    order = dq_order(made, 64, 64)
     assert told[0] == "2 waits for what 1 made"
     assert told[-1] == "2 made"
     told.clear()
-    assert turns(made, 64, 64) is order
+    assert dq_order(made, 64, 64) is order
     assert told == []
     now[0] = one
-    assert turns(made, 64, 64) is order
+    assert dq_order(made, 64, 64) is order
     assert told[0] == "1 waits for what 2 made"

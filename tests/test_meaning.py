@@ -14,10 +14,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import regard
-from regard.chunked.foreign import Foreign, Meaning
-from regard.compat.torch import applied
+from regard.chunked.foreign import AttentionFormula, ForeignKernel
+from regard.compat.torch import call_function
 
-MEANING = Meaning(regard.causal(), None, 8**-0.5)
+MEANING = AttentionFormula(regard.causal(), None, 8**-0.5)
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def foreign(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    output: Tensor = applied(Foreign, MEANING, kernel, q, k, v)
+    output: Tensor = call_function(ForeignKernel, MEANING, kernel, q, k, v)
     return output
 
 

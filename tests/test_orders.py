@@ -15,9 +15,9 @@ from torch.autograd import forward_ad, gradgradcheck
 
 import regard
 from contract_cases import BY_NAME, Case, as_double
-from regard.autograd.engine import bent_by_meaning, pushed_by_meaning
+from regard.autograd.engine import double_backward_of_formula, jvp_of_formula
 from regard.backends import Backend, Chunked
-from regard.chunked.engine import Chunks
+from regard.chunked.engine import ChunkedEngine
 from test_derivatives import BY_ROWS, CHECKED, checkable, small
 
 SRC = Path(__file__).resolve().parents[1] / "src"
@@ -186,17 +186,17 @@ def test_what_would_be_linearised_wrongly_is_refused_by_name() -> None:
 
 def test_output_and_tangent_come_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[str] = []
-    for name in ("attend", "push"):
-        inner = getattr(Chunks, name)
-        monkeypatch.setattr(Chunks, name, lambda *a, inner=inner, name=name: (passes.append(name), inner(*a))[1])
+    for name in ("forward", "jvp"):
+        inner = getattr(ChunkedEngine, name)
+        monkeypatch.setattr(ChunkedEngine, name, lambda *a, inner=inner, name=name: (passes.append(name), inner(*a))[1])
     x = torch.randn(1, 2, 6, 4)
     torch.func.jvp(lambda x: regard.attention(x, x, x), (x,), (torch.ones_like(x),))
-    assert passes == ["push"]
+    assert passes == ["jvp"]
     passes.clear()
     with forward_ad.dual_level(), torch.no_grad():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         assert forward_ad.unpack_dual(regard.attention(dual, x, x)).tangent is not None
-    assert passes == ["push"]
+    assert passes == ["jvp"]
 
 
 def test_forward_mode_over_a_recorded_graph_keeps_the_tangent_of_the_gradient() -> None:
@@ -224,9 +224,9 @@ def test_forward_mode_over_a_recorded_graph_keeps_the_tangent_of_the_gradient() 
 def test_the_passes_of_an_engine_are_those_of_its_meaning(
     name: str, moving: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[tuple[Chunks, Any]] = []
-    inner = Chunks.attend
-    monkeypatch.setattr(Chunks, "attend", lambda self, x: (kept.append((self, x)), inner(self, x))[1])
+    kept: list[tuple[ChunkedEngine, Any]] = []
+    inner = ChunkedEngine.forward
+    monkeypatch.setattr(ChunkedEngine, "forward", lambda self, x: (kept.append((self, x)), inner(self, x))[1])
     tensors, kwargs = small(BY_NAME["plain" if name == "dropout" else name])
     with torch.no_grad():
         regard.observe(*tensors, **kwargs, **({"dropout": 0.3} if name == "dropout" else {}), backend=BY_ROWS)
@@ -238,15 +238,15 @@ def test_the_passes_of_an_engine_are_those_of_its_meaning(
         return None if t is None else torch.randn(t.shape, dtype=t.dtype, generator=made)
 
     w = tuple(like(t) if at > 2 or moving[at] else None for at, t in enumerate(x))
-    found, tangents = engine.push(x, w)
-    for a, b in zip(tangents, pushed_by_meaning(engine, x, w)[1], strict=True):
+    found, tangents = engine.jvp(x, w)
+    for a, b in zip(tangents, jvp_of_formula(engine, x, w)[1], strict=True):
         torch.testing.assert_close(a, b)
     needs = tuple(t is not None for t in x)
     for only in range(3):
         g = tuple(like(t) if at == only else None for at, t in enumerate(found[:3]))
         for dg in ((None, None, None), tuple(map(like, found[:3]))):
-            bent = engine.bend(x, found, tangents, g, w, dg, needs)
-            for a, b in zip(bent, bent_by_meaning(engine, x, g, w, dg)[1], strict=True):
+            bent = engine.double_backward(x, found, tangents, g, w, dg, needs)
+            for a, b in zip(bent, double_backward_of_formula(engine, x, g, w, dg)[1], strict=True):
                 torch.testing.assert_close(a, b)
 
 

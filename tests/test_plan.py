@@ -15,8 +15,8 @@ import regard
 from regard import functional
 from regard.backends import KNOWN, Backend, Chunked, sdpa
 from regard.backends.dispatch import Plan, choose, order
-from regard.core.folded import Result
 from regard.core.problem import Problem
+from regard.core.rows import Rows
 from regard.core.validation import pose
 from regard.errors import BackendError
 
@@ -198,8 +198,8 @@ class Mine(Backend):
     def refuses(self, p: Problem) -> list[str]:
         return ["it likes no sinks"] if p.sink is not None else []
 
-    def run(self, p: Problem) -> Result:
-        return Result(p.shaped(torch.full((*p.query.shape[:3], p.value.shape[-1]), 7.0)), None, None, None)
+    def run(self, p: Problem) -> Rows:
+        return Rows(p.shaped(torch.full((*p.query.shape[:3], p.value.shape[-1]), 7.0)), None, None, None)
 
 
 def test_a_backend_object_of_a_user_runs_and_is_shown() -> None:

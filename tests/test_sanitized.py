@@ -19,7 +19,7 @@ def line_in(function: str) -> int:
 
 
 def test_a_report_of_races_names_pairs_of_functions() -> None:
-    log = f"""========= Error: Race reported between Read access at forward+0xd660 in tile_scheduler.py:{line_in("told")}
+    log = f"""========= Error: Race reported between Read access at f+0xd660 in tile_scheduler.py:{line_in("told")}
 =========     and Write access at forward+0xcb20 in tile_scheduler.py:{line_in("note")} [32 hazards]
 =========     and Write access at forward+0x1c4c0 in tile_scheduler.py:{line_in("place")} [32 hazards]
 ========= \n========= Error: Race reported between Read access at forward+0x10

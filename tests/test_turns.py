@@ -20,12 +20,12 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
 import regard
-from regard.kernels.block_lists import BITS, NONE, SIDE, SPANS, Layout
-from regard.kernels.block_mask import _words, layout
+from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockMask
+from regard.kernels.block_mask import _mask_bits, block_mask
 from regard.kernels.hopper import dq_order as module
 from regard.kernels.hopper import key_blocks
 from regard.kernels.hopper.configs import ROWS
-from regard.kernels.hopper.dq_order import turns
+from regard.kernels.hopper.dq_order import dq_order
 from walking import MASKS, in_python, pointed
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
     section: int = 2
 
 
-def launched(made: Layout, shape: Shape) -> list[tuple[int, int, int]]:
+def launched(made: BlockMask, shape: Shape) -> list[tuple[int, int, int]]:
     """The item, the key head and the block of keys of each program, the first to be launched first."""
     blocks, owners = -(-made.m // shape.BN), shape.items * shape.kv
     found = []
@@ -71,12 +71,12 @@ class Step(NamedTuple):
     turn: int  # … and how many blocks of keys have added to it before
 
 
-def walked(made: Layout, shape: Shape, item: int, head: int, block: int) -> list[Step]:
+def walked(made: BlockMask, shape: Shape, item: int, head: int, block: int) -> list[Step]:
     """The blocks of rows that a block of keys meets, in the order of the kernel."""
     BM, BN = shape.BM, shape.BN
     task = SimpleNamespace(
         where=pointed(made.by_keys(BM, BN)),
-        turns=pointed(turns(made, BM, BN)),
+        turns=pointed(dq_order(made, BM, BN)),
         n=made.n,
         M=made.m,
         blocks=-(-made.m // BN),
@@ -92,9 +92,9 @@ def walked(made: Layout, shape: Shape, item: int, head: int, block: int) -> list
     return found
 
 
-def shown_by_keys(made: Layout, shape: Shape, item: int, head: int, slot: int, rows: slice, keys: slice) -> Tensor:
+def shown_by_keys(made: BlockMask, shape: Shape, item: int, head: int, slot: int, rows: slice, keys: slice) -> Tensor:
     """What the numbers of each key show of a partial block: by its span of rows, or by its bits of them."""
-    order = turns(made, shape.BM, shape.BN)
+    order = dq_order(made, shape.BM, shape.BN)
     i = torch.arange(rows.start, min(rows.stop, made.n))[:, None]
     if made.kind == SPANS:
         assert order.begin is not None
@@ -104,11 +104,11 @@ def shown_by_keys(made: Layout, shape: Shape, item: int, head: int, slot: int, r
         return (i >= begin) & (i < behind)
     assert order.bits is not None
     by_key = ((order.bits[max(slot, 0), :, :, None] >> torch.arange(32)) & 1).bool().flatten(1)  # (SIDE, SIDE)
-    first = keys.start % SIDE
-    return by_key.mT[i[:, 0] % SIDE, first : first + min(keys.stop, made.m) - keys.start]
+    first = keys.start % MASK_BLOCK
+    return by_key.mT[i[:, 0] % MASK_BLOCK, first : first + min(keys.stop, made.m) - keys.start]
 
 
-def check(made: Layout, truth: Tensor, shape: Shape) -> None:
+def check(made: BlockMask, truth: Tensor, shape: Shape) -> None:
     """Hold a layout against its mask, (items, heads, n, m): no program waits, and together they meet every pair."""
     (n, m), (BM, BN) = (made.n, made.m), shape[:2]
     added = torch.zeros(shape.items, shape.kv * shape.groups, -(-n // BM), dtype=torch.int64)
@@ -132,8 +132,8 @@ def check(made: Layout, truth: Tensor, shape: Shape) -> None:
     assert not (truth & ~met).any()
 
 
-def bits(mask: regard.Mask, n: int, m: int) -> Layout:
-    return Layout(n, m, words=_words(mask, n, m, CPU), lead=mask.lead)
+def bits(mask: regard.Mask, n: int, m: int) -> BlockMask:
+    return BlockMask(n, m, mask_bits=_mask_bits(mask, n, m, CPU), lead=mask.lead)
 
 
 GROUPED = {1: (2, 1), 4: (2, 2)}  # key heads, and query heads for each, by the heads that a mask tells apart
@@ -147,17 +147,17 @@ def test_no_program_waits_for_a_later_one_and_every_visible_pair_is_met(
     items, heads = mask.lead
     shape = Shape(BM, BN, items, *GROUPED[heads], section=3)
     truth = mask.dense(n, m).expand(items, shape.kv * shape.groups, n, m)
-    for made in (layout(mask, n, m, CPU), bits(mask, n, m)):
+    for made in (block_mask(mask, n, m, CPU), bits(mask, n, m)):
         check(made, truth, shape)
 
 
 def test_the_masks_above_come_in_all_kinds() -> None:
-    kinds = [layout(mask, n, m, CPU).kind for mask, n, m in MASKS]
+    kinds = [block_mask(mask, n, m, CPU).kind for mask, n, m in MASKS]
     assert min(kinds.count(kind) for kind in (NONE, SPANS, BITS)) > 1
 
 
 @st.composite
-def spans(draw: st.DrawFn) -> tuple[Layout, Tensor]:
+def spans(draw: st.DrawFn) -> tuple[BlockMask, Tensor]:
     """Ends that never fall, in any other way: rows without keys, keys without rows, jumps."""
     n, m, items, heads = draw(st.integers(1, 400)), draw(st.integers(1, 400)), *draw(st.sampled_from([(1, 1), (2, 2)]))
     corners = st.lists(st.integers(0, m), min_size=1, max_size=5)
@@ -167,12 +167,14 @@ def spans(draw: st.DrawFn) -> tuple[Layout, Tensor]:
             values = sorted(draw(corners))
             row[:] = torch.tensor(values).repeat_interleave(-(-n // len(values)))[:n]
     j = torch.arange(m)
-    return Layout(n, m, lo, hi, lead=(items, heads)), (j >= lo[..., None]) & (j < hi[..., None])
+    return BlockMask(n, m, lo, hi, lead=(items, heads)), (j >= lo[..., None]) & (j < hi[..., None])
 
 
 @settings(max_examples=60)
 @given(spans(), st.sampled_from(SIZES), st.integers(1, 5))
-def test_no_program_waits_whatever_the_spans(drawn: tuple[Layout, Tensor], size: tuple[int, int], section: int) -> None:
+def test_no_program_waits_whatever_the_spans(
+    drawn: tuple[BlockMask, Tensor], size: tuple[int, int], section: int
+) -> None:
     made, truth = drawn
     items, heads = made.lead
     check(made, truth, Shape(*size, items, 1, heads, section))
@@ -197,14 +199,14 @@ def test_no_program_waits_whatever_the_bits(
 @sizes
 def test_items_that_share_an_item_of_the_mask_have_its_turns(BM: int, BN: int) -> None:
     mask = regard.causal(offset=[-70, 100])
-    made = layout(mask, 300, 300, CPU, inner=3)
+    made = block_mask(mask, 300, 300, CPU, inner=3)
     check(made, mask.dense(300, 300).repeat_interleave(3, 0), Shape(BM, BN, 6, section=4))
 
 
 @pytest.mark.parametrize("section", [1, 2, 4, 7])
 def test_each_program_has_a_block_of_its_own_and_a_head_is_worked_on_from_its_last_keys(section: int) -> None:
     shape = Shape(items=2, kv=3, section=section)
-    found = launched(Layout(64, 600), shape)
+    found = launched(BlockMask(64, 600), shape)
     assert sorted(found) == [(item, kv, block) for item in range(2) for kv in range(3) for block in range(5)]
     for owner in {program[:2] for program in found}:
         assert [block for *own, block in found if tuple(own) == owner] == [4, 3, 2, 1, 0]
@@ -214,14 +216,14 @@ def test_each_program_has_a_block_of_its_own_and_a_head_is_worked_on_from_its_la
 
 @pytest.mark.parametrize("mask", [None, regard.causal(), regard.strided(3)], ids=repr)
 def test_turns_are_made_once_for_each_size_of_blocks(mask: regard.Mask | None) -> None:
-    made = layout(mask, 300, 300, CPU)
-    assert turns(made, 64, 128) is turns(made, 64, 128)
-    assert turns(made, 64, 64) is not turns(made, 64, 128)
+    made = block_mask(mask, 300, 300, CPU)
+    assert dq_order(made, 64, 128) is dq_order(made, 64, 128)
+    assert dq_order(made, 64, 64) is not dq_order(made, 64, 128)
 
 
 def test_turns_go_with_their_layout() -> None:
     made = bits(regard.causal(), 300, 300)
-    entry = turns(made, 64, 128).entry
+    entry = dq_order(made, 64, 128).entry
     assert entry is not None
     kept = weakref.ref(entry)
     del entry
@@ -232,22 +234,22 @@ def test_turns_go_with_their_layout() -> None:
 
 
 def test_what_a_graph_makes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "captured", lambda: True)
+    monkeypatch.setattr(module, "is_capturing", lambda: True)
     made = bits(regard.causal(), 300, 300)
-    assert turns(made, 64, 128) is not turns(made, 64, 128)
+    assert dq_order(made, 64, 128) is not dq_order(made, 64, 128)
 
 
 def test_strides_are_multiples_that_compile_nothing_new() -> None:
     mask = regard.dense(torch.ones(2, 4, 300, 700, dtype=torch.bool).tril())
-    order = turns(layout(mask, 300, 700, CPU), 64, 64)
-    spans_order = turns(layout(regard.causal(offset=[0, 3]), 300, 700, CPU), 64, 64)
+    order = dq_order(block_mask(mask, 300, 700, CPU), 64, 64)
+    spans_order = dq_order(block_mask(regard.causal(offset=[0, 3]), 300, 700, CPU), 64, 64)
     for strides in (order[9:], spans_order[9:]):
         assert all(x % 16 == 0 for x in strides)
 
 
 def test_a_group_of_keys_masks_one_block_of_rows_of_a_causal_mask() -> None:
     n = 640
-    made = layout(regard.causal(), n, n, CPU)
+    made = block_mask(regard.causal(), n, n, CPU)
     assert made.kind == SPANS
     for block in range(n // 128):
         steps = walked(made, Shape(), 0, 0, block)

@@ -16,8 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
 import regard
-from regard.kernels.block_lists import NONE, SPANS, Layout
-from regard.kernels.block_mask import _words, layout
+from regard.kernels.block_lists import NONE, SPANS, BlockMask
+from regard.kernels.block_mask import _mask_bits, block_mask
 from regard.kernels.hopper import tile_scheduler
 from regard.kernels.hopper.configs import ROWS, Tile
 from walking import MASKS, in_python, pointed
@@ -44,7 +44,7 @@ class Part(NamedTuple):
     blind: int  # … and folds them without a look at their largest logit
 
 
-def part_of(made: Layout, groups: int, BN: int, item: int, head: int, block: int, group: int) -> Part:
+def part_of(made: BlockMask, groups: int, BN: int, item: int, head: int, block: int, group: int) -> Part:
     tile = Tile(groups, BN, 2, 240)
     where = pointed(made.by_rows(tile.BM, BN, tile.before(made.n)))
     first, full, until, whole, total = walk_of(where, item, head, block, made.m, BN, made.kind)
@@ -57,7 +57,7 @@ def part_of(made: Layout, groups: int, BN: int, item: int, head: int, block: int
     return Part(row, met, *own, blind_from(clear, count, whole, total, 0))
 
 
-def parts_of(made: Layout, groups: int, BN: int, item: int = 0, head: int = 0) -> list[Part]:
+def parts_of(made: BlockMask, groups: int, BN: int, item: int = 0, head: int = 0) -> list[Part]:
     """Of all groups of all blocks, in the order of their rows."""
     blocks = range(-(-made.n // (groups * ROWS)))
     return sorted(part_of(made, groups, BN, item, head, block, group) for block in blocks for group in range(groups))
@@ -69,7 +69,7 @@ def turns(blocks: list[int]) -> int:
     return sum(a != b for a, b in pairwise(rises))
 
 
-def check(made: Layout, truth: Tensor, groups: int, BN: int) -> list[list[int]]:
+def check(made: BlockMask, truth: Tensor, groups: int, BN: int) -> list[list[int]]:
     """Hold a layout against its mask (items, heads, n, m): what each group of rows sees, in the order of the kernel."""
     every = []
     spotless = made.by_rows(groups * ROWS, BN).spotless
@@ -102,15 +102,15 @@ def test_a_group_looks_at_all_that_it_sees_and_masks_all_that_is_hidden(
     mask: regard.Mask, n: int, m: int, groups: int, BN: int
 ) -> None:
     truth = mask.dense(n, m).expand(*mask.lead, n, m)
-    by_spans = check(layout(mask, n, m, CPU), truth, groups, BN)
-    by_lists = check(Layout(n, m, words=_words(mask, n, m, CPU), lead=mask.lead), truth, groups, BN)
+    by_spans = check(block_mask(mask, n, m, CPU), truth, groups, BN)
+    by_lists = check(BlockMask(n, m, mask_bits=_mask_bits(mask, n, m, CPU), lead=mask.lead), truth, groups, BN)
     assert by_spans == by_lists  # so that the results have the same bits
 
 
 @pytest.mark.parametrize("n", [192 * 5, 192 * 5 + 64, 192 * 5 + 100])
 def test_a_group_leaves_out_what_only_later_rows_see_and_masks_one_block_of_a_causal_mask(n: int) -> None:
     BN = 128
-    made = layout(regard.causal(), n, n, CPU)
+    made = block_mask(regard.causal(), n, n, CPU)
     assert made.kind == SPANS
     parts = [part for part in parts_of(made, 3, BN) if part.row < n]
     looked = [(min(at * ROWS + ROWS, n) - 1) // BN + 1 for at in range(-(-n // ROWS))]
@@ -122,14 +122,14 @@ def test_a_group_leaves_out_what_only_later_rows_see_and_masks_one_block_of_a_ca
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize(("n", "m"), [(4096, 4096), (1000, 1064), (500, 3000)])
 def test_the_first_block_of_a_causal_mask_is_never_folded_blindly(n: int, m: int, groups: int) -> None:
-    parts = parts_of(layout(regard.causal(m - n), n, m, CPU), groups, 128)
+    parts = parts_of(block_mask(regard.causal(m - n), n, m, CPU), groups, 128)
     assert any(part.blocks[part.blind :] for part in parts)
     assert not any(0 in part.blocks[part.blind :] for part in parts)
 
 
 @pytest.mark.parametrize("n", [64, 200, 4096])
 def test_all_groups_of_the_last_block_have_rows_if_there_are_enough(n: int) -> None:
-    made = layout(regard.causal(), n, n, CPU)
+    made = block_mask(regard.causal(), n, n, CPU)
     blocks = -(-n // 192)
     rows = [part_of(made, 3, 128, 0, 0, blocks - 1, group).row for group in range(3)]
     assert rows[-1] == (n - 1) // ROWS * ROWS
@@ -139,7 +139,7 @@ def test_all_groups_of_the_last_block_have_rows_if_there_are_enough(n: int) -> N
 
 
 def test_rows_beyond_the_last_meet_nothing() -> None:
-    made = layout(regard.everything(), 200, 500, CPU)
+    made = block_mask(regard.everything(), 200, 500, CPU)
     assert part_of(made, 3, 128, 0, 0, 0, 2) == (0, [3, 0, 1, 2], 0, 1, 2)  # the last rows have no level before
     assert part_of(made, 3, 128, 0, 0, 0, 0) == (256, [3, 0, 1, 2], 4, 4, 4)
     assert part_of(made, 2, 128, 0, 0, 1, 1) == (192, [3, 0, 1, 2], 0, 1, 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from regard.backends import Fused
+from regard.backends import Triton
 from regard.kernels import arguments
 
 __all__ = ["noted"]
@@ -27,6 +27,6 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
         found.add((f"{self.fn.__module__}.{self.fn.__name__}", f"{special} {options}"))
 
     monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(Fused, "refuses", lambda self, p: [])
+    monkeypatch.setattr(Triton, "refuses", lambda self, p: [])
     monkeypatch.setattr(arguments, "hopper", lambda device: True)
     return found

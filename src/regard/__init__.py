@@ -7,7 +7,7 @@ from typing import Any
 
 from . import backends, biases, errors, masks, positions, scores, softmax
 from .backends.dispatch import Plan
-from .core.contexts import KINDS
+from .core.contexts import TENSOR_TYPES
 from .functional import attention, attention_with_weights, observe, scaled_dot_product_attention, steps, why
 from .masks import (
     Mask,
@@ -92,4 +92,4 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-KINDS["DTensor"] = lambda: importlib.import_module(f"{__name__}.distributed.dtensors").DTENSORS
+TENSOR_TYPES["DTensor"] = lambda: importlib.import_module(f"{__name__}.distributed.dtensors").DTENSORS

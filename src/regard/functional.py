@@ -9,13 +9,13 @@ from .backends import Backend
 from .backends.dispatch import Plan, choose, plan, run
 from .backends.sdpa import at_once
 from .biases import Bias
-from .core.contexts import SPREAD, elsewhere, nowhere_else
+from .core.contexts import ACTIVE, active_context, refuse_in_context
 from .core.problem import Problem
 from .core.validation import pose
 from .errors import ArgumentError, DtypeError, ShapeError
 from .masks import Mask, causal
 from .masks.index import joint
-from .observation import WITNESSES, Observation, observed, tell
+from .observation import WATCHERS, Observation, notify, observed
 from .scores import Score
 from .steps import Steps, walk
 
@@ -61,13 +61,13 @@ def attention(
     tensor([[10.],
             [20.]])
     """
-    if SPREAD or type(query) is not Tensor:
-        far = elsewhere(query)
+    if ACTIVE or type(query) is not Tensor:
+        far = active_context(query)
         if far is not None:
             given = {"mask": mask, "bias": bias, "score": score, "scale": scale, "softcap": softcap, "sink": sink}
             return far.attention(query, key, value, **given, dropout=dropout, backend=backend)
     plain = bias is None and score is None and scale is None and softcap is None and sink is None
-    if plain and type(dropout) is float and not dropout and backend == "auto" and not WITNESSES:
+    if plain and type(dropout) is float and not dropout and backend == "auto" and not WATCHERS:
         answer = at_once(query, key, value, mask)
         if answer is not None:
             return answer
@@ -99,8 +99,8 @@ def observe(
     >>> seen.perplexity
     tensor([[1.0000, 2.0000, 3.0000, 4.0000]])
     """
-    if SPREAD or type(query) is not Tensor:
-        far = elsewhere(query)
+    if ACTIVE or type(query) is not Tensor:
+        far = active_context(query)
         if far is not None:
             given = {"mask": mask, "bias": bias, "score": score, "scale": scale, "softcap": softcap, "sink": sink}
             seen: Observation = far.observe(query, key, value, **given, dropout=dropout, backend=backend)
@@ -285,14 +285,14 @@ def attention_with_weights(
 
 
 def _answer(problem: Problem, backend: str | Backend) -> Tensor:
-    nowhere_else(problem.who)
-    if WITNESSES:
-        return WITNESSES[-1].answer(problem, backend)
+    refuse_in_context(problem.who)
+    if WATCHERS:
+        return WATCHERS[-1].answer(problem, backend)
     return run(problem, choose(problem, backend)).output
 
 
 def _seen(problem: Problem, backend: str | Backend) -> Observation:
-    nowhere_else(problem.who)
+    refuse_in_context(problem.who)
     seen = observed(problem, backend)
-    tell(seen)
+    notify(seen)
     return seen

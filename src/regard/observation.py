@@ -14,8 +14,8 @@ from torch._C import _functorch
 from .backends import Backend
 from .backends.dispatch import choose, run
 from .chunked.statistics import logits_at
-from .core.folded import Result
 from .core.problem import Problem
+from .core.rows import Rows
 from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
 
 __all__ = ["Observation", "observed"]
@@ -43,18 +43,24 @@ class Observation:
     entropy: Tensor
     max_logit: Tensor
 
-    def __init__(self, problem: Problem, backend: Backend, result: Result) -> None:
+    def __init__(self, problem: Problem, backend: Backend, result: Rows) -> None:
         if not torch.compiler.is_compiling() and any(
             t.is_inference() for t in problem.tensors
         ):  # their changes cannot be traced: look at copies
             problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _LOOKED_AT})
         self._look_at(problem, backend, result)
 
-    def _look_at(self, problem: Problem, backend: Backend, result: Result) -> None:
-        output, lse, entropy, max_logit, spread = result
-        if lse is None or entropy is None or max_logit is None or spread is None:
+    def _look_at(self, problem: Problem, backend: Backend, result: Rows) -> None:
+        output, lse, entropy, max_logit, log_row_sum = result
+        if lse is None or entropy is None or max_logit is None or log_row_sum is None:
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
-        self.output, self.lse, self.entropy, self.max_logit, self._spread = output, lse, entropy, max_logit, spread
+        self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = (
+            output,
+            lse,
+            entropy,
+            max_logit,
+            log_row_sum,
+        )
         self._problem, self._backend, self._found = problem, backend, result
         self._passed: tuple[Tensor, Tensor] | None = None
         self._versions = [(t, _version(t)) for t in self._read]
@@ -104,11 +110,13 @@ class Observation:
         i, j = self._chosen("weights", rows, cols)
         S = logits_at(p, i, j)
         shown = torch.gt(S, -torch.inf)
-        lse, peak, spread = (x.index_select(-1, i)[..., None] for x in (self.lse, self.max_logit, self._spread))
-        some = torch.gt(peak, -torch.inf)
-        lse, peak = torch.where(some, lse, 0.0), torch.where(some, peak, 0.0)
-        spread = spread + (lse - lse.detach())  # the value to all digits, with the derivative of lse
-        X = torch.where(shown, S - peak.detach() - spread, 0.0)
+        lse, row_max, log_row_sum = (
+            x.index_select(-1, i)[..., None] for x in (self.lse, self.max_logit, self._log_row_sum)
+        )
+        some = torch.gt(row_max, -torch.inf)
+        lse, row_max = torch.where(some, lse, 0.0), torch.where(some, row_max, 0.0)
+        log_row_sum = log_row_sum + (lse - lse.detach())  # the value to all digits, with the derivative of lse
+        X = torch.where(shown, S - row_max.detach() - log_row_sum, 0.0)
         return torch.where(shown, X.exp(), 0.0).to(p.dtype)
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
@@ -152,7 +160,7 @@ class Observation:
         if output is None:
             raise RuntimeError("an observation has an output")
         twin = object.__new__(Observation)
-        twin._look_at(p._replace(**looked, lead=lead), self._backend, Result(output, *rows))
+        twin._look_at(p._replace(**looked, lead=lead), self._backend, Rows(output, *rows))
         return twin
 
     def _moments(self, member: str) -> tuple[Tensor, Tensor]:
@@ -234,7 +242,7 @@ def _picked(index: Index, length: int, member: str, name: str, device: torch.dev
     return torch.where(index < 0, index + length, index)
 
 
-class Witness(ABC):
+class Watcher(ABC):
     """One that sees calls: it answers those that are not observed, and is shown those that are."""
 
     @abstractmethod
@@ -246,11 +254,11 @@ class Witness(ABC):
         """Take note of a call that was observed."""
 
 
-WITNESSES: list[Witness] = []
+WATCHERS: list[Watcher] = []
 """Those that watch now; the last one answers."""
 
 
-def tell(seen: Observation) -> None:
+def notify(seen: Observation) -> None:
     """Show a call to all that watch."""
-    for witness in WITNESSES:
+    for witness in WATCHERS:
         witness.show(seen)

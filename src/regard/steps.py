@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .compat.torch import exactly
+from .compat.torch import without_autocast
 from .core.problem import Problem
 from .softmax import stable
 
@@ -42,7 +42,7 @@ class Steps:
         return bool((self.scaled == -torch.inf).any())
 
 
-@exactly
+@without_autocast
 def walk(p: Problem) -> Steps:
     """Take the four steps in float32, or float64 for float64 inputs."""
     exact = p.exact_dtype

@@ -123,12 +123,12 @@ def _impatient(timeout: float) -> Any:
 
 def dies(how: str, timeout: float) -> tuple[str, float]:
     """Rank 1 ends, or hangs, in the middle of a ring, forward or backward; what the others are told, and when."""
-    from regard.chunked.engine import Chunks
+    from regard.chunked.engine import ChunkedEngine
 
     q = torch.randn(2, 3, 32, 8, requires_grad=True)
-    name = "pull" if "backward" in how else "attend"
+    name = "vjp" if "backward" in how else "forward"
     strategy = "heads" if "heads" in how else "ring"
-    real, calls = getattr(Chunks, name), []
+    real, calls = getattr(ChunkedEngine, name), []
     last = 1 if strategy == "heads" else 2
 
     def mortal(self: Any, *args: Any) -> Any:
@@ -140,11 +140,11 @@ def dies(how: str, timeout: float) -> tuple[str, float]:
         return real(self, *args)
 
     group = _impatient(timeout)
-    setattr(Chunks, name, mortal)
+    setattr(ChunkedEngine, name, mortal)
     start = time.monotonic()
     said = complaint(lambda: d.attention(q, q, q, group=group, strategy=strategy, backend="chunked").sum().backward())
     took = time.monotonic() - start
-    setattr(Chunks, name, real)
+    setattr(ChunkedEngine, name, real)
     return said, took
 
 

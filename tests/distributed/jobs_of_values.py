@@ -290,11 +290,11 @@ def unseen(tensor: bool) -> dict[str, bool]:
 
 def steps(layout: str) -> dict[str, Any]:
     """What happens when in a ring: a letter for each piece that is sent for, computed with, or waited for."""
-    from regard.chunked.engine import Chunks
+    from regard.chunked.engine import ChunkedEngine
     from regard.distributed.ranks import Travelling
 
     told: list[str] = []
-    post, attend, arrived = dist.batch_isend_irecv, Chunks.attend, Travelling.arrived
+    post, attend, arrived = dist.batch_isend_irecv, ChunkedEngine.forward, Travelling.arrived
 
     def noted(letter: str, real: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -305,7 +305,7 @@ def steps(layout: str) -> dict[str, Any]:
 
     x = torch.randn(1, 1, 24, 4)
     mine = d.shard(x, layout=layout)
-    dist.batch_isend_irecv, Chunks.attend, Travelling.arrived = (
+    dist.batch_isend_irecv, ChunkedEngine.forward, Travelling.arrived = (
         noted("p", post),
         noted("c", attend),
         noted("w", arrived),
@@ -316,7 +316,7 @@ def steps(layout: str) -> dict[str, Any]:
         told.clear()
         d.attention(mine, mine, mine, layout=layout, strategy="ring", mask=regard.causal())
     finally:
-        dist.batch_isend_irecv, Chunks.attend, Travelling.arrived = post, attend, arrived
+        dist.batch_isend_irecv, ChunkedEngine.forward, Travelling.arrived = post, attend, arrived
     return {"full": full, "causal": told.count("c")}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from masks.cases import CASES, Case
 from regard.biases import Bias, alibi, relative
-from regard.core.formula import Rows
+from regard.core.rows import Rows
 from regard.distributed.merging import merged, nothing
 from regard.distributed.parts import part_of_bias, part_of_mask
 from regard.masks.base import FULL, HIDDEN
@@ -87,10 +87,10 @@ def test_a_part_of_a_structured_bias_is_the_bias_there(bias: Bias) -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 2**31), st.floats(0, 3))
-def test_merged_rows_are_those_of_all_keys_at_once(n: int, widths: list[int], seed: int, spread: float) -> None:
+def test_merged_rows_are_those_of_all_keys_at_once(n: int, widths: list[int], seed: int, log_row_sum: float) -> None:
     torch.manual_seed(seed)
     m = sum(widths)
-    S = torch.randn(n, m, dtype=torch.float64) * 10**spread
+    S = torch.randn(n, m, dtype=torch.float64) * 10**log_row_sum
     S = S.masked_fill(torch.rand(n, m) < 0.4, -torch.inf)
     value = torch.randn(m, 3, dtype=torch.float64)
     true = whole(S, value)
@@ -110,9 +110,9 @@ def whole(S: Tensor, value: Tensor) -> Rows:
     empty = lse == -torch.inf
     P = torch.where(-torch.inf < S, (S - lse.masked_fill(empty, 0.0)[:, None]).exp(), 0.0)
     logs = torch.where(P > 0, P.log(), 0.0)
-    peak = S.amax(-1)
-    spread = torch.where(empty, 0.0, lse - peak.masked_fill(empty, 0.0))
-    return Rows(P @ value, lse, -(P * logs).sum(-1), peak, spread)
+    row_max = S.amax(-1)
+    log_row_sum = torch.where(empty, 0.0, lse - row_max.masked_fill(empty, 0.0))
+    return Rows(P @ value, lse, -(P * logs).sum(-1), row_max, log_row_sum)
 
 
 def test_rows_that_met_no_key_change_nothing() -> None:

@@ -27,7 +27,7 @@ from gpu.test_kernels_on_gpu import (
 )
 from regard import biases, scores
 from regard.kernels.block_lists import BITS
-from regard.kernels.block_mask import layout
+from regard.kernels.block_mask import block_mask
 from regard.kernels.hopper import configs, forward_launch, launch_cache
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -291,7 +291,7 @@ def test_a_mask_has_the_same_bits_as_spans_and_as_a_tensor(name: str, d: int) ->
     tensors = inputs(N, M, d, heads=8, kv_heads=8)
     written = SPANS[name].dense(N, M, device=DEVICE).expand(1, 1, N, M)
     beside = torch.cat((written, of_bits(N, M).expand(1, 1, N, M)))
-    assert layout(regard.dense(beside), N, M, torch.device(DEVICE)).kind == BITS
+    assert block_mask(regard.dense(beside), N, M, torch.device(DEVICE)).kind == BITS
     spans = everything(tensors, mask=SPANS[name])
     assert same_bits(everything(tensors, mask=written), spans)
     assert same_bits([x[:1] for x in everything(tensors, mask=beside)], [x[:1] for x in spans])

@@ -73,8 +73,8 @@ def test_a_monitor_logs_and_an_atlas_draws() -> None:
     with torch.no_grad(), regard.watch(model) as seen:
         model(ids(700).cuda())
     layer = seen.layers[2]
-    words = [str(i) for i in range(700)]
-    atlas = Atlas("on a GPU", [AtlasLayer(layer, seen[layer], words, words)])
+    mask_bits = [str(i) for i in range(700)]
+    atlas = Atlas("on a GPU", [AtlasLayer(layer, seen[layer], mask_bits, mask_bits)])
     tile = torch.frombuffer(bytearray(atlas.tile(0, 2, 0, 1, 1)), dtype=torch.float32).view(256, 256)
     exact = seen[layer].weights(slice(256, 512), slice(256, 512))[0, 2].cpu()
     torch.testing.assert_close(tile, exact, atol=1e-4, rtol=1e-3)

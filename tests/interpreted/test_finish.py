@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.kernels.arguments import Work
-from regard.kernels.block_lists import Layout
+from regard.kernels.arguments import KernelArgs
+from regard.kernels.block_lists import BlockMask
 from regard.kernels.hopper import backward_launch
 
 
@@ -14,7 +14,7 @@ from regard.kernels.hopper import backward_launch
 @pytest.mark.parametrize("scales", [False, True])
 def test_sums_become_rows(dim: int, n: int, scales: bool) -> None:
     q = torch.zeros(2, 3, n, dim, dtype=torch.float16)
-    w = Work(q, q, q, Layout(n, n), scale=0.5, scales=torch.ones(3) if scales else None)
+    w = KernelArgs(q, q, q, BlockMask(n, n), scale=0.5, scales=torch.ones(3) if scales else None)
     blocks = backward_launch.blocks_for(w)
     memory = backward_launch.memory_for(w, blocks)
     rows, parts, columns = -(-n // blocks.BM), blocks.parts, memory.sums.shape[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import regard
 from contract_cases import BY_NAME, Case, Shape
-from regard.kernels.engine import Kernels
+from regard.kernels.engine import TritonEngine
 
 TINY = Shape(batch=2, heads=2, kv_heads=1, n=5, m=7, d=4, dv=3)
 BLOCKS = Shape(batch=1, heads=1, kv_heads=1, n=37, m=70, d=8, dv=5)
@@ -112,12 +112,12 @@ def test_a_hessian_is_that_of_chunked() -> None:
 
 def test_output_and_tangent_come_in_one_pass_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[str] = []
-    for name in ("attend", "push"):
-        inner = getattr(Kernels, name)
-        monkeypatch.setattr(Kernels, name, lambda *a, inner=inner, name=name: (passes.append(name), inner(*a))[1])
+    for name in ("forward", "jvp"):
+        inner = getattr(TritonEngine, name)
+        monkeypatch.setattr(TritonEngine, name, lambda *a, inner=inner, name=name: (passes.append(name), inner(*a))[1])
     x = torch.randn(1, 2, 6, 4)
     torch.func.jvp(lambda x: regard.attention(x, x, x, backend="triton"), (x,), (torch.ones_like(x),))
-    assert passes == ["push"]
+    assert passes == ["jvp"]
 
 
 @pytest.mark.parametrize("moving", range(3))

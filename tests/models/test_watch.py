@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import regard
 from regard.errors import ArgumentError, DtypeError, FileError
 from regard.models.heads import STATISTICS
-from regard.observation import WITNESSES
+from regard.observation import WATCHERS
 
 GPT_DIM, GPT_HEADS = 32, 4
 
@@ -419,7 +419,7 @@ def test_nothing_is_left_behind_also_after_an_exception() -> None:
     with pytest.raises(RuntimeError, match="on purpose"), regard.watch(model) as seen:
         model(x, True)
     assert hooks(model) == before
-    assert WITNESSES == []
+    assert WATCHERS == []
     assert not torch.overrides._get_current_function_mode_stack()
     assert seen.layers == ["attn"]
     with regard.watch(model) as seen:

@@ -1,16 +1,16 @@
-"""Attention with derivatives of every order, whoever computes it.
+"""Attention with derivatives of every order, whatever computes it.
 
-An engine knows four passes over tensors. With f the map from inputs x to output, lse and entropy, and J its Jacobian:
+An engine has four passes. With f the map from the inputs x to (output, lse, entropy), and J its Jacobian:
 
-    attend(x)           f(x)
-    push(x, w)          f(x) and its tangent J w
-    pull(x, g)          the cotangents Jᵀ g
-    bend(x, g, w, ġ)    the tangent of pull: ∇(g · J w) + Jᵀ ġ
+    forward(x)                      f(x)
+    jvp(x, w)                       f(x) and its tangents J w
+    vjp(x, g)                       the cotangents Jᵀ g
+    double_backward(x, g, w, ġ)     the tangents of vjp: ∇(g · J w) + Jᵀ ġ
 
-One more derivative leads back to them, because second derivatives commute: the transpose of pull is push in g and bend
-in x, that of push is pull in w and bend in x, the tangent of pull is bend, and bend is symmetric. So double backward,
-forward over reverse and reverse over forward are these passes. What lies beyond comes from the engine's `meaning`, a
-function that torch can differentiate as often as it likes.
+One more derivative leads back to these four, because second derivatives commute: the transpose of vjp is jvp in g and
+double_backward in x, the transpose of jvp is vjp in w and double_backward in x, the tangent of vjp is double_backward,
+and double_backward is symmetric. So double backward, forward over reverse and reverse over forward need no other pass.
+Higher orders differentiate the engine's `formula`, which torch can do as often as it likes.
 """
 
 from __future__ import annotations
@@ -24,132 +24,144 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from ..compat.torch import applied, recorded, signed, watched
-from ..core.formula import Rows
+from ..compat.torch import cached_signature, call_function, is_recording, may_need_grad
+from ..core.rows import Rows
 from ..errors import ArgumentError
-from .strip_map import pull_back, pushed
+from .strip_map import jvp_of, vjp_of
 
-__all__ = ["Engine", "attended", "bent_by_meaning", "cotangents", "pushed_by_meaning", "tangents"]
+__all__ = ["Engine", "attend", "double_backward_of_formula", "jvp", "jvp_of_formula", "vjp"]
 
-Some = tuple[Tensor | None, ...]
+MaybeTensors = tuple[Tensor | None, ...]
 Needs = tuple[bool, ...]
-NOTHING: Some = (None, None, None)
-FOUND, SEEN = 5, 3  # what a forward pass finds, and how much of it has derivatives: output, lse, entropy
+NO_TENSORS: MaybeTensors = (None, None, None)
+FIELDS = len(Rows._fields)
+WITH_GRAD = 3  # the first fields of Rows have derivatives: output, lse, entropy
 
 
 class Engine(ABC):
-    """Four passes without a graph, and the meaning of the first as a function with one. Inputs may be None."""
+    """Four passes that record no graph, and the same function as a formula that torch can differentiate.
+
+    `x` are the inputs, `w` their tangents, `g` the cotangents of (output, lse, entropy), `dg` the tangents of `g`. Any
+    of them may be None.
+    """
 
     @abstractmethod
-    def attend(self, x: Some) -> Rows:
+    def forward(self, x: MaybeTensors) -> Rows:
         """The forward pass."""
 
     @abstractmethod
-    def push(self, x: Some, w: Some) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
-        """The same, with the tangents of output, lse and entropy for tangents w of the inputs."""
+    def jvp(self, x: MaybeTensors, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
+        """The forward pass, and the tangents of output, lse and entropy."""
 
     @abstractmethod
-    def pull(self, x: Some, found: Rows, g: Some, needs: Needs) -> Sequence[Tensor | None]:
-        """The cotangents of the inputs that need one, for cotangents g of output, lse and entropy."""
+    def vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
+        """The cotangents of the inputs that need one; `rows` is what `forward` returned."""
 
     @abstractmethod
-    def bend(
-        self, x: Some, found: Rows, moved: Some, g: Some, w: Some, dg: Some, needs: Needs
+    def double_backward(
+        self,
+        x: MaybeTensors,
+        rows: Rows,
+        d_rows: MaybeTensors,
+        g: MaybeTensors,
+        w: MaybeTensors,
+        dg: MaybeTensors,
+        needs: Needs,
     ) -> Sequence[Tensor | None]:
-        """The tangents of these cotangents, as x moves by w and g by dg; `moved` is what push found."""
+        """The tangents of these cotangents along (w, dg); `d_rows` are the tangents that `jvp` returned."""
 
     @abstractmethod
-    def meaning(self, x: Some) -> tuple[Tensor, ...]:
+    def formula(self, x: MaybeTensors) -> tuple[Tensor, ...]:
         """Output, lse and entropy by differentiable operations."""
 
     @abstractmethod
-    def over(self, size: int) -> tuple[Engine, int]:
-        """The engine for `size` times as many batch items, and whether they come before the batch (0) or after (1)."""
+    def batched(self, size: int) -> tuple[Engine, int]:
+        """The engine for `size` times as many batch items, and where they go: before the batch (0) or after it (1)."""
 
 
-def attended(engine: Engine, x: Some) -> Rows:
-    """Attend, with a graph where one may be asked for; a tangent that is there comes with the output, in one pass."""
-    if not watched(*x):
-        return engine.attend(x)
-    if recorded():  # passes write into buffers that are used again, which a record of operations takes for constants
+def attend(engine: Engine, x: MaybeTensors) -> Rows:
+    """Attend, and record a graph if a derivative may be asked for; in forward mode, tangents come in the same pass."""
+    if not may_need_grad(*x):
+        return engine.forward(x)
+    if is_recording():  # passes reuse their buffers, which a recording would take for constants
         raise ArgumentError(
             "attention: torch.func.linearize records operations, and the passes of this backend cannot be recorded. "
             "Call torch.func.jvp for each tangent, or take backend='reference', which holds the matrix."
         )
-    if not _only_moves(x):
-        return Rows(*applied(Attend, engine, *x))
+    if not _only_forward_mode(x):
+        return Rows(*call_function(Forward, engine, *x))
     duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in x]
     if all(tangent is None for _, tangent in duals):
-        return Rows(*applied(Attend, engine, *x))
-    found = applied(Push, engine, *(primal for primal, _ in duals), *(tangent for _, tangent in duals))
-    seen = [forward_ad.make_dual(y, t) for y, t in zip(found[:SEEN], found[FOUND:], strict=True)]
-    return Rows(*seen, *found[SEEN:FOUND])
+        return Rows(*call_function(Forward, engine, *x))
+    found = call_function(Jvp, engine, *(primal for primal, _ in duals), *(tangent for _, tangent in duals))
+    seen = [forward_ad.make_dual(y, t) for y, t in zip(found[:WITH_GRAD], found[FIELDS:], strict=True)]
+    return Rows(*seen, *found[WITH_GRAD:FIELDS])
 
 
-def cotangents(engine: Engine, x: Some, g: Some, needs: Needs) -> tuple[Any, ...]:
+def vjp(engine: Engine, x: MaybeTensors, g: MaybeTensors, needs: Needs) -> tuple[Any, ...]:
     """The cotangents of the inputs that need one, as a differentiable function of x and g."""
-    return _derived(Pull, (engine, needs), (*x, *applied(Attend, engine, *x), *g))
+    return _derived(Vjp, (engine, needs), (*x, *call_function(Forward, engine, *x), *g))
 
 
-def tangents(engine: Engine, x: Some, w: Some) -> tuple[Tensor, ...]:
+def jvp(engine: Engine, x: MaybeTensors, w: MaybeTensors) -> tuple[Tensor, ...]:
     """The tangents of output, lse and entropy, as a differentiable function of x and w."""
-    return tuple(applied(Push, engine, *x, *w)[FOUND:])
+    return tuple(call_function(Jvp, engine, *x, *w)[FIELDS:])
 
 
-def _only_moves(x: Some) -> bool:
-    """Whether forward mode is the innermost transform and no graph is recorded, which would need tensors whole."""
+def _only_forward_mode(x: MaybeTensors) -> bool:
+    """Whether forward mode is the innermost transform, and no graph is recorded, which needs the dual tensors."""
     if forward_ad._current_level < 0 or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)):
         return False
     innermost = _functorch.peek_interpreter_stack()
     return innermost is None or innermost.key() == _functorch.TransformType.Jvp
 
 
-@signed
-class Attend(torch.autograd.Function):
-    """x -> found."""
+@cached_signature
+class Forward(torch.autograd.Function):
+    """x -> rows."""
 
     @staticmethod
     def forward(engine: Engine, *x: Tensor | None) -> Rows:
-        return engine.attend(x)
+        return engine.forward(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.engine = inputs[0]
-        ctx.mark_non_differentiable(*output[SEEN:])
+        ctx.mark_non_differentiable(*output[WITH_GRAD:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[1:], *output)
         ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
-        if _none(g):  # torch asks even so, where a derivative of a derivative goes past here
+        if _none(g):  # torch calls this even if a second derivative does not depend on it
             return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors  # read once: under activation checkpointing that computes them
-        return None, *_derived(Pull, (ctx.engine, ctx.needs_input_grad[1:]), (*saved, *g[:SEEN]))
+        saved = ctx.saved_tensors  # read once: activation checkpointing computes them here
+        return None, *_derived(Vjp, (ctx.engine, ctx.needs_input_grad[1:]), (*saved, *g[:WITH_GRAD]))
 
     @staticmethod
     def jvp(ctx: Any, *w: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *applied(Push, ctx.engine, *ctx.saved_tensors, *w[1:])[FOUND:], None, None
+        return *call_function(Jvp, ctx.engine, *ctx.saved_tensors, *w[1:])[FIELDS:], None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, *x: Any) -> Any:
-        return _batched(Attend, info.batch_size, in_dims[1:], (engine,), x)
+        return _batched(Forward, info.batch_size, in_dims[1:], (engine,), x)
 
 
-@signed
-class Push(torch.autograd.Function):
-    """x, w -> found, tangents."""
+@cached_signature
+class Jvp(torch.autograd.Function):
+    """x, w -> rows, tangents."""
 
     @staticmethod
     def forward(engine: Engine, *given: Tensor | None) -> tuple[Tensor, ...]:
         x, w = _split(given, (len(given) // 2,) * 2)
-        found, tangents = engine.push(x, w)
-        return *found, *tangents
+        rows, tangents = engine.jvp(x, w)
+        return *rows, *tangents
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.engine = inputs[0]
-        ctx.mark_non_differentiable(*output[SEEN:FOUND])
+        ctx.mark_non_differentiable(*output[WITH_GRAD:FIELDS])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[1:], *output)
         ctx.save_for_forward(*inputs[1:])
@@ -159,45 +171,45 @@ class Push(torch.autograd.Function):
         if _none(cotangents):
             return (None,) * len(ctx.needs_input_grad)
         n = (len(ctx.needs_input_grad) - 1) // 2
-        x, w, found, tangents = _split(ctx.saved_tensors, (n, n, FOUND, SEEN))
-        dg, _, g = _split(cotangents, (SEEN, FOUND - SEEN, SEEN))
+        x, w, rows, tangents = _split(ctx.saved_tensors, (n, n, FIELDS, WITH_GRAD))
+        dg, _, g = _split(cotangents, (WITH_GRAD, FIELDS - WITH_GRAD, WITH_GRAD))
         need_x, need_w = ctx.needs_input_grad[1 : n + 1], ctx.needs_input_grad[n + 1 :]
         if _none(g):
-            return None, *_derived(Pull, (ctx.engine, need_x), (*x, *found, *dg)), *(None,) * n
-        firsts: Some = (None,) * n
-        lasts: Some = (None,) * n
+            return None, *_derived(Vjp, (ctx.engine, need_x), (*x, *rows, *dg)), *(None,) * n
+        firsts: MaybeTensors = (None,) * n
+        lasts: MaybeTensors = (None,) * n
         if any(need_x):
-            firsts = _derived(Bend, (ctx.engine, need_x), (*x, *found, *g, *tangents, *w, *dg))[SEEN:]
+            firsts = _derived(DoubleBackward, (ctx.engine, need_x), (*x, *rows, *g, *tangents, *w, *dg))[WITH_GRAD:]
         if any(need_w):
-            lasts = _derived(Pull, (ctx.engine, need_w), (*x, *found, *g))
+            lasts = _derived(Vjp, (ctx.engine, need_w), (*x, *rows, *g))
         return None, *firsts, *lasts
 
     @staticmethod
-    def jvp(ctx: Any, *moved: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         n = len(ctx.saved_tensors) // 2
         x, w = _split(ctx.saved_tensors, (n, n))
         kinds = (x, w)
 
-        def meant(*tensors: Tensor) -> tuple[Tensor, ...]:
-            results, tangents = pushed_by_meaning(ctx.engine, *_restored(kinds, tensors))
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            results, tangents = jvp_of_formula(ctx.engine, *_restored(kinds, tensors))
             return *results, *tangents
 
-        found = _pushed(meant, kinds, _split(moved[1:], (n, n)))
-        return *found[:SEEN], None, None, *found[SEEN:]
+        found = _tangents_of(function, kinds, _split(tangents[1:], (n, n)))
+        return *found[:WITH_GRAD], None, None, *found[WITH_GRAD:]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, *given: Any) -> Any:
-        return _batched(Push, info.batch_size, in_dims[1:], (engine,), given, inputs=len(given) // 2)
+        return _batched(Jvp, info.batch_size, in_dims[1:], (engine,), given, inputs=len(given) // 2)
 
 
-@signed
-class Pull(torch.autograd.Function):
-    """x, found, g -> cotangents of x. What was found spares work: the result is a function of x and g."""
+@cached_signature
+class Vjp(torch.autograd.Function):
+    """x, rows, g -> cotangents of x. The rows only save work: the result is a function of x and g."""
 
     @staticmethod
     def forward(engine: Engine, needs: Needs, *given: Any) -> tuple[Tensor | None, ...]:
-        x, found, g = _split(given, (len(needs), FOUND, SEEN))
-        return tuple(engine.pull(x, Rows(*found), g, needs))
+        x, rows, g = _split(given, (len(needs), FIELDS, WITH_GRAD))
+        return tuple(engine.vjp(x, Rows(*rows), g, needs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -211,45 +223,45 @@ class Pull(torch.autograd.Function):
         if _none(w):
             return (None,) * len(ctx.needs_input_grad)
         n = len(ctx.needs)
-        x, found, g = _split(ctx.saved_tensors, (n, FOUND, SEEN))
+        x, rows, g = _split(ctx.saved_tensors, (n, FIELDS, WITH_GRAD))
         need_x = ctx.needs_input_grad[2 : n + 2]
-        firsts: Some = (None,) * n
+        firsts: MaybeTensors = (None,) * n
         if any(need_x):
-            bent = _derived(Bend, (ctx.engine, need_x), (*x, *found, *g, *NOTHING, *w, *NOTHING))
-            tangents, firsts = bent[:SEEN], bent[SEEN:]
+            bent = _derived(DoubleBackward, (ctx.engine, need_x), (*x, *rows, *g, *NO_TENSORS, *w, *NO_TENSORS))
+            tangents, firsts = bent[:WITH_GRAD], bent[WITH_GRAD:]
         else:
-            tangents = _derived(Push, (ctx.engine,), (*x, *w))[FOUND:]
+            tangents = _derived(Jvp, (ctx.engine,), (*x, *w))[FIELDS:]
         lasts = (None if c is None else t for c, t in zip(g, tangents, strict=True))
-        return None, None, *firsts, *(None,) * FOUND, *lasts
+        return None, None, *firsts, *(None,) * FIELDS, *lasts
 
     @staticmethod
-    def jvp(ctx: Any, *moved: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         n = len(ctx.needs)
-        x, found, g = _split(ctx.saved_tensors, (n, FOUND, SEEN))
-        w, seen, dg = _split(moved[2:], (n, FOUND, SEEN))
+        x, rows, g = _split(ctx.saved_tensors, (n, FIELDS, WITH_GRAD))
+        w, d_rows, dg = _split(tangents[2:], (n, FIELDS, WITH_GRAD))
         if _none(w):
-            result: Some = applied(Pull, ctx.engine, ctx.needs, *x, *found, *dg)
+            result: MaybeTensors = call_function(Vjp, ctx.engine, ctx.needs, *x, *rows, *dg)
             return result
-        # What was found moves along: where its tangents are there, push need not run again.
-        known = NOTHING if any(t is None for t in seen[:SEEN]) else seen[:SEEN]
-        return tuple(applied(Bend, ctx.engine, ctx.needs, *x, *found, *g, *known, *w, *dg)[SEEN:])
+        # The rows have tangents too: with these, jvp need not run again.
+        known = NO_TENSORS if any(t is None for t in d_rows[:WITH_GRAD]) else d_rows[:WITH_GRAD]
+        return tuple(call_function(DoubleBackward, ctx.engine, ctx.needs, *x, *rows, *g, *known, *w, *dg)[WITH_GRAD:])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, needs: Needs, *given: Any) -> Any:
-        return _batched(Pull, info.batch_size, in_dims[2:], (engine, needs), given, inputs=len(needs))
+        return _batched(Vjp, info.batch_size, in_dims[2:], (engine, needs), given, inputs=len(needs))
 
 
-@signed
-class Bend(torch.autograd.Function):
-    """x, found, g, moved, w, dg -> tangents of what was found (where `moved` does not have them), of the cotangents."""
+@cached_signature
+class DoubleBackward(torch.autograd.Function):
+    """x, rows, g, d_rows, w, dg -> tangents of the rows (if `d_rows` lacks them) and of the cotangents."""
 
     @staticmethod
     def forward(engine: Engine, needs: Needs, *given: Any) -> tuple[Tensor | None, ...]:
-        x, found, g, moved, w, dg = _split(given, _sizes(needs))
-        tangents: Some = NOTHING
-        if moved[0] is None:
-            tangents = moved = engine.push(x, w)[1]
-        return *tangents, *engine.bend(x, Rows(*found), moved, g, w, dg, needs)
+        x, rows, g, d_rows, w, dg = _split(given, _sizes(needs))
+        tangents: MaybeTensors = NO_TENSORS
+        if d_rows[0] is None:
+            tangents = d_rows = engine.jvp(x, w)[1]
+        return *tangents, *engine.double_backward(x, Rows(*rows), d_rows, g, w, dg, needs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -264,88 +276,90 @@ class Bend(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         sizes = _sizes(ctx.needs)
         n = sizes[0]
-        x, found, g, _, w, dg = _split(ctx.saved_tensors, sizes)
-        c_tangents, c_grads = _split(cotangents, (SEEN, n))
+        x, rows, g, _, w, dg = _split(ctx.saved_tensors, sizes)
+        c_tangents, c_grads = _split(cotangents, (WITH_GRAD, n))
         need = _split(ctx.needs_input_grad[2:], sizes)
-        before = (None,) * (n + FOUND + SEEN + SEEN)
+        before = (None,) * (n + FIELDS + WITH_GRAD + WITH_GRAD)
         if not any((*need[0], *need[2])):  # linear in w and dg, and symmetric
             if _none(c_grads):
-                return None, None, *before, *_derived(Pull, (ctx.engine, need[4]), (*x, *found, *c_tangents)), *NOTHING
-            back = (*x, *found, *g, *NOTHING, *c_grads, *c_tangents)
-            bent = _derived(Bend, (ctx.engine, need[4]), back)
+                return None, None, *before, *_derived(Vjp, (ctx.engine, need[4]), (*x, *rows, *c_tangents)), *NO_TENSORS
+            back = (*x, *rows, *g, *NO_TENSORS, *c_grads, *c_tangents)
+            bent = _derived(DoubleBackward, (ctx.engine, need[4]), back)
             return (
                 None,
                 None,
                 *before,
-                *bent[SEEN:],
-                *(b if t is not None else None for t, b in zip(dg, bent[:SEEN], strict=True)),
+                *bent[WITH_GRAD:],
+                *(b if t is not None else None for t, b in zip(dg, bent[:WITH_GRAD], strict=True)),
             )
         kinds = (x, g, w, dg)
-        results, pull = pull_back(_meant_bend(ctx.engine, kinds), *_present(kinds))
+        results, pull = vjp_of(_double_backward_of(ctx.engine, kinds), *_present(kinds))
         given = (*c_tangents, *(c for t, c in zip(x, c_grads, strict=True) if t is not None))
         found_back = pull(tuple(torch.zeros_like(r) if c is None else c for r, c in zip(results, given, strict=True)))
         d_x, d_g, d_w, d_dg = _restored(kinds, found_back)
-        return None, None, *d_x, *(None,) * FOUND, *d_g, *NOTHING, *d_w, *d_dg
+        return None, None, *d_x, *(None,) * FIELDS, *d_g, *NO_TENSORS, *d_w, *d_dg
 
     @staticmethod
     def jvp(ctx: Any, *changes: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, _, g, moved, w, dg = _split(ctx.saved_tensors, _sizes(ctx.needs))
+        x, _, g, d_rows, w, dg = _split(ctx.saved_tensors, _sizes(ctx.needs))
         kinds = (x, g, w, dg)
         cx, _, cg, _, cw, cdg = _split(changes[2:], _sizes(ctx.needs))
-        found = iter(_pushed(_meant_bend(ctx.engine, kinds), kinds, (cx, cg, cw, cdg)))
-        tangents = [next(found) for _ in range(SEEN)]
+        found = iter(_tangents_of(_double_backward_of(ctx.engine, kinds), kinds, (cx, cg, cw, cdg)))
+        tangents = [next(found) for _ in range(WITH_GRAD)]
         grads = [None if t is None else next(found) for t in x]
-        known = moved[0] is not None
-        return *(NOTHING if known else tangents), *(
+        known = d_rows[0] is not None
+        return *(NO_TENSORS if known else tangents), *(
             c if need else None for c, need in zip(grads, ctx.needs, strict=True)
         )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, needs: Needs, *given: Any) -> Any:
-        return _batched(Bend, info.batch_size, in_dims[2:], (engine, needs), given, inputs=len(needs))
+        return _batched(DoubleBackward, info.batch_size, in_dims[2:], (engine, needs), given, inputs=len(needs))
 
 
-def pushed_by_meaning(engine: Engine, x: Some, w: Some) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def jvp_of_formula(engine: Engine, x: MaybeTensors, w: MaybeTensors) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Output, lse and entropy, and their tangents."""
     xs = _present((x,))
-    return pushed(lambda *t: engine.meaning(_restored((x,), t)[0]), xs, _filled(x, w))
+    return jvp_of(lambda *t: engine.formula(_restored((x,), t)[0]), xs, _filled(x, w))
 
 
-def bent_by_meaning(engine: Engine, x: Some, g: Some, w: Some, dg: Some) -> tuple[tuple[Tensor, ...], Some]:
+def double_backward_of_formula(
+    engine: Engine, x: MaybeTensors, g: MaybeTensors, w: MaybeTensors, dg: MaybeTensors
+) -> tuple[tuple[Tensor, ...], MaybeTensors]:
     """The tangents of output, lse and entropy, and of the cotangents of all inputs."""
     xs = _present((x,))
     ws = _filled(x, w)
 
     def pull(*given: Tensor) -> tuple[Tensor, ...]:
-        _, back = pull_back(lambda *t: engine.meaning(_restored((x,), t)[0]), *given[: len(xs)])
+        _, back = vjp_of(lambda *t: engine.formula(_restored((x,), t)[0]), *given[: len(xs)])
         found: tuple[Tensor, ...] = back(given[len(xs) :])
         return found
 
-    results, tangents = pushed_by_meaning(engine, x, w)
+    results, tangents = jvp_of_formula(engine, x, w)
     gs = tuple(torch.zeros_like(r) if c is None else c for r, c in zip(results, g, strict=True))
     dgs = tuple(torch.zeros_like(r) if c is None else c for r, c in zip(results, dg, strict=True))
-    _, moved = pushed(pull, (*xs, *gs), (*ws, *dgs))
+    _, moved = jvp_of(pull, (*xs, *gs), (*ws, *dgs))
     return tangents, _restored((x,), moved)[0]
 
 
-def _meant_bend(engine: Engine, kinds: tuple[Some, ...]) -> Callable[..., tuple[Tensor, ...]]:
-    def meant(*tensors: Tensor) -> tuple[Tensor, ...]:
-        tangents, grads = bent_by_meaning(engine, *_restored(kinds, tensors))
+def _double_backward_of(engine: Engine, kinds: tuple[MaybeTensors, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        tangents, grads = double_backward_of_formula(engine, *_restored(kinds, tensors))
         return *tangents, *_present((grads,))
 
-    return meant
+    return function
 
 
-def _pushed(
-    function: Callable[..., tuple[Tensor, ...]], kinds: tuple[Some, ...], moved: tuple[Some, ...]
+def _tangents_of(
+    function: Callable[..., tuple[Tensor, ...]], kinds: tuple[MaybeTensors, ...], moved: tuple[MaybeTensors, ...]
 ) -> tuple[Tensor, ...]:
-    """The tangents of a function of the tensors that are there."""
+    """The tangents of a function of the tensors that are not None."""
     given = tuple(t for x, w in zip(kinds, moved, strict=True) for t in _filled(x, w))
-    return pushed(function, _present(kinds), given)[1]
+    return jvp_of(function, _present(kinds), given)[1]
 
 
 def _sizes(needs: Needs) -> tuple[int, ...]:
-    return len(needs), FOUND, SEEN, SEEN, len(needs), SEEN
+    return len(needs), FIELDS, WITH_GRAD, WITH_GRAD, len(needs), WITH_GRAD
 
 
 def _split(given: Sequence[Any], sizes: Iterable[int]) -> tuple[tuple[Any, ...], ...]:
@@ -353,22 +367,22 @@ def _split(given: Sequence[Any], sizes: Iterable[int]) -> tuple[tuple[Any, ...],
     return tuple(tuple(next(rest) for _ in range(size)) for size in sizes)
 
 
-def _none(given: Some) -> bool:
+def _none(given: MaybeTensors) -> bool:
     return all(t is None for t in given)
 
 
-def _present(kinds: Iterable[Some]) -> tuple[Tensor, ...]:
+def _present(kinds: Iterable[MaybeTensors]) -> tuple[Tensor, ...]:
     return tuple(t for kind in kinds for t in kind if t is not None)
 
 
-def _restored(kinds: Iterable[Some], tensors: Iterable[Tensor]) -> tuple[Some, ...]:
-    """Tensors in the places of those that are there."""
+def _restored(kinds: Iterable[MaybeTensors], tensors: Iterable[Tensor]) -> tuple[MaybeTensors, ...]:
+    """Put tensors back where the inputs are not None."""
     rest = iter(tensors)
     return tuple(tuple(None if t is None else next(rest) for t in kind) for kind in kinds)
 
 
-def _filled(x: Some, w: Some) -> tuple[Tensor, ...]:
-    """The tangents of the tensors that are there, zeros for those that have none."""
+def _filled(x: MaybeTensors, w: MaybeTensors) -> tuple[Tensor, ...]:
+    """The tangents of the inputs that are not None, zeros where a tangent is missing."""
     return tuple(torch.zeros_like(t) if v is None else v for t, v in zip(x, w, strict=True) if t is not None)
 
 
@@ -383,14 +397,18 @@ def _batched(
     """Apply a function over one more dimension: folded into the batch, or item by item if inputs have no batch."""
     x = given[: len(given) if inputs is None else inputs]
     if _none(x[3:]):
-        engine, at = fixed[0].over(size)
+        engine, at = fixed[0].batched(size)
         folded = [_folded(t, d, size, at) for t, d in zip(given, in_dims, strict=True)]
         batch = folded[0].shape[0] // size
         shape = (size, batch) if at == 0 else (batch, size)
-        results = [None if r is None else r.unflatten(0, shape) for r in applied(function, engine, *fixed[1:], *folded)]
+        results = [
+            None if r is None else r.unflatten(0, shape) for r in call_function(function, engine, *fixed[1:], *folded)
+        ]
         return tuple(results), tuple(None if r is None else at for r in results)
     items = [
-        applied(function, *fixed, *(t if d is None else t.select(d, v) for t, d in zip(given, in_dims, strict=True)))
+        call_function(
+            function, *fixed, *(t if d is None else t.select(d, v) for t, d in zip(given, in_dims, strict=True))
+        )
         for v in range(size)
     ]
     results = [None if column[0] is None else torch.stack(column) for column in zip(*items, strict=True)]
@@ -405,16 +423,16 @@ def _folded(t: Any, d: int | None, size: int, at: int) -> Any:
 
 
 def _derived(function: Any, fixed: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """Apply a derivative; `torch.autograd.grad(…, is_grads_batched=True)` batches tensors behind our back."""
+    """Apply a derivative; `torch.autograd.grad(…, is_grads_batched=True)` batches tensors without telling us."""
     batched = [t is not None and _functorch.is_legacy_batchedtensor(t) for t in given]
     if not any(batched):
-        result: tuple[Tensor | None, ...] = applied(function, *fixed, *given)
+        result: tuple[Tensor | None, ...] = call_function(function, *fixed, *given)
         return result
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     plain = tuple(torch._remove_batch_dim(t, level, 1, 0) if b else t for t, b in zip(given, batched, strict=True))
     size = next(t.shape[0] for t, b in zip(plain, batched, strict=True) if b)
     in_dims = tuple(0 if b else None for b in batched)
-    inputs = len(given) // 2 if function is Push else len(fixed[1])
+    inputs = len(given) // 2 if function is Jvp else len(fixed[1])
     found, at = _batched(function, size, in_dims, fixed, plain, inputs)
     return tuple(None if r is None else torch._add_batch_dim(r, d, level) for r, d in zip(found, at, strict=True))

@@ -2,7 +2,7 @@
 
 Attention is a map over rows: a strip of output needs its own queries, the keys it may see, and nothing else. So its
 vector-Jacobian product, its tangent and its batched form are maps over the same strips, with the same kinds of
-arguments; and so are theirs. `Mapped` applies such a map; `Map.vjp`, `Map.jvp` and `Map.vmap` make the next one.
+arguments; and so are theirs. `MapStrips` applies such a map; `vjp`, `jvp` and `vmap` of a `StripMap` make the next one.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.torch import applied, exactly, signed
-from ..core.folded import Canonical
+from ..compat.torch import cached_signature, call_function, without_autocast
+from ..core.folded import FoldedProblem
 from ..core.formula import attend
-from ..core.tiling import BIAS, KEY, QUERY, ROW, SHARED, Cut, Kind, Tile, strips
+from ..core.tiling import BIAS, KEY, QUERY, ROW, SHARED, Axes, Tile, TileSizes, strips
 
-__all__ = ["Map", "Mapped", "attention_map", "pull_back", "pushed"]
+__all__ = ["MapStrips", "StripMap", "attention_strips", "jvp_of", "vjp_of"]
 
 Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Map:
+class StripMap:
     """A function of one tile's parts, and which parts it takes and gives. Parts given are added up."""
 
     tiles: tuple[Tile, ...]
     body: Callable[..., Tensors]  # (tile, *parts) -> parts
-    takes: tuple[Kind, ...]
-    gives: tuple[Kind, ...]
+    takes: tuple[Axes, ...]
+    gives: tuple[Axes, ...]
     like: tuple[int | tuple[int, ...], ...]  # each result has the shape of an argument, or a shape of its own
 
-    @exactly
+    @without_autocast
     def __call__(self, *args: Tensor) -> Tensors:
         shapes = [s if isinstance(s, tuple) else tuple(args[s].shape) for s in self.like]
         results: list[Tensor] = []
@@ -46,26 +46,26 @@ class Map:
                 kind.part(whole, tile).add_(part)
         return tuple(results) or tuple(args[0].new_zeros(shape) for shape in shapes)
 
-    def vjp(self) -> Map:
+    def vjp(self) -> StripMap:
         """The map (arguments, cotangents of the results) -> cotangents of the arguments."""
         count = len(self.takes)
 
         def body(tile: Tile, *parts: Tensor) -> Tensors:
-            _, pull = pull_back(lambda *x: self.body(tile, *x), *parts[:count])
+            _, pull = vjp_of(lambda *x: self.body(tile, *x), *parts[:count])
             return tuple(pull(tuple(parts[count:])))
 
-        return Map(self.tiles, body, self.takes + self.gives, self.takes, tuple(range(count)))
+        return StripMap(self.tiles, body, self.takes + self.gives, self.takes, tuple(range(count)))
 
-    def jvp(self) -> Map:
+    def jvp(self) -> StripMap:
         """The map (arguments, their tangents) -> tangents of the results."""
         count = len(self.takes)
 
         def body(tile: Tile, *parts: Tensor) -> Tensors:
-            return pushed(lambda *x: self.body(tile, *x), parts[:count], parts[count:])[1]
+            return jvp_of(lambda *x: self.body(tile, *x), parts[:count], parts[count:])[1]
 
-        return Map(self.tiles, body, self.takes * 2, self.gives, self.like)
+        return StripMap(self.tiles, body, self.takes * 2, self.gives, self.like)
 
-    def vmap(self, in_dims: tuple[int | None, ...], size: int, shapes: list[tuple[int, ...]]) -> Map:
+    def vmap(self, in_dims: tuple[int | None, ...], size: int, shapes: list[tuple[int, ...]]) -> StripMap:
         """The map over arguments with one more dimension in front (0) or without it (None)."""
 
         def body(tile: Tile, *parts: Tensor) -> Tensors:
@@ -73,7 +73,7 @@ class Map:
             return tuple(results)
 
         like = tuple((size, *shape) for shape in shapes)
-        return Map(self.tiles, body, self.takes, self.gives, like)
+        return StripMap(self.tiles, body, self.takes, self.gives, like)
 
     def shapes(self, args: Tensors, in_dims: tuple[int | None, ...]) -> list[tuple[int, ...]]:
         """The shapes of the results for one item of a batch."""
@@ -81,30 +81,30 @@ class Map:
         return [s if isinstance(s, tuple) else tuple(one[s]) for s in self.like]
 
 
-def pull_back(function: Callable[..., Any], *args: Tensor) -> tuple[Any, Callable[..., Any]]:
+def vjp_of(function: Callable[..., Any], *args: Tensor) -> tuple[Any, Callable[..., Any]]:
     """The value of a function, and its vector-Jacobian product."""
     value, pull = torch.func.vjp(function, *args)[:2]
     return value, pull
 
 
-def pushed(function: Callable[..., Any], args: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors]:
+def jvp_of(function: Callable[..., Any], args: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors]:
     """The values of a function and their tangents.
 
     The pull-back is linear in its cotangents, and its transpose is the push-forward: so forward mode needs no forward
     mode inside, which torch could not nest.
     """
-    results, pull = pull_back(function, *args)
+    results, pull = vjp_of(function, *args)
     zeros = tuple(torch.zeros_like(r) for r in results)
-    _, push = pull_back(lambda *u: pull(u), *zeros)
+    _, push = vjp_of(lambda *u: pull(u), *zeros)
     return results, tuple(push(tuple(tangents)))
 
 
-@signed
-class Mapped(torch.autograd.Function):
+@cached_signature
+class MapStrips(torch.autograd.Function):
     """Apply a Map; every derivative is again a Map."""
 
     @staticmethod
-    def forward(plan: Map, *args: Tensor) -> Tensors:
+    def forward(plan: StripMap, *args: Tensor) -> Tensors:
         return plan(*args)
 
     @staticmethod
@@ -115,33 +115,35 @@ class Mapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *applied(Mapped, ctx.plan.vjp(), *ctx.saved_tensors, *grads)
+        return None, *call_function(MapStrips, ctx.plan.vjp(), *ctx.saved_tensors, *grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensors:
         args = ctx.saved_tensors
         filled = (torch.zeros_like(x) if t is None else t for x, t in zip(args, tangents[1:], strict=True))
-        result: Tensors = applied(Mapped, ctx.plan.jvp(), *args, *filled)
+        result: Tensors = call_function(MapStrips, ctx.plan.jvp(), *args, *filled)
         return result
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], plan: Map, *args: Tensor) -> tuple[Tensors, tuple[int, ...]]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], plan: StripMap, *args: Tensor
+    ) -> tuple[Tensors, tuple[int, ...]]:
         moved = tuple(x if d is None else x.movedim(d, 0) for x, d in zip(args, in_dims[1:], strict=True))
         front = tuple(None if d is None else 0 for d in in_dims[1:])
         over = plan.vmap(front, info.batch_size, plan.shapes(moved, front))
-        return applied(Mapped, over, *moved), (0,) * len(plan.gives)
+        return call_function(MapStrips, over, *moved), (0,) * len(plan.gives)
 
 
-def attention_map(x: Canonical, cut: Cut) -> Map:
+def attention_strips(x: FoldedProblem, tile_sizes: TileSizes) -> StripMap:
     """Attention as a map of (query, key, value, [bias], *shared) to (output, lse, entropy)."""
-    rule = x.rule
+    spec = x.spec
     biased = x.bias is not None
     takes = (QUERY, KEY, KEY, *((BIAS,) if biased else ()), *(SHARED,) * len(x.shared))
-    tiles = tuple(s.hull(rule.m) for s in strips(x.rule, x.query.shape, cut, whole=True))
+    tiles = tuple(s.hull(spec.m) for s in strips(x.spec, x.query.shape, tile_sizes, whole=True))
 
     def body(tile: Tile, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensors:
         bias, shared = (rest[0], rest[1:]) if biased else (None, rest)
-        return attend(rule, tile, query, key, value, bias, *shared)[:3]
+        return attend(spec, tile, query, key, value, bias, *shared)[:3]
 
     shape = tuple(x.query.shape[:-1])
-    return Map(tiles, body, takes, (QUERY, ROW, ROW), ((*shape, x.value.shape[-1]), shape, shape))
+    return StripMap(tiles, body, takes, (QUERY, ROW, ROW), ((*shape, x.value.shape[-1]), shape, shape))

@@ -7,8 +7,10 @@ from .chunked import Chunked
 from .flash4 import Flash4
 from .reference import Reference
 from .sdpa import Sdpa
-from .triton import Fused
+from .triton import Triton
 
-__all__ = ["KNOWN", "Backend", "Chunked", "Flash4", "Fused", "Reference", "Sdpa"]
+__all__ = ["KNOWN", "Backend", "Chunked", "Flash4", "Fused", "Reference", "Sdpa", "Triton"]
 
-KNOWN: dict[str, Backend] = {b.name: b for b in (Sdpa(), Flash4(), Fused(), Chunked(), Reference())}
+Fused = Triton  # its name before
+
+KNOWN: dict[str, Backend] = {b.name: b for b in (Sdpa(), Flash4(), Triton(), Chunked(), Reference())}

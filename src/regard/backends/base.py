@@ -8,9 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..chunked import statistics
-from ..core.folded import Result
 from ..core.problem import Problem
-from ..core.tiling import Cut
+from ..core.rows import Rows
+from ..core.tiling import TileSizes
 
 __all__ = ["Backend"]
 
@@ -30,7 +30,7 @@ class Backend(ABC):
         """Why this problem is not for this backend; empty if it is."""
 
     @abstractmethod
-    def run(self, p: Problem) -> Result:
+    def run(self, p: Problem) -> Rows:
         """Compute what is asked."""
 
     def detail(self, p: Problem) -> str:
@@ -38,26 +38,26 @@ class Backend(ABC):
         return self.about
 
     @property
-    def cut(self) -> Cut:
-        return Cut()
+    def tile_sizes(self) -> TileSizes:
+        return TileSizes()
 
-    def received(self, p: Problem, found: Result) -> Tensor:
-        return statistics.received(p, found, self.cut)
+    def received(self, p: Problem, found: Rows) -> Tensor:
+        return statistics.received(p, found, self.tile_sizes)
 
-    def pooled(self, p: Problem, found: Result, height: int, width: int) -> Tensor:
-        return statistics.pooled(p, found, height, width, self.cut)
+    def pooled(self, p: Problem, found: Rows, height: int, width: int) -> Tensor:
+        return statistics.pooled(p, found, height, width, self.tile_sizes)
 
-    def top(self, p: Problem, found: Result, k: int) -> tuple[Tensor, Tensor]:
-        return statistics.top(p, found, k, self.cut)
+    def top(self, p: Problem, found: Rows, k: int) -> tuple[Tensor, Tensor]:
+        return statistics.top(p, found, k, self.tile_sizes)
 
-    def moments(self, p: Problem, found: Result) -> tuple[Tensor, Tensor]:
-        return statistics.moments(p, found, self.cut)
+    def moments(self, p: Problem, found: Rows) -> tuple[Tensor, Tensor]:
+        return statistics.moments(p, found, self.tile_sizes)
 
-    def survey(self, p: Problem, found: Result, height: int, width: int) -> statistics.Survey:
-        return statistics.survey(p, found, height, width, self.cut)
+    def survey(self, p: Problem, found: Rows, height: int, width: int) -> statistics.Survey:
+        return statistics.survey(p, found, height, width, self.tile_sizes)
 
     def visible(self, p: Problem) -> Tensor:
-        return statistics.visible(p, self.cut)
+        return statistics.visible(p, self.tile_sizes)
 
     def __repr__(self) -> str:
         return f"regard.backends.{type(self).__name__}()"

@@ -6,13 +6,14 @@ from typing import ClassVar
 
 import torch
 
-from ..autograd.engine import attended
-from ..chunked.engine import Chunks
-from ..compat.torch import exactly
-from ..core.dropout import draw
-from ..core.folded import Result, canonical, finish
+from ..autograd.engine import attend
+from ..chunked.engine import ChunkedEngine
+from ..compat.torch import without_autocast
+from ..core.dropout import draw_seed
+from ..core.folded import fold, unfold
 from ..core.problem import Problem
-from ..core.tiling import Cut
+from ..core.rows import Rows
+from ..core.tiling import TileSizes
 from ..errors import ArgumentError
 from .base import Backend
 
@@ -38,24 +39,24 @@ class Chunked(Backend):
         self.chunk_size = chunk_size
 
     @property
-    def cut(self) -> Cut:
-        return Cut(rows=self.chunk_size)
+    def tile_sizes(self) -> TileSizes:
+        return TileSizes(rows=self.chunk_size)
 
     def refuses(self, p: Problem) -> list[str]:
         return []
 
-    def run(self, p: Problem) -> Result:
+    def run(self, p: Problem) -> Rows:
         return self._untraced(p) if torch.compiler.is_compiling() else self._run(p)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # it imports the compiler, so only what is compiled asks it
-    def _untraced(self, p: Problem) -> Result:
+    def _untraced(self, p: Problem) -> Rows:
         return self._run(p)
 
-    @exactly
-    def _run(self, p: Problem) -> Result:
-        x = canonical(p, seed=draw(p.who) if p.dropout else 0)
-        engine = Chunks(x.rule, self.cut, p.observed)
-        return finish(p, attended(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
+    @without_autocast
+    def _run(self, p: Problem) -> Rows:
+        x = fold(p, seed=draw_seed(p.who) if p.dropout else 0)
+        engine = ChunkedEngine(x.spec, self.tile_sizes, p.observed)
+        return unfold(p, attend(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
 
     def __repr__(self) -> str:
         return f"regard.backends.Chunked(chunk_size={self.chunk_size})"

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from ..compat.torch import autocasts, captured, exact, exported, watched
-from ..core.folded import Result
+from ..compat.torch import autocast_enabled, is_capturing, is_exporting, may_need_grad, no_autocast
 from ..core.problem import Problem
+from ..core.rows import Rows
 from ..errors import BackendError
 from ..masks.causal import Causal
 from ..masks.everything import Everything
@@ -61,7 +61,7 @@ def order(p: Problem) -> Order:
     """Who is asked first: a table from measurements; and for torch.export, what any other program can run."""
     causal = isinstance(p.mask, Causal) and p.mask.offset is None and p.rows == p.keys
     unmasked = p.mask is None or isinstance(p.mask, Everything)
-    if exported():
+    if is_exporting():
         return EXPORTED if unmasked or isinstance(p.mask, Causal) else EXPORTED_MASKS
     if not p.query.is_cuda:
         return ON_CPU if forward_ad._current_level < 0 else MOVING_ON_CPU
@@ -74,7 +74,11 @@ def order(p: Problem) -> Order:
 
 def _won_on_hopper(p: Problem) -> bool:
     """Whether the chip's own forward was measured to be faster than torch's; a compiler keeps the one that it knows."""
-    if torch.compiler.is_compiling() or p.query.dtype not in (torch.float16, torch.bfloat16) or watched(*p.tensors):
+    if (
+        torch.compiler.is_compiling()
+        or p.query.dtype not in (torch.float16, torch.bfloat16)
+        or may_need_grad(*p.tensors)
+    ):
         return False
     items, heads, rows, dim = p.query.shape
     if (
@@ -113,7 +117,7 @@ class Plan:
 
 
 def _captured() -> bool:
-    return torch.compiler.is_compiling() or captured()
+    return torch.compiler.is_compiling() or is_capturing()
 
 
 def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
@@ -131,10 +135,10 @@ def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
     return named
 
 
-def run(p: Problem, backend: Backend) -> Result:
+def run(p: Problem, backend: Backend) -> Rows:
     """Run a problem on a backend in the dtypes that the problem has, whatever autocast would make of them."""
-    if torch._C._is_any_autocast_enabled() and autocasts(p.query.device):
-        with exact(p.query.device):
+    if torch._C._is_any_autocast_enabled() and autocast_enabled(p.query.device):
+        with no_autocast(p.query.device):
             return backend.run(p)
     return backend.run(p)
 

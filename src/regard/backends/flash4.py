@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from ..chunked.foreign import Foreign, Meaning
-from ..compat.torch import applied, watched
-from ..core.folded import Result
+from ..chunked.foreign import AttentionFormula, ForeignKernel
+from ..compat.torch import call_function, may_need_grad
 from ..core.problem import Problem
+from ..core.rows import Rows
 from ..masks.causal import Causal
 from ..masks.everything import Everything
 from .base import Backend
@@ -55,7 +55,7 @@ class Flash4(Backend):
             reasons.append(missing)
         return reasons
 
-    def run(self, p: Problem) -> Result:
+    def run(self, p: Problem) -> Rows:
         causal = isinstance(p.mask, Causal)
         scale = float(p.scale)
         fixed = torch.are_deterministic_algorithms_enabled()
@@ -64,11 +64,11 @@ class Flash4(Backend):
             return _attend(q, k, v, scale, causal, fixed)
 
         tensors = p.query, p.key, p.value
-        if watched(*tensors):
-            output: Tensor = applied(Foreign, Meaning(p.mask, None, scale), attend, *tensors)
+        if may_need_grad(*tensors):
+            output: Tensor = call_function(ForeignKernel, AttentionFormula(p.mask, None, scale), attend, *tensors)
         else:
             output = attend(*tensors)
-        return Result(p.shaped(output))
+        return Rows(p.shaped(output))
 
 
 @cache

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..core.dropout import draw
-from ..core.folded import Result, canonical, finish
+from ..core.dropout import draw_seed
+from ..core.folded import fold, unfold
 from ..core.formula import attend
 from ..core.problem import Problem
+from ..core.rows import Rows
 from ..core.tiling import Tile
 from .base import Backend
 
@@ -23,9 +24,9 @@ class Reference(Backend):
     def refuses(self, p: Problem) -> list[str]:
         return []
 
-    def run(self, p: Problem) -> Result:
-        x = canonical(p, seed=draw(p.who) if p.dropout else 0)
+    def run(self, p: Problem) -> Rows:
+        x = fold(p, seed=draw_seed(p.who) if p.dropout else 0)
         batch, heads = x.query.shape[:2]
-        rule = x.rule
-        tile = Tile(slice(0, batch), slice(0, heads), slice(0, rule.n), slice(0, rule.m))
-        return finish(p, attend(rule, tile, x.query, x.key, x.value, x.bias, *x.shared))
+        spec = x.spec
+        tile = Tile(slice(0, batch), slice(0, heads), slice(0, spec.n), slice(0, spec.m))
+        return unfold(p, attend(spec, tile, x.query, x.key, x.value, x.bias, *x.shared))

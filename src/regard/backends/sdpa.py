@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..chunked.foreign import Foreign, Meaning
-from ..compat.torch import applied, signed, watched
-from ..core.folded import Result
+from ..chunked.foreign import AttentionFormula, ForeignKernel
+from ..compat.torch import cached_signature, call_function, may_need_grad
 from ..core.nonfinite import all_finite
 from ..core.problem import Problem
+from ..core.rows import Rows
 from ..masks import Mask
 from ..masks.causal import Causal
 from ..masks.dense import Dense
@@ -79,13 +79,13 @@ class Sdpa(Backend):
     def detail(self, p: Problem) -> str:
         return f"torch's {_KERNELS.get(_kernel(_asked(p)), 'matrix')} kernel"
 
-    def run(self, p: Problem) -> Result:
+    def run(self, p: Problem) -> Rows:
         call = p.notes.pop("sdpa", None)
         if not isinstance(call, Call):
             call = _call(p)
         if torch.compiler.is_compiling():
             return _result(p, _traced(p, call))
-        if watched(*call[:3]):
+        if may_need_grad(*call[:3]):
             return _result(p, _with_derivatives(p, call))
         return _result(p, _attend(call))
 
@@ -106,7 +106,7 @@ def at_once(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor |
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or torch._C._is_any_autocast_enabled()
         or torch.compiler.is_compiling()
-        or watched(query, key, value)
+        or may_need_grad(query, key, value)
     ):
         return None
     allowed, causal = None, False
@@ -135,10 +135,10 @@ def _glance(query: Tensor, mask: object) -> Tensor | None:
     return None
 
 
-def _result(p: Problem, output: Tensor) -> Result:
+def _result(p: Problem, output: Tensor) -> Rows:
     if output.dtype != p.dtype:
         output = output.to(p.dtype)
-    return Result(p.shaped(output))
+    return Rows(p.shaped(output))
 
 
 def _attend(call: Call) -> Tensor:
@@ -147,18 +147,18 @@ def _attend(call: Call) -> Tensor:
 
 
 def _with_derivatives(p: Problem, call: Call) -> Tensor:
-    meaning = Meaning(p.mask, call.mask if isinstance(p.bias, Tensor) else None, call.scale)
+    meaning = AttentionFormula(p.mask, call.mask if isinstance(p.bias, Tensor) else None, call.scale)
     if not p.query.is_cpu:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return _attend(call._replace(query=q, key=k, value=v))
 
-        output: Tensor = applied(Foreign, meaning, attend, *call[:3])
+        output: Tensor = call_function(ForeignKernel, meaning, attend, *call[:3])
         return output
     mask = call.mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=call.query.dtype).masked_fill_(~mask, -torch.inf)
-    output, _ = applied(FusedOnCpu, meaning, mask, call.causal, *call[:3])
+    output, _ = call_function(FusedOnCpu, meaning, mask, call.causal, *call[:3])
     return output
 
 
@@ -310,13 +310,13 @@ def _traced(p: Problem, call: Call) -> Tensor:
     return _attend(call._replace(query=query, key=key, value=value))
 
 
-@signed
+@cached_signature
 class FusedOnCpu(torch.autograd.Function):
     """Torch's CPU kernel and its backward; every other derivative by the formula, strip by strip."""
 
     @staticmethod
     def forward(
-        meaning: Meaning, mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, v: Tensor
+        meaning: AttentionFormula, mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         output, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=meaning.scale)
@@ -346,7 +346,7 @@ class FusedOnCpu(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         """Item by item: the kernel knows one batch dimension, and a mask may follow it."""
         items = [
-            applied(FusedOnCpu, *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
+            call_function(FusedOnCpu, *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
         return tuple(torch.stack(column) for column in zip(*items, strict=True)), (0, 0)

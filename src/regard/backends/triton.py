@@ -14,29 +14,29 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..autograd.engine import attended
+from ..autograd.engine import attend
 from ..biases import Alibi, Bias, Relative
 from ..chunked import statistics
-from ..compat.torch import captured, exactly, untransformed
+from ..compat.torch import is_capturing, outside_transforms, without_autocast
 from ..compat.triton import INTERPRETED
-from ..core.dropout import draw
-from ..core.folded import Result
-from ..core.nonfinite import without_unseen
+from ..core.dropout import draw_seed
+from ..core.nonfinite import zero_unseen
 from ..core.problem import Problem
-from ..core.spec import Rule
+from ..core.rows import Rows
+from ..core.spec import Spec
 from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
-from ..kernels.block_lists import Layout
-from ..kernels.block_mask import layout, listed, traceable, traced_spans
-from ..kernels.engine import Inputs, Kernels, Spec, work
+from ..kernels.block_lists import BlockMask
+from ..kernels.block_mask import block_mask, most_bytes, traceable, traceable_spans
+from ..kernels.engine import Inputs, KernelSpec, TritonEngine, kernel_args
 from ..masks import Mask
 from ..masks.dense import Dense
 from ..scores.additive import Additive
 from .base import Backend
 
 if TYPE_CHECKING:
-    from ..kernels.arguments import Work
+    from ..kernels.arguments import KernelArgs
 
-__all__ = ["Fused"]
+__all__ = ["Triton"]
 
 _INSTALLED = find_spec("triton") is not None
 _WIDEST = 256  # dims that a tile can hold
@@ -45,7 +45,7 @@ _COARSE = 64  # pairs of a cell from which on the map has a kernel
 _MOST = 128  # of the strongest keys that a kernel keeps
 
 
-class Fused(Backend):
+class Triton(Backend):
     """Kernels of our own, with the statistics of the weights at the speed of a fused kernel."""
 
     name: ClassVar[str] = "triton"
@@ -65,41 +65,41 @@ class Fused(Backend):
             reasons += _about_tracing(p)
         return reasons + _about_sizes(p) + _about_parts(p)
 
-    def run(self, p: Problem) -> Result:
+    def run(self, p: Problem) -> Rows:
         found = _traced(p) if torch.compiler.is_compiling() else _eager(p)
         output = p.shaped(found[0].to(p.dtype))
-        return Result(output, *map(p.shaped, found[1:])) if p.observed else Result(output)
+        return Rows(output, *map(p.shaped, found[1:])) if p.observed else Rows(output)
 
-    def received(self, p: Problem, found: Result) -> Tensor:
+    def received(self, p: Problem, found: Rows) -> Tensor:
         from ..kernels.launch import received
 
         return p.shaped(received(*_looking(p, found)))
 
-    def pooled(self, p: Problem, found: Result, height: int, width: int) -> Tensor:
+    def pooled(self, p: Problem, found: Rows, height: int, width: int) -> Tensor:
         from ..kernels.launch import pooled
 
         if p.rows * p.keys < _COARSE * height * width:
-            return statistics.pooled(p, found, height, width, self.cut)
-        w, peak, spread = _looking(p, found)
-        return p.shaped(pooled(w, peak, spread, height, width))
+            return statistics.pooled(p, found, height, width, self.tile_sizes)
+        w, row_max, log_row_sum = _looking(p, found)
+        return p.shaped(pooled(w, row_max, log_row_sum, height, width))
 
-    def top(self, p: Problem, found: Result, k: int) -> tuple[Tensor, Tensor]:
+    def top(self, p: Problem, found: Rows, k: int) -> tuple[Tensor, Tensor]:
         from ..kernels.launch import strongest
 
         if k > _MOST:
-            return statistics.top(p, found, k, self.cut)
-        w, peak, spread = _looking(p, found)
+            return statistics.top(p, found, k, self.tile_sizes)
+        w, row_max, log_row_sum = _looking(p, found)
         logits, index = strongest(w, k)
-        weights = (logits - peak[..., None] - spread[..., None]).exp().masked_fill(index < 0, 0.0)
+        weights = (logits - row_max[..., None] - log_row_sum[..., None]).exp().masked_fill(index < 0, 0.0)
         return p.shaped(weights.to(p.dtype)), p.shaped(index)
 
-    def moments(self, p: Problem, found: Result) -> tuple[Tensor, Tensor]:
+    def moments(self, p: Problem, found: Rows) -> tuple[Tensor, Tensor]:
         from ..kernels.launch import moments
 
         health, distance = moments(*_looking(p, found))
         return p.shaped(health), p.shaped(distance)
 
-    def survey(self, p: Problem, found: Result, height: int, width: int) -> statistics.Survey:
+    def survey(self, p: Problem, found: Rows, height: int, width: int) -> statistics.Survey:
         return statistics.Survey(self.pooled(p, found, height, width), self.received(p, found), *self.moments(p, found))
 
     def visible(self, p: Problem) -> Tensor:
@@ -123,7 +123,7 @@ def _about_sizes(p: Problem) -> list[str]:
         width = p.score.width(width, p.key.shape[-1])
     if max(width, p.value.shape[-1]) > _WIDEST:
         reasons.append(f"a dim is {max(width, p.value.shape[-1])}; its tiles hold up to {_WIDEST}")
-    bits = 0 if p.mask is None or isinstance(p.mask, Dense) else listed(p.mask, p.rows, p.keys)
+    bits = 0 if p.mask is None or isinstance(p.mask, Dense) else most_bytes(p.mask, p.rows, p.keys)
     if p.mask is not None and bits > _MOST_BITS and not _interval(p.mask, p):
         reasons.append(f"the mask is no interval, and its bits may take {bits:,} bytes")
     return reasons
@@ -139,7 +139,7 @@ def _about_parts(p: Problem) -> list[str]:
         reasons.append(f"it has no kernel for the score {type(p.score).__name__}")
     if isinstance(p.bias, Bias) and not isinstance(p.bias, Alibi | Relative):
         reasons.append(f"it has no kernel for the bias {type(p.bias).__name__}")
-    if p.dropout and captured():
+    if p.dropout and is_capturing():
         reasons.append("a captured graph would drop the same weights at every replay")
     return reasons
 
@@ -158,22 +158,24 @@ def _about_tracing(p: Problem) -> list[str]:
     return reasons
 
 
-@exactly
+@without_autocast
 def _eager(p: Problem) -> tuple[Tensor, ...]:
-    with untransformed():  # what a layout keeps must not be wrapped
-        seen = layout(p.mask, p.rows, p.keys, p.device, _inner(p))
-    spec, inputs = _terms(p, seen)
-    return attended(Kernels(spec), inputs)
+    with outside_transforms():  # what a layout keeps must not be wrapped
+        seen = block_mask(p.mask, p.rows, p.keys, p.device, _inner(p))
+    kernel_spec, inputs = _terms(p, seen)
+    return attend(TritonEngine(kernel_spec), inputs)
 
 
 def _traced(p: Problem) -> tuple[Tensor, ...]:
     """Under torch.compile: operators, and the spans of the mask by operations that are traced with them."""
     from ..kernels.custom_ops import attend
 
-    spec, x = _terms(p, None)
-    lo, hi = traced_spans(p.mask, p.rows, p.keys, p.device)
+    kernel_spec, x = _terms(p, None)
+    lo, hi = traceable_spans(p.mask, p.rows, p.keys, p.device)
     cap = 0.0 if p.softcap is None else p.softcap
-    found: tuple[Tensor, ...] = attend(*x, lo, hi, spec.scale, cap, spec.kind, spec.offset, spec.rule.inner, p.observed)
+    found: tuple[Tensor, ...] = attend(
+        *x, lo, hi, kernel_spec.scale, cap, kernel_spec.kind, kernel_spec.offset, kernel_spec.spec.inner, p.observed
+    )
     return found
 
 
@@ -182,9 +184,9 @@ def _inner(p: Problem) -> int:
     return p.query.shape[0] // p.mask.lead[0] if p.mask is not None and p.mask.lead[0] > 1 else 1
 
 
-def _terms(p: Problem, seen: Layout | None) -> tuple[Spec, Inputs]:
+def _terms(p: Problem, seen: BlockMask | None) -> tuple[KernelSpec, Inputs]:
     """Fold the score, and take the problem apart."""
-    seed = draw(p.who) if p.dropout else 0
+    seed = draw_seed(p.who) if p.dropout else 0
     query, key, scale, vector = _scored(p)
     if INTERPRETED and p.dtype == torch.bfloat16:  # which Triton's interpreter cannot multiply
         query, key = query.float(), key.float()
@@ -196,22 +198,24 @@ def _terms(p: Problem, seen: Layout | None) -> tuple[Spec, Inputs]:
         offset = p.keys - p.rows if p.bias.offset is None else p.bias.offset
         table = p.bias.tensors[0].float()
         table = table[None] if kind == RELATIVE and table.dim() == 1 else table
-    rule = _rule(p, seed)
+    spec = _spec(p, seed)
     if vector is not None:
-        rule = replace(rule, pair=Additive.pair, cost=query.shape[-1], paired=1)
+        spec = replace(spec, pair=Additive.pair, cost=query.shape[-1], paired=1)
     number = 1.0 if isinstance(scale, Tensor) else float(scale)
-    spec = Spec(rule, Layout(p.rows, p.keys) if seen is None else seen, kind, offset, number, p.observed)
+    kernel_spec = KernelSpec(
+        spec, BlockMask(p.rows, p.keys) if seen is None else seen, kind, offset, number, p.observed
+    )
     factor = scale.float().reshape(-1) if isinstance(scale, Tensor) else None
     sink = None if p.sink is None else p.sink.float()
     # A score that was folded in leaves float32; then the values are multiplied in it too.
     value = p.value.to(query.dtype) if vector is None or INTERPRETED else p.value
-    return spec, Inputs(query, key, value, table, factor, sink, vector)
+    return kernel_spec, Inputs(query, key, value, table, factor, sink, vector)
 
 
-def _rule(p: Problem, seed: int) -> Rule:
+def _spec(p: Problem, seed: int) -> Spec:
     structured = p.bias if isinstance(p.bias, Bias) else None
     lengths = (p.rows, p.keys, p.mask, p.softcap, p.dropout, seed)
-    return Rule(*lengths, bias=structured, inner=_inner(p), period=p.query.shape[0])
+    return Spec(*lengths, bias=structured, inner=_inner(p), period=p.query.shape[0])
 
 
 def _grouped_bias(p: Problem) -> Tensor | None:
@@ -232,17 +236,21 @@ def _scored(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
     if (
         not torch.compiler.is_compiling()
     ):  # what nobody sees must not pass through the score: its derivative would meet it
-        query, key, _ = without_unseen(_rule(p, 0), query, key, p.value, _grouped_bias(p))
+        query, key, _ = zero_unseen(_spec(p, 0), query, key, p.value, _grouped_bias(p))
     query, key, shared = p.score.prepare(query.float(), key.float())
     return query, key, 1.0, shared[0] if isinstance(p.score, Additive) else None
 
 
-def _looking(p: Problem, found: Result) -> tuple[Work, Tensor, Tensor]:
+def _looking(p: Problem, found: Rows) -> tuple[KernelArgs, Tensor, Tensor]:
     """The problem without its graph, and what is known of its rows."""
     with torch.no_grad():
-        seen = layout(p.mask, p.rows, p.keys, p.device, _inner(p))
-        w = work(*_terms(p._replace(dropout=0.0), seen))
-    if found.max_logit is None or found.spread is None:
+        seen = block_mask(p.mask, p.rows, p.keys, p.device, _inner(p))
+        w = kernel_args(*_terms(p._replace(dropout=0.0), seen))
+    if found.max_logit is None or found.log_row_sum is None:
         raise RuntimeError("a pass needs what the forward pass found")
     shape = w.rows
-    return w, found.max_logit.detach().reshape(shape).contiguous(), found.spread.detach().reshape(shape).contiguous()
+    return (
+        w,
+        found.max_logit.detach().reshape(shape).contiguous(),
+        found.log_row_sum.detach().reshape(shape).contiguous(),
+    )

@@ -8,24 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.engine import Needs, Some
-from ..autograd.strip_map import pull_back, pushed
-from ..core.folded import Canonical
-from ..core.formula import Rows, bias_tile, kept, products
-from ..core.tiling import BIAS, KEY, QUERY, ROW, TURNED, Cut, Tile, strips
-from .jvp import Moving, filled, tanh_tile
-from .tile_ops import Look, Room, depths_and_weights
+from ..autograd.engine import MaybeTensors, Needs
+from ..autograd.strip_map import jvp_of, vjp_of
+from ..core.folded import FoldedProblem
+from ..core.formula import bias_tile, kept, products
+from ..core.rows import Rows
+from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, Tile, TileSizes, strips
+from .jvp import LogitTangents, filled, tanh_tile
+from .tile_ops import RowStats, Workspace, logits_and_weights
 from .vjp import add, rows_of, zeros
 
-__all__ = ["Bending", "bend"]
+__all__ = ["RowTangents", "double_backward"]
 
 
-class Bending(NamedTuple):
-    """What `bend` needs of every row: (L, K, G, N, …) each, with a dot for what moves."""
+class RowTangents(NamedTuple):
+    """What `double_backward` needs of every row: (L, K, G, N, …) each, with a dot for what moves."""
 
     dO: Tensor
     dO_dot: Tensor | None
-    look: Look
+    look: RowStats
     delta: Tensor  # g_lse − Σ dO ∘ O
     delta_dot: Tensor
     u: Tensor  # the tangent of lse
@@ -35,8 +36,8 @@ class Bending(NamedTuple):
     g_H_dot: Tensor | None
 
     @staticmethod
-    def at(found: Rows, moved: Some, g: Some, dg: Some) -> Bending:
-        output, _, entropy, peak, spread = found
+    def at(found: Rows, moved: MaybeTensors, g: MaybeTensors, dg: MaybeTensors) -> RowTangents:
+        output, _, entropy, row_max, log_row_sum = found
         O_dot, u, H_dot = moved
         dO, g_lse, g_H = g
         dO_dot, g_lse_dot, g_H_dot = dg
@@ -49,29 +50,31 @@ class Bending(NamedTuple):
             delta_dot = delta_dot - (dO_dot * output).sum(-1)
         if g_lse_dot is not None:
             delta_dot = delta_dot + g_lse_dot
-        means = (spread - entropy, u - H_dot)
-        return Bending(dO, dO_dot, Look.at(peak, spread), delta, delta_dot, u, *means, g_H, g_H_dot)
+        means = (log_row_sum - entropy, u - H_dot)
+        return RowTangents(dO, dO_dot, RowStats.at(row_max, log_row_sum), delta, delta_dot, u, *means, g_H, g_H_dot)
 
 
-def bend(x: Canonical, moving: Moving, cut: Cut, needs: Needs, b: Bending) -> tuple[Tensor | None, ...]:
+def double_backward(
+    x: FoldedProblem, moving: LogitTangents, tile_sizes: TileSizes, needs: Needs, b: RowTangents
+) -> tuple[Tensor | None, ...]:
     """The tangent of the backward pass: with B = dP + δ − g_H·(S − E[S]) and t the tangent of S less that of lse,
 
     dS = P ∘ B moves by P ∘ (t B + dB), and everything that dS is multiplied with moves too.
     """
     inputs = (x.query, x.key, x.value, x.bias, *x.shared)
     grads = [zeros(t, x.query.dtype) if need else None for t, need in zip(inputs, needs, strict=True)]
-    room = Room()
-    for strip in strips(x.rule, x.query.shape, cut):
+    workspace = Workspace()
+    for strip in strips(x.spec, x.query.shape, tile_sizes):
         for run in strip.runs:
             tile = strip.tile(run)
-            X, P = depths_and_weights(x, tile, run, b.look, room)  # (l, k, g, r, c)
-            T_raw = moving.scores(tile, room)
+            X, P = logits_and_weights(x, tile, run, b.look, workspace)  # (l, k, g, r, c)
+            T_raw = moving.scores(tile, workspace)
             T = moving.logits(tile, T_raw, X.shape[2])
             T = torch.zeros_like(X) if T is None else T.expand_as(X)
             keep = (
-                kept(x.rule, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.rule.dropout) if x.rule.dropout else None
+                kept(x.spec, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.spec.dropout) if x.spec.dropout else None
             )
-            B, B_dot = _slopes(x, moving, tile, b, X, T, keep, room)
+            B, B_dot = _slopes(x, moving, tile, b, X, T, keep, workspace)
             R = T - ROW.part(b.u, tile)[..., None]
             dS = P * B
             dS_dot = B.mul_(R).add_(B_dot).mul_(P)
@@ -86,17 +89,26 @@ def bend(x: Canonical, moving: Moving, cut: Cut, needs: Needs, b: Bending) -> tu
 
 
 def _slopes(
-    x: Canonical, moving: Moving, tile: Tile, b: Bending, X: Tensor, T: Tensor, keep: Tensor | None, room: Room
+    x: FoldedProblem,
+    moving: LogitTangents,
+    tile: Tile,
+    b: RowTangents,
+    X: Tensor,
+    T: Tensor,
+    keep: Tensor | None,
+    workspace: Workspace,
 ) -> tuple[Tensor, Tensor]:
     """B and its tangent, (l, k, g, r, c)."""
-    values = TURNED.part(room.turned("values", x.value, x.rule.n), tile)
+    values = TRANSPOSED.part(workspace.turned("values", x.value, x.spec.n), tile)
     dO = QUERY.part(b.dO, tile)
-    B = room.product("slopes", dO, values)
+    B = workspace.product("slopes", dO, values)
     B_dot = torch.zeros_like(B)
     if moving.value is not None:
-        B_dot += room.product("bent", dO, TURNED.part(room.turned("moving values", moving.value, x.rule.n), tile))
+        B_dot += workspace.product(
+            "bent", dO, TRANSPOSED.part(workspace.turned("moving values", moving.value, x.spec.n), tile)
+        )
     if b.dO_dot is not None:
-        B_dot += room.product("bent", QUERY.part(b.dO_dot, tile), values)
+        B_dot += workspace.product("bent", QUERY.part(b.dO_dot, tile), values)
     if keep is not None:
         B, B_dot = B.mul_(keep), B_dot.mul_(keep)
     B.add_(ROW.part(b.delta, tile)[..., None])
@@ -112,44 +124,44 @@ def _slopes(
 
 
 def _pull_moving(
-    x: Canonical,
-    moving: Moving,
+    x: FoldedProblem,
+    moving: LogitTangents,
     tile: Tile,
     slopes: tuple[Tensor, Tensor, Tensor | None],
     grads: list[Tensor | None],
 ) -> None:
     """Carry the tangent of the cotangent of a tile's logits back, as the backward pass carries the cotangent."""
-    rule = x.rule
+    spec = x.spec
     dS, dS_dot, T_raw = slopes
     if grads[3] is not None:
         part = BIAS.part(grads[3], tile)
         part.add_(dS_dot.sum_to_size(part.shape))
-    if rule.bias is not None and any(g is not None for g in grads[4 + rule.paired :]):
-        tables, fixed = x.shared[rule.paired :], x.shared[: rule.paired]
+    if spec.bias is not None and any(g is not None for g in grads[4 + spec.paired :]):
+        tables, fixed = x.shared[spec.paired :], x.shared[: spec.paired]
         groups = dS.shape[2]
         found = _pull_moved(
-            lambda *t: bias_tile(rule, tile, groups, None, (*fixed, *t)),
+            lambda *t: bias_tile(spec, tile, groups, None, (*fixed, *t)),
             tables,
-            moving.shared[rule.paired :],
+            moving.shared[spec.paired :],
             dS,
             dS_dot,
         )
-        add(grads, 4 + rule.paired, found)
+        add(grads, 4 + spec.paired, found)
     query, key = QUERY.part(x.query, tile), KEY.part(x.key, tile)
-    if rule.softcap is not None:
+    if spec.softcap is not None:
         th = tanh_tile(x, tile)
         slope = 1 - th * th
         dS_dot = dS_dot.mul_(slope)
         if T_raw is not None:
-            dS_dot.sub_(dS * slope * th * T_raw * (2 / rule.softcap))
+            dS_dot.sub_(dS * slope * th * T_raw * (2 / spec.softcap))
         dS = dS.mul_(slope)
     d_query, d_key = (
         None if t is None else kind.part(t, tile) for t, kind in ((moving.query, QUERY), (moving.key, KEY))
     )
-    if rule.pair is not None:
-        moved = (d_query, d_key, *moving.shared[: rule.paired])
-        given = (query, key, *x.shared[: rule.paired])
-        g_query, g_key, *g_shared = _pull_moved(lambda q, k, *s: products(rule, q, k, s), given, moved, dS, dS_dot)
+    if spec.pair is not None:
+        moved = (d_query, d_key, *moving.shared[: spec.paired])
+        given = (query, key, *x.shared[: spec.paired])
+        g_query, g_key, *g_shared = _pull_moved(lambda q, k, *s: products(spec, q, k, s), given, moved, dS, dS_dot)
         add(grads, 4, g_shared)
     else:
         g_query, g_key = _pulled(query, key, dS_dot)
@@ -179,8 +191,8 @@ def _pull_moved(
     count = len(given)
 
     def pull(*both: Tensor) -> tuple[Tensor, ...]:
-        result, back = pull_back(function, *both[:count])
+        result, back = vjp_of(function, *both[:count])
         found: tuple[Tensor, ...] = back(both[count].sum_to_size(result.shape))
         return found
 
-    return pushed(pull, (*given, g), (*filled(given, moved), g_dot))[1]
+    return jvp_of(pull, (*given, g), (*filled(given, moved), g_dot))[1]

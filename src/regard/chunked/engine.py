@@ -14,94 +14,108 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.engine import Engine, Needs, Some
-from ..autograd.strip_map import Mapped, attention_map
-from ..compat.torch import applied, exactly
-from ..core.folded import Canonical
-from ..core.formula import Rows, kept
-from ..core.spec import Rule
-from ..core.tiling import KEY, QUERY, ROW, Cut, Strip, Tile, strips
+from ..autograd.engine import Engine, MaybeTensors, Needs
+from ..autograd.strip_map import MapStrips, attention_strips
+from ..compat.torch import call_function, without_autocast
+from ..core.folded import FoldedProblem
+from ..core.formula import kept
+from ..core.rows import Rows
+from ..core.spec import Spec
+from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes, strips
 from ..softmax import Partial, lowest, merge
-from .double_backward import Bending, bend
-from .jvp import Moving
-from .tile_ops import Room, below, exponentials, masked_logits
+from .double_backward import RowTangents, double_backward
+from .jvp import LogitTangents
+from .tile_ops import Workspace, below_row_max, exp_below_max, masked_logits
 from .vjp import backward
 
-__all__ = ["Chunks"]
+__all__ = ["ChunkedEngine"]
 
 
 @dataclass(frozen=True, eq=False)
-class Chunks(Engine):
-    """Passes over (query, key, value, bias, *shared) as `Canonical` has them."""
+class ChunkedEngine(Engine):
+    """Passes over (query, key, value, bias, *shared) as `FoldedProblem` has them."""
 
-    rule: Rule
-    cut: Cut
+    spec: Spec
+    tile_sizes: TileSizes
     observed: bool
 
-    @exactly
-    def attend(self, x: Some) -> Rows:
-        return _forward(_canonical(self.rule, x), self.cut, self.observed, None)[0]
+    @without_autocast
+    def forward(self, x: MaybeTensors) -> Rows:
+        return _forward(_canonical(self.spec, x), self.tile_sizes, self.observed, None)[0]
 
-    @exactly
-    def push(self, x: Some, w: Some) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
-        given = _canonical(self.rule, x)
-        return _forward(given, self.cut, self.observed, Moving(given, w))
+    @without_autocast
+    def jvp(self, x: MaybeTensors, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
+        given = _canonical(self.spec, x)
+        return _forward(given, self.tile_sizes, self.observed, LogitTangents(given, w))
 
-    @exactly
-    def pull(self, x: Some, found: Rows, g: Some, needs: Needs) -> Sequence[Tensor | None]:
-        return backward(_canonical(self.rule, x), self.cut, needs, found, g)
+    @without_autocast
+    def vjp(self, x: MaybeTensors, found: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
+        return backward(_canonical(self.spec, x), self.tile_sizes, needs, found, g)
 
-    @exactly
-    def bend(
-        self, x: Some, found: Rows, moved: Some, g: Some, w: Some, dg: Some, needs: Needs
+    @without_autocast
+    def double_backward(
+        self,
+        x: MaybeTensors,
+        found: Rows,
+        moved: MaybeTensors,
+        g: MaybeTensors,
+        w: MaybeTensors,
+        dg: MaybeTensors,
+        needs: Needs,
     ) -> Sequence[Tensor | None]:
-        given = _canonical(self.rule, x)
-        return bend(given, Moving(given, w), self.cut, needs, Bending.at(found, moved, g, dg))
+        given = _canonical(self.spec, x)
+        return double_backward(
+            given, LogitTangents(given, w), self.tile_sizes, needs, RowTangents.at(found, moved, g, dg)
+        )
 
-    def meaning(self, x: Some) -> tuple[Tensor, ...]:
-        given = _canonical(self.rule, x)
-        found: tuple[Tensor, ...] = applied(Mapped, attention_map(given, self.cut), *(t for t in x if t is not None))
+    def formula(self, x: MaybeTensors) -> tuple[Tensor, ...]:
+        given = _canonical(self.spec, x)
+        found: tuple[Tensor, ...] = call_function(
+            MapStrips, attention_strips(given, self.tile_sizes), *(t for t in x if t is not None)
+        )
         return found
 
-    def over(self, size: int) -> tuple[Engine, int]:
+    def batched(self, size: int) -> tuple[Engine, int]:
         return self, 0  # a rule begins again after its period
 
 
-def _canonical(rule: Rule, x: Some) -> Canonical:
+def _canonical(spec: Spec, x: MaybeTensors) -> FoldedProblem:
     query, key, value, bias, *shared = x
     if query is None or key is None or value is None:
         raise RuntimeError("a problem has queries, keys and values")
-    return Canonical(query, key, value, bias, tuple(t for t in shared if t is not None), rule)
+    return FoldedProblem(query, key, value, bias, tuple(t for t in shared if t is not None), spec)
 
 
 def _forward(
-    x: Canonical, cut: Cut, observed: bool, moving: Moving | None
+    x: FoldedProblem, tile_sizes: TileSizes, observed: bool, moving: LogitTangents | None
 ) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
     """Output, lse, entropy and largest logit of every row, strip by strip; and the tangents of the first three."""
     shape = x.query.shape[:-1]
     dim = x.value.shape[-1]
     output = x.query.new_zeros(*shape, dim)
     lse = x.query.new_full(shape, -torch.inf)
-    peak = torch.full_like(lse, -torch.inf)
-    entropy, spread = torch.zeros_like(lse), torch.zeros_like(lse)
+    row_max = torch.full_like(lse, -torch.inf)
+    entropy, log_row_sum = torch.zeros_like(lse), torch.zeros_like(lse)
     still = (output, lse, entropy)
     tangents = (
-        still if moving is None else (torch.zeros_like(output), torch.zeros_like(spread), torch.zeros_like(spread))
+        still
+        if moving is None
+        else (torch.zeros_like(output), torch.zeros_like(log_row_sum), torch.zeros_like(log_row_sum))
     )
-    room = Room()
-    for strip in strips(x.rule, x.query.shape, cut):
+    workspace = Workspace()
+    for strip in strips(x.spec, x.query.shape, tile_sizes):
         if not strip.runs:
             continue
-        state, e, c = _fold(x, strip, observed, moving, room)
+        state, e, c = _fold(x, strip, observed, moving, workspace)
         hull = strip.tile(strip.runs[0])
         l = state.denominator  # noqa: E741
         empty = l == 0
         l = torch.where(empty, 1.0, l)  # noqa: E741
-        scale = 1.0 / (l * (1 - x.rule.dropout)) if x.rule.dropout else 1.0 / l
+        scale = 1.0 / (l * (1 - x.spec.dropout)) if x.spec.dropout else 1.0 / l
         O = torch.mul(state.numerator[..., :dim], scale[..., None], out=QUERY.part(output, hull))  # noqa: E741
-        above = torch.log(l, out=ROW.part(spread, hull))
+        above = torch.log(l, out=ROW.part(log_row_sum, hull))
         ROW.part(lse, hull).copy_((state.max + above).masked_fill_(empty, -torch.inf))
-        ROW.part(peak, hull).copy_(state.max.masked_fill(empty, -torch.inf))
+        ROW.part(row_max, hull).copy_(state.max.masked_fill(empty, -torch.inf))
         if e is not None:
             torch.sub(above, e / l, out=ROW.part(entropy, hull))
         if moving is not None:
@@ -110,10 +124,10 @@ def _forward(
             A.sub_(u[..., None] * O)
             if e is not None and c is not None:
                 torch.div(u * e - c, l, out=ROW.part(tangents[2], hull))  # −Cov(t, S)
-    return Rows(output, lse, entropy, peak, spread), tangents
+    return Rows(output, lse, entropy, row_max, log_row_sum), tangents
 
 
-class Folded(NamedTuple):
+class StripSums(NamedTuple):
     """A strip's running sums: with X the logits below their max, e = Σ exp(X)·X and c = Σ exp(X)·t·X."""
 
     state: Partial
@@ -121,23 +135,25 @@ class Folded(NamedTuple):
     c: Tensor | None
 
 
-def _fold(x: Canonical, strip: Strip, observed: bool, moving: Moving | None, room: Room) -> Folded:
+def _fold(
+    x: FoldedProblem, strip: Strip, observed: bool, moving: LogitTangents | None, workspace: Workspace
+) -> StripSums:
     """Fold the runs of a strip; what moves makes the numerator wider: Σ exp(X)·(V | t V + dV | t)."""
-    sums: Folded | None = None
+    sums: StripSums | None = None
     for run in strip.runs:
         tile = strip.tile(run)
-        S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)
+        S = masked_logits(x, tile, run, workspace)  # (l, k, g, r, c)
         m = S.amax(-1).clamp_(min=lowest(S.dtype))  # (l, k, g, r)
-        X = below(x, S, m, run)
-        P = exponentials(x, X, run, out=room.like("weights", X))
+        X = below_row_max(x, S, m, run)
+        P = exp_below_max(x, X, run, out=workspace.like("weights", X))
         l = P.sum(-1)  # noqa: E741
         XP = X.mul_(P) if observed else None
-        new = Folded(Partial(m, l, l), None if XP is None else XP.sum(-1), None)
-        keep = kept(x.rule, tile, S.shape[2], S.device) if x.rule.dropout else None
+        new = StripSums(Partial(m, l, l), None if XP is None else XP.sum(-1), None)
+        keep = kept(x.spec, tile, S.shape[2], S.device) if x.spec.dropout else None
         if moving is None:
             O = _averaged(P if keep is None else P.mul_(keep), KEY.part(x.value, tile))  # noqa: E741
         else:
-            T = moving.logits(tile, moving.scores(tile, room), S.shape[2])
+            T = moving.logits(tile, moving.scores(tile, workspace), S.shape[2])
             c = None if XP is None or T is None else (XP * T).sum(-1)
             O = _moved(x, moving, tile, P, T, keep)  # noqa: E741
             new = new._replace(c=torch.zeros_like(l) if c is None else c)
@@ -148,7 +164,9 @@ def _fold(x: Canonical, strip: Strip, observed: bool, moving: Moving | None, roo
     return sums
 
 
-def _moved(x: Canonical, moving: Moving, tile: Tile, P: Tensor, T: Tensor | None, keep: Tensor | None) -> Tensor:
+def _moved(
+    x: FoldedProblem, moving: LogitTangents, tile: Tile, P: Tensor, T: Tensor | None, keep: Tensor | None
+) -> Tensor:
     """Σ P·(V | t V + dV | t) over the keys of a tile."""
     PT = None if T is None else P * T
     u = P.new_zeros(P.shape[:-1]) if PT is None else PT.sum(-1)
@@ -169,14 +187,14 @@ def _averaged(P: Tensor, values: Tensor) -> Tensor:
     return O
 
 
-def _merged(old: Folded, new: Folded) -> Folded:
+def _merged(old: StripSums, new: StripSums) -> StripSums:
     state = merge(old.state, new.state)
     e = None if old.e is None or new.e is None else _shifted(old.e, old, state) + _shifted(new.e, new, state)
     c = None if old.c is None or new.c is None else _shifted(old.c, old, state, -1) + _shifted(new.c, new, state, -1)
-    return Folded(state, e, c)
+    return StripSums(state, e, c)
 
 
-def _shifted(sum_: Tensor, old: Folded, new: Partial, column: int | None = None) -> Tensor:
+def _shifted(sum_: Tensor, old: StripSums, new: Partial, column: int | None = None) -> Tensor:
     """A sum of exp(X)·y·X relative to a new max: exp(down)·(sum + down·Σ exp(X)·y)."""
     down = (old.state.max - new.max).clamp_(min=-1e4)  # finite, and deep enough for exp to be 0
     mass = old.state.denominator if column is None else old.state.numerator[..., column]

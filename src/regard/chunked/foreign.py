@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from ..autograd.engine import cotangents, tangents
-from ..compat.torch import applied
-from ..core.spec import Rule
-from ..core.tiling import Cut
+from ..autograd.engine import jvp, vjp
+from ..compat.torch import call_function
+from ..core.spec import Spec
+from ..core.tiling import TileSizes
 from ..masks import Mask
-from .engine import Chunks
+from .engine import ChunkedEngine
 
-__all__ = ["Foreign", "Meaning"]
+__all__ = ["AttentionFormula", "ForeignKernel"]
 
 
 @dataclass(frozen=True, eq=False)
-class Meaning:
+class AttentionFormula:
     """softmax(scale · q·k + bias | mask) v, with derivatives by the formula, strip by strip."""
 
     mask: Mask | None
@@ -31,9 +31,7 @@ class Meaning:
     def vjp(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         """Cotangents of q, k, v by the formula, differentiable in turn."""
         engine, x = self._engine(q, k, v)
-        dq, dk, dv = cotangents(engine, x, (grad.unflatten(1, x[0].shape[1:3]), None, None), (True, True, True, False))[
-            :3
-        ]
+        dq, dk, dv = vjp(engine, x, (grad.unflatten(1, x[0].shape[1:3]), None, None), (True, True, True, False))[:3]
         return (dq * self.scale).flatten(1, 2), dk, dv
 
     def jvp(self, q: Tensor, k: Tensor, v: Tensor, moved: tuple[Tensor | None, ...]) -> Tensor:
@@ -42,19 +40,21 @@ class Meaning:
         tq, tk, tv = moved
         if tq is not None:
             tq = (tq * self.scale).unflatten(1, x[0].shape[1:3])
-        return tangents(engine, x, (tq, tk, tv, None))[0].flatten(1, 2)
+        return jvp(engine, x, (tq, tk, tv, None))[0].flatten(1, 2)
 
-    def _engine(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Chunks, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    def _engine(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[ChunkedEngine, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         batch, heads = k.shape[:2]
         groups = q.shape[1] // max(heads, 1)
         bias = self.bias
         if bias is not None:
             bias = bias.unflatten(1, (heads, groups)) if bias.shape[1] == heads * groups else bias.unsqueeze(1)
-        rule = Rule(q.shape[2], k.shape[2], self.mask, period=batch)
-        return Chunks(rule, Cut(), False), ((q * self.scale).unflatten(1, (heads, groups)), k, v, bias)
+        spec = Spec(q.shape[2], k.shape[2], self.mask, period=batch)
+        return ChunkedEngine(spec, TileSizes(), False), ((q * self.scale).unflatten(1, (heads, groups)), k, v, bias)
 
 
-class Foreign(torch.autograd.Function):
+class ForeignKernel(torch.autograd.Function):
     """A kernel of others with its own first derivative, a graph inside this node; the second by the formula.
 
     The graph inside holds no tensors: what it saves is saved by this node, so that torch frees it after the backward,
@@ -63,7 +63,12 @@ class Foreign(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, meaning: Meaning, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
+        ctx: Any,
+        meaning: AttentionFormula,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> Tensor:
         kept: list[Tensor] = []
 
@@ -72,7 +77,7 @@ class Foreign(torch.autograd.Function):
             return len(kept) - 1
 
         with torch.enable_grad(), saved_tensors_hooks(pack, kept.__getitem__):
-            inside = applied(Roots, torch.empty(0, requires_grad=True), q, k, v)
+            inside = call_function(Roots, torch.empty(0, requires_grad=True), q, k, v)
             output = attend(*inside)
         ctx.meaning, ctx.kept = meaning, kept
         ctx.starts = [get_gradient_edge(x) if x.requires_grad else None for x in inside]

@@ -8,32 +8,32 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..autograd.engine import Some
-from ..autograd.strip_map import pushed
-from ..core.folded import Canonical
+from ..autograd.engine import MaybeTensors
+from ..autograd.strip_map import jvp_of
+from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, products
-from ..core.nonfinite import all_finite, seen
-from ..core.tiling import BIAS, KEY, QUERY, TURNED, Tile
-from .tile_ops import Room
+from ..core.nonfinite import all_finite, visible_rows_and_keys
+from ..core.tiling import BIAS, KEY, QUERY, TRANSPOSED, Tile
+from .tile_ops import Workspace
 
-__all__ = ["Moving", "filled", "tanh_tile"]
+__all__ = ["LogitTangents", "filled", "tanh_tile"]
 
 
-class Moving:
+class LogitTangents:
     """The tangents of a problem's tensors, and of the logits of a tile."""
 
-    def __init__(self, x: Canonical, w: Some) -> None:
+    def __init__(self, x: FoldedProblem, w: MaybeTensors) -> None:
         self.x = x
         query, key, value, self.bias, *self.shared = w
         self.query, self.key, self.value = self._seen(query, key, value)
 
-    def _seen(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> Some:
+    def _seen(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> MaybeTensors:
         """The same, zeros where nothing is seen if a NaN or inf is there, as with the tensors that move."""
-        x, rule = self.x, self.x.rule
-        hides = rule.mask is not None or rule.bias is not None or x.bias is not None
+        x, spec = self.x, self.x.spec
+        hides = spec.mask is not None or spec.bias is not None or x.bias is not None
         if not hides or all_finite(*(t for t in (query, key, value) if t is not None)):
             return query, key, value
-        rows, keys = seen(rule, x.query.flatten(1, 2), x.key, x.bias)
+        rows, keys = visible_rows_and_keys(spec, x.query.flatten(1, 2), x.key, x.bias)
         rows, keys = rows.unflatten(1, x.query.shape[1:3])[..., None], keys[..., None]
         shown = ((query, rows), (key, keys), (value, keys))
         return tuple(None if t is None else torch.where(some, t, 0.0) for t, some in shown)
@@ -50,34 +50,34 @@ class Moving:
         """Values, and their tangents beside them if they have some."""
         return self.x.value if self.value is None else torch.cat((self.x.value, self.value), -1)
 
-    def scores(self, tile: Tile, room: Room) -> Tensor | None:
+    def scores(self, tile: Tile, workspace: Workspace) -> Tensor | None:
         """The tangent of the scores (l, k, g, r, c), before cap and bias; None if they stand still."""
-        rule = self.x.rule
-        if rule.pair is not None:
-            given = (QUERY.part(self.x.query, tile), KEY.part(self.x.key, tile), *self.x.shared[: rule.paired])
-            moved = [self.query, self.key, *self.shared[: rule.paired]]
+        spec = self.x.spec
+        if spec.pair is not None:
+            given = (QUERY.part(self.x.query, tile), KEY.part(self.x.key, tile), *self.x.shared[: spec.paired])
+            moved = [self.query, self.key, *self.shared[: spec.paired]]
             moved[0] = None if moved[0] is None else QUERY.part(moved[0], tile)
             moved[1] = None if moved[1] is None else KEY.part(moved[1], tile)
-            return pushed(lambda q, k, *s: (products(rule, q, k, s),), given, filled(given, moved))[1][0]
+            return jvp_of(lambda q, k, *s: (products(spec, q, k, s),), given, filled(given, moved))[1][0]
         if self._factors is None:
             return None
         rows, keys = self._factors
-        return room.product(
-            "moving", QUERY.part(rows, tile), TURNED.part(room.turned("moving keys", keys, rule.n), tile)
+        return workspace.product(
+            "moving", QUERY.part(rows, tile), TRANSPOSED.part(workspace.turned("moving keys", keys, spec.n), tile)
         )
 
     def logits(self, tile: Tile, scores: Tensor | None, groups: int) -> Tensor | None:
         """The tangent of the logits, made of that of the scores; None if they stand still."""
-        rule, T = self.x.rule, scores
-        if T is not None and rule.softcap is not None:
+        spec, T = self.x.spec, scores
+        if T is not None and spec.softcap is not None:
             T = T * (1 - tanh_tile(self.x, tile).square_())
         added = None if self.bias is None else BIAS.part(self.bias, tile)
-        tables = self.shared[rule.paired :]
-        if rule.bias is not None and any(t is not None for t in tables):
-            given = self.x.shared[rule.paired :]
-            fixed = self.x.shared[: rule.paired]
-            added = pushed(
-                lambda *t: (bias_tile(rule, tile, groups, None, (*fixed, *t)),), given, filled(given, tables)
+        tables = self.shared[spec.paired :]
+        if spec.bias is not None and any(t is not None for t in tables):
+            given = self.x.shared[spec.paired :]
+            fixed = self.x.shared[: spec.paired]
+            added = jvp_of(
+                lambda *t: (bias_tile(spec, tile, groups, None, (*fixed, *t)),), given, filled(given, tables)
             )[1][0]
         if added is None or T is None:
             return T if added is None else added.to(self.x.query.dtype)
@@ -89,7 +89,7 @@ def filled(given: Sequence[Tensor], moved: Sequence[Tensor | None]) -> tuple[Ten
     return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(given, moved, strict=True))
 
 
-def tanh_tile(x: Canonical, tile: Tile) -> Tensor:
+def tanh_tile(x: FoldedProblem, tile: Tile) -> Tensor:
     """tanh(score / cap) of a tile."""
-    raw = products(x.rule, QUERY.part(x.query, tile), KEY.part(x.key, tile), x.shared)
-    return raw if x.rule.softcap is None else (raw / x.rule.softcap).tanh_()
+    raw = products(x.spec, QUERY.part(x.query, tile), KEY.part(x.key, tile), x.shared)
+    return raw if x.spec.softcap is None else (raw / x.spec.softcap).tanh_()

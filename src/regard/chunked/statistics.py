@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..compat.torch import exactly
-from ..core.folded import Canonical, Result, canonical
+from ..compat.torch import without_autocast
+from ..core.folded import FoldedProblem, fold
 from ..core.formula import bias_tile, hidden, logits
 from ..core.problem import Problem
-from ..core.tiling import BIAS, ROW, Cut, Spots, Tile, strips
-from .tile_ops import Look, Room, masked_logits, weights
+from ..core.rows import Rows
+from ..core.tiling import BIAS, ROW, Points, Tile, TileSizes, strips
+from .tile_ops import RowStats, Workspace, masked_logits, weights
 
 __all__ = ["Survey", "logits_at", "moments", "pooled", "received", "strongest", "survey", "top", "visible"]
 
@@ -33,82 +34,82 @@ class Survey(NamedTuple):
 
 
 @torch.no_grad()
-@exactly
-def survey(p: Problem, found: Result, height: int, width: int, cut: Cut) -> Survey:
+@without_autocast
+def survey(p: Problem, found: Rows, height: int, width: int, tile_sizes: TileSizes) -> Survey:
     """The passes `pooled`, `received` and `moments` in one, for what looks at all of them."""
     x, look = _looking(p, found)
     parts = _Grid(x, height, width), _Received(x), _Moments(x)
-    for tile, P, room in _weights(x, look, cut):
+    for tile, P, workspace in _weights(x, look, tile_sizes):
         for part in parts:
-            part.add(tile, P, room)
+            part.add(tile, P, workspace)
     grid, received, moments = parts
     return Survey(*(p.shaped(found.flatten(1, 2)) for found in (grid.mean(), received.total, *moments.totals)))
 
 
 @torch.no_grad()
-@exactly
-def received(p: Problem, found: Result, cut: Cut) -> Tensor:
+@without_autocast
+def received(p: Problem, found: Rows, tile_sizes: TileSizes) -> Tensor:
     """Σ over queries of the weight each key receives: (…, Hq, M)."""
     x, look = _looking(p, found)
     sums = _Received(x)
-    for tile, P, room in _weights(x, look, cut):
-        sums.add(tile, P, room)
+    for tile, P, workspace in _weights(x, look, tile_sizes):
+        sums.add(tile, P, workspace)
     return p.shaped(sums.total.flatten(1, 2))
 
 
 @torch.no_grad()
-@exactly
-def moments(p: Problem, found: Result, cut: Cut) -> tuple[Tensor, Tensor]:
+@without_autocast
+def moments(p: Problem, found: Rows, tile_sizes: TileSizes) -> tuple[Tensor, Tensor]:
     """Σ p(1 − p) and Σ p |i + M − N − j| of each row: (…, Hq, N) each."""
     x, look = _looking(p, found)
     sums = _Moments(x)
-    for tile, P, room in _weights(x, look, cut):
-        sums.add(tile, P, room)
+    for tile, P, workspace in _weights(x, look, tile_sizes):
+        sums.add(tile, P, workspace)
     health, distance = (p.shaped(total.flatten(1, 2)) for total in sums.totals)
     return health, distance
 
 
 @torch.no_grad()
-@exactly
-def pooled(p: Problem, found: Result, height: int, width: int, cut: Cut) -> Tensor:
+@without_autocast
+def pooled(p: Problem, found: Rows, height: int, width: int, tile_sizes: TileSizes) -> Tensor:
     """The mean weight in each cell of a grid over N × M: (…, Hq, height, width)."""
     x, look = _looking(p, found)
     grid = _Grid(x, height, width)
-    for tile, P, room in _weights(x, look, cut):
-        grid.add(tile, P, room)
+    for tile, P, workspace in _weights(x, look, tile_sizes):
+        grid.add(tile, P, workspace)
     return p.shaped(grid.mean().flatten(1, 2))
 
 
-def _weights(x: Canonical, look: Look, cut: Cut) -> Iterator[tuple[Tile, Tensor, Room]]:
+def _weights(x: FoldedProblem, look: RowStats, tile_sizes: TileSizes) -> Iterator[tuple[Tile, Tensor, Workspace]]:
     """The weights (l, k, g, r, c) tile by tile, in buffers that are used again."""
-    room = Room()
-    for strip in strips(x.rule, x.query.shape, cut):
+    workspace = Workspace()
+    for strip in strips(x.spec, x.query.shape, tile_sizes):
         for run in strip.runs:
             tile = strip.tile(run)
-            yield tile, weights(x, tile, run, look, room), room
+            yield tile, weights(x, tile, run, look, workspace), workspace
 
 
 class _Received:
     """Σ over queries of the weights of each key."""
 
-    def __init__(self, x: Canonical) -> None:
-        self.total = x.query.new_zeros(*x.query.shape[:3], x.rule.m)
+    def __init__(self, x: FoldedProblem) -> None:
+        self.total = x.query.new_zeros(*x.query.shape[:3], x.spec.m)
 
-    def add(self, tile: Tile, P: Tensor, room: Room) -> None:
+    def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
         self.total[tile.batch, tile.heads, :, tile.cols] += P.sum(-2)
 
 
 class _Moments:
     """Σ p(1 − p) and Σ p |i + M − N − j| of each row."""
 
-    def __init__(self, x: Canonical) -> None:
-        n, m = x.rule.n, x.rule.m
+    def __init__(self, x: FoldedProblem) -> None:
+        n, m = x.spec.n, x.spec.m
         self._ahead = m - n
         self.totals = x.query.new_zeros(x.query.shape[:-1]), x.query.new_zeros(x.query.shape[:-1])
         self._own = torch.arange(m - n, m, dtype=x.query.dtype, device=x.query.device)  # the place of each row
         self._keys = torch.arange(m, dtype=x.query.dtype, device=x.query.device)
 
-    def add(self, tile: Tile, P: Tensor, room: Room) -> None:
+    def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
         health, distance = (ROW.part(total, tile) for total in self.totals)
         own, keys = self._own[tile.rows, None], self._keys[tile.cols]
         behind = tile.cols.stop - 1 <= self._ahead + tile.rows.start  # every key lies at or before its row's own place
@@ -117,21 +118,21 @@ class _Moments:
             total, reach = (P @ steps).unbind(-1)  # (l, k, g, r)
             distance += (own[:, 0] - keys[0]) * total - reach
         else:
-            distance += torch.mul(P, (own - keys).abs_(), out=room.like("seen", P)).sum(-1)
-        health += torch.addcmul(P, P, P, value=-1, out=room.like("seen", P)).sum(-1)
+            distance += torch.mul(P, (own - keys).abs_(), out=workspace.like("seen", P)).sum(-1)
+        health += torch.addcmul(P, P, P, value=-1, out=workspace.like("seen", P)).sum(-1)
 
 
 class _Grid:
     """The sums in the cells of a grid over N × M: by sums and products, not by a scatter, whose bits differ."""
 
-    def __init__(self, x: Canonical, height: int, width: int) -> None:
-        self._sizes = x.rule.n, x.rule.m, height, width
+    def __init__(self, x: FoldedProblem, height: int, width: int) -> None:
+        self._sizes = x.spec.n, x.spec.m, height, width
         device = x.query.device
-        self._down = torch.arange(x.rule.n, device=device) * height // max(x.rule.n, 1)  # the cell of each row
-        self._across = torch.arange(x.rule.m, device=device) * width // max(x.rule.m, 1)
+        self._down = torch.arange(x.spec.n, device=device) * height // max(x.spec.n, 1)  # the cell of each row
+        self._across = torch.arange(x.spec.m, device=device) * width // max(x.spec.m, 1)
         self._total = x.query.new_zeros(*x.query.shape[:3], height, width)
 
-    def add(self, tile: Tile, P: Tensor, room: Room) -> None:
+    def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
         n, m, height, width = self._sizes
         top, bottom = (i * height // n for i in (tile.rows.start, tile.rows.stop - 1))
         left, right = (j * width // m for j in (tile.cols.start, tile.cols.stop - 1))
@@ -151,40 +152,40 @@ class _Grid:
 
 
 @torch.no_grad()
-@exactly
-def visible(p: Problem, cut: Cut) -> Tensor:
+@without_autocast
+def visible(p: Problem, tile_sizes: TileSizes) -> Tensor:
     """How many keys each row may attend: (…, Hq, N), int64."""
-    x = canonical(p)
+    x = fold(p)
     shape = x.query.shape[:-1]
     count = torch.zeros(shape, dtype=torch.int64, device=x.query.device)
-    for strip in strips(x.rule, x.query.shape, cut):
+    for strip in strips(x.spec, x.query.shape, tile_sizes):
         for run in strip.runs:
             tile = strip.tile(run)
             part = ROW.part(count, tile)
             size = (*part.shape, run.stop - run.start)
             shown = torch.ones((), dtype=torch.bool, device=count.device).expand(size)
-            if not run.full and (hide := hidden(x.rule, tile, shape[2], count.device)) is not None:
+            if not run.full and (hide := hidden(x.spec, tile, shape[2], count.device)) is not None:
                 shown = (~hide).expand(size)
             bias = None if x.bias is None else BIAS.part(x.bias, tile)
-            if (added := bias_tile(x.rule, tile, shape[2], bias, x.shared)) is not None:
+            if (added := bias_tile(x.spec, tile, shape[2], bias, x.shared)) is not None:
                 shown = shown & (added != -torch.inf)
             part.add_(run.stop - run.start if run.full and added is None else shown.sum(-1))
     return p.shaped(count.flatten(1, 2))
 
 
 @torch.no_grad()
-@exactly
-def top(p: Problem, found: Result, k: int, cut: Cut) -> tuple[Tensor, Tensor]:
+@without_autocast
+def top(p: Problem, found: Rows, k: int, tile_sizes: TileSizes) -> tuple[Tensor, Tensor]:
     """The k largest weights of each row and their keys, ties to the lowest index; −1 where fewer are visible."""
     x, look = _looking(p, found)
     shape = (*x.query.shape[:-1], k)
     best = x.query.new_full(shape, -torch.inf)
-    where = torch.full(shape, -1, dtype=torch.int64, device=look.peak.device)
-    room = Room()
-    for strip in strips(x.rule, x.query.shape, cut):
+    where = torch.full(shape, -1, dtype=torch.int64, device=look.row_max.device)
+    workspace = Workspace()
+    for strip in strips(x.spec, x.query.shape, tile_sizes):
         for run in strip.runs:
             tile = strip.tile(run)
-            S = masked_logits(x, tile, run, room)  # (l, k, g, r, c)
+            S = masked_logits(x, tile, run, workspace)  # (l, k, g, r, c)
             values, index = strongest(S, min(k, S.shape[-1]))
             rows = (tile.batch, tile.heads, slice(None), tile.rows)
             values = torch.cat((best[rows], values), -1)
@@ -192,23 +193,23 @@ def top(p: Problem, found: Result, k: int, cut: Cut) -> tuple[Tensor, Tensor]:
             order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]  # earlier runs have lower keys
             best[rows], where[rows] = values.gather(-1, order), index.gather(-1, order)
     seen = best > -torch.inf
-    share = torch.where(seen, (best - look.peak[..., None] - look.spread[..., None]).exp(), 0.0).to(p.dtype)
+    share = torch.where(seen, (best - look.row_max[..., None] - look.log_row_sum[..., None]).exp(), 0.0).to(p.dtype)
     where = where.masked_fill(~seen, -1)
     return p.shaped(share.flatten(1, 2)), p.shaped(where.flatten(1, 2))
 
 
-@exactly
+@without_autocast
 def logits_at(p: Problem, rows: Tensor, cols: Tensor) -> Tensor:
     """The logits of chosen rows and keys, −inf where hidden, with derivatives: (…, Hq, rows, cols)."""
-    x = canonical(p)
+    x = fold(p)
     batch, heads, groups = x.query.shape[:3]
-    spots = Spots(slice(0, batch), slice(0, heads), rows, cols)
+    spots = Points(slice(0, batch), slice(0, heads), rows, cols)
     bias = x.bias
     if bias is not None:
         bias = bias if bias.shape[-2] == 1 else bias.index_select(-2, rows)
         bias = bias if bias.shape[-1] == 1 else bias.index_select(-1, cols)
-    S = logits(x.rule, spots, x.query.index_select(-2, rows), x.key.index_select(-2, cols), bias, x.shared)
-    if (hide := hidden(x.rule, spots, groups, S.device)) is not None:
+    S = logits(x.spec, spots, x.query.index_select(-2, rows), x.key.index_select(-2, cols), bias, x.shared)
+    if (hide := hidden(x.spec, spots, groups, S.device)) is not None:
         S = torch.where(hide, -torch.inf, S)
     return p.shaped(S.flatten(1, 2))
 
@@ -247,10 +248,10 @@ def _by_rank(S: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return S.gather(-1, order), index.expand(S.shape).gather(-1, order)
 
 
-def _looking(p: Problem, found: Result) -> tuple[Canonical, Look]:
+def _looking(p: Problem, found: Rows) -> tuple[FoldedProblem, RowStats]:
     """The problem without its graph, and what is known of its rows."""
-    x = canonical(p)
+    x = fold(p)
     shape = x.query.shape[:-1]
-    if found.max_logit is None or found.spread is None:
+    if found.max_logit is None or found.log_row_sum is None:
         raise RuntimeError("a pass needs what the forward pass found")
-    return x, Look.at(found.max_logit.detach().reshape(shape), found.spread.detach().reshape(shape))
+    return x, RowStats.at(found.max_logit.detach().reshape(shape), found.log_row_sum.detach().reshape(shape))

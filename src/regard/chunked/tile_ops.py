@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.folded import Canonical
+from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, hidden, products
-from ..core.tiling import BIAS, KEY, QUERY, ROW, TURNED, Run, Tile
+from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, KeyRun, Tile
 
-__all__ = ["Look", "Room", "below", "depths_and_weights", "exponentials", "masked_logits", "weights"]
+__all__ = ["RowStats", "Workspace", "below_row_max", "exp_below_max", "logits_and_weights", "masked_logits", "weights"]
 
 _MANY = 64  # rows for which laying the keys out anew pays: sixteen take a third of the time without
 _DEEP = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
@@ -23,7 +23,7 @@ _INF_BITS = {  # integers of the same size, and −inf as one
 }
 
 
-class Room:
+class Workspace:
     """Buffers by name. Fresh pages for every tile would cost a tenth of the time."""
 
     def __init__(self) -> None:
@@ -65,32 +65,32 @@ def _laid_out(x: Tensor) -> Tensor:
     return x.mT.contiguous()
 
 
-class Look(NamedTuple):
+class RowStats(NamedTuple):
     """What a pass needs of every row: its largest logit (+inf if it sees nothing), and lse above that."""
 
-    peak: Tensor  # (L, K, G, N)
-    spread: Tensor
+    row_max: Tensor  # (L, K, G, N)
+    log_row_sum: Tensor
 
     @staticmethod
-    def at(peak: Tensor, spread: Tensor) -> Look:
-        return Look(peak.masked_fill(peak == -torch.inf, torch.inf), spread)
+    def at(row_max: Tensor, log_row_sum: Tensor) -> RowStats:
+        return RowStats(row_max.masked_fill(row_max == -torch.inf, torch.inf), log_row_sum)
 
 
-def masked_logits(x: Canonical, tile: Tile, run: Run, room: Room) -> Tensor:
+def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspace) -> Tensor:
     """The logits (l, k, g, r, c) of a tile, hidden pairs at −inf."""
-    rule = x.rule
+    spec = x.spec
     query = QUERY.part(x.query, tile)
-    if rule.pair is None:
-        S = room.product("logits", query, TURNED.part(room.turned("keys", x.key, rule.n), tile))
+    if spec.pair is None:
+        S = workspace.product("logits", query, TRANSPOSED.part(workspace.turned("keys", x.key, spec.n), tile))
     else:
-        S = products(rule, query, KEY.part(x.key, tile), x.shared)
-    if rule.softcap is not None:
-        S.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        S = products(spec, query, KEY.part(x.key, tile), x.shared)
+    if spec.softcap is not None:
+        S.div_(spec.softcap).tanh_().mul_(spec.softcap)
     bias = None if x.bias is None else BIAS.part(x.bias, tile)
-    added = bias_tile(rule, tile, S.shape[2], bias, x.shared)
+    added = bias_tile(spec, tile, S.shape[2], bias, x.shared)
     if added is not None:
         S.add_(added)
-    if not run.full and (hide := hidden(rule, tile, S.shape[2], S.device)) is not None:
+    if not run.full and (hide := hidden(spec, tile, S.shape[2], S.device)) is not None:
         _hide(S, hide)
     return S
 
@@ -106,17 +106,17 @@ def _hide(S: Tensor, hide: Tensor) -> None:
     S.view(kind).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(low))
 
 
-def below(x: Canonical, S: Tensor, peak: Tensor, run: Run) -> Tensor:
+def below_row_max(x: FoldedProblem, S: Tensor, row_max: Tensor, run: KeyRun) -> Tensor:
     """Turn logits into distances below their row's largest, hidden pairs at a finite depth where exp is exactly 0."""
-    S.sub_(peak[..., None])
+    S.sub_(row_max[..., None])
     return S if _hides_nothing(x, run) else S.clamp_(min=_DEEP)
 
 
-def _hides_nothing(x: Canonical, run: Run) -> bool:
-    return run.full and x.bias is None and x.rule.bias is None
+def _hides_nothing(x: FoldedProblem, run: KeyRun) -> bool:
+    return run.full and x.bias is None and x.spec.bias is None
 
 
-def exponentials(x: Canonical, X: Tensor, run: Run, out: Tensor) -> Tensor:
+def exp_below_max(x: FoldedProblem, X: Tensor, run: KeyRun, out: Tensor) -> Tensor:
     """The exponentials of distances X; where pairs may be hidden, 0 for all below the smallest normal number.
 
     There Intel's exp takes a hundred times as long, so none is taken.
@@ -127,23 +127,25 @@ def exponentials(x: Canonical, X: Tensor, run: Run, out: Tensor) -> Tensor:
     return torch.threshold_(torch.clamp(X, min=floor, out=out).exp_(), math.exp(floor + 1e-3), 0.0)
 
 
-def weights(x: Canonical, tile: Tile, run: Run, look: Look, room: Room) -> Tensor:
+def weights(x: FoldedProblem, tile: Tile, run: KeyRun, look: RowStats, workspace: Workspace) -> Tensor:
     """The weights (l, k, g, r, c) of a tile."""
-    X = _depths(x, tile, run, look, room)
+    X = _depths(x, tile, run, look, workspace)
     return _weighed(x, X, tile, run, look, out=X)
 
 
-def depths_and_weights(x: Canonical, tile: Tile, run: Run, look: Look, room: Room) -> tuple[Tensor, Tensor]:
+def logits_and_weights(
+    x: FoldedProblem, tile: Tile, run: KeyRun, look: RowStats, workspace: Workspace
+) -> tuple[Tensor, Tensor]:
     """The logits of a tile below their row's largest, and its weights, in two buffers: (l, k, g, r, c) each."""
-    X = _depths(x, tile, run, look, room)
-    return X, _weighed(x, X, tile, run, look, out=room.like("weights", X))
+    X = _depths(x, tile, run, look, workspace)
+    return X, _weighed(x, X, tile, run, look, out=workspace.like("weights", X))
 
 
-def _depths(x: Canonical, tile: Tile, run: Run, look: Look, room: Room) -> Tensor:
-    return below(x, masked_logits(x, tile, run, room), ROW.part(look.peak, tile), run)
+def _depths(x: FoldedProblem, tile: Tile, run: KeyRun, look: RowStats, workspace: Workspace) -> Tensor:
+    return below_row_max(x, masked_logits(x, tile, run, workspace), ROW.part(look.row_max, tile), run)
 
 
-def _weighed(x: Canonical, X: Tensor, tile: Tile, run: Run, look: Look, out: Tensor) -> Tensor:
+def _weighed(x: FoldedProblem, X: Tensor, tile: Tile, run: KeyRun, look: RowStats, out: Tensor) -> Tensor:
     """exp(X − spread), where X may be `out` itself."""
-    X = torch.sub(X, ROW.part(look.spread, tile)[..., None], out=out)
-    return exponentials(x, X, run, out=out)
+    X = torch.sub(X, ROW.part(look.log_row_sum, tile)[..., None], out=out)
+    return exp_below_max(x, X, run, out=out)

@@ -7,43 +7,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..autograd.engine import Some
-from ..autograd.strip_map import pull_back
-from ..core.folded import Canonical
-from ..core.formula import Rows, bias_tile, kept, products
-from ..core.tiling import BIAS, KEY, QUERY, ROW, TURNED, Cut, Tile, strips
-from .tile_ops import Look, Room, depths_and_weights
+from ..autograd.engine import MaybeTensors
+from ..autograd.strip_map import vjp_of
+from ..core.folded import FoldedProblem
+from ..core.formula import bias_tile, kept, products
+from ..core.rows import Rows
+from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, Tile, TileSizes, strips
+from .tile_ops import RowStats, Workspace, logits_and_weights
 
 __all__ = ["add", "backward", "rows_of", "zeros"]
 
 
 def backward(
-    x: Canonical,
-    cut: Cut,
+    x: FoldedProblem,
+    tile_sizes: TileSizes,
     needs: tuple[bool, ...],
     found: Rows,
-    cotangents: Some,
+    cotangents: MaybeTensors,
 ) -> tuple[Tensor | None, ...]:
     """Cotangents of (query, key, value, bias, *shared) where needed: dS = P ∘ (dP − δ + g_lse − g_H·(S − E[S]))."""
-    output, _, entropy, peak, spread = found
+    output, _, entropy, row_max, log_row_sum = found
     dO, g_lse, g_H = cotangents
     dO = torch.zeros_like(output) if dO is None else dO
     delta = -(dO * output).sum(-1) if g_lse is None else g_lse - (dO * output).sum(-1)  # (L, K, G, N)
-    look = Look.at(peak, spread)
-    mean = spread - entropy  # E[S] above the largest logit
+    look = RowStats.at(row_max, log_row_sum)
+    mean = log_row_sum - entropy  # E[S] above the largest logit
     inputs = (x.query, x.key, x.value, x.bias, *x.shared)
     grads = [zeros(t, x.query.dtype) if need else None for t, need in zip(inputs, needs, strict=True)]
-    room = Room()
-    for strip in strips(x.rule, x.query.shape, cut):
+    workspace = Workspace()
+    for strip in strips(x.spec, x.query.shape, tile_sizes):
         for run in strip.runs:
             tile = strip.tile(run)
-            X, P = depths_and_weights(x, tile, run, look, room)  # (l, k, g, r, c)
+            X, P = logits_and_weights(x, tile, run, look, workspace)  # (l, k, g, r, c)
             dO_tile = rows_of(QUERY.part(dO, tile))  # (l, k, g·r, E)
-            values = TURNED.part(room.turned("values", x.value, x.rule.n), tile)
-            dP = room.product("slopes", QUERY.part(dO, tile), values)
+            values = TRANSPOSED.part(workspace.turned("values", x.value, x.spec.n), tile)
+            dP = workspace.product("slopes", QUERY.part(dO, tile), values)
             Pd = P
-            if x.rule.dropout:
-                keep = kept(x.rule, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.rule.dropout)
+            if x.spec.dropout:
+                keep = kept(x.spec, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.spec.dropout)
                 dP.mul_(keep)
                 Pd = P * keep
             if grads[2] is not None:
@@ -56,25 +57,25 @@ def backward(
     return tuple(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
 
 
-def _pull(x: Canonical, tile: Tile, dS: Tensor, grads: list[Tensor | None]) -> None:
+def _pull(x: FoldedProblem, tile: Tile, dS: Tensor, grads: list[Tensor | None]) -> None:
     """Carry the cotangent of a tile's logits back to bias, queries, keys and parameters."""
-    rule = x.rule
+    spec = x.spec
     groups = dS.shape[2]
     if grads[3] is not None:
         part = BIAS.part(grads[3], tile)
         part.add_(dS.sum_to_size(part.shape))
-    tables = x.shared[rule.paired :]
-    if rule.bias is not None and any(g is not None for g in grads[4 + rule.paired :]):
-        skipped = x.shared[: rule.paired]
-        added, pull = pull_back(lambda *t: bias_tile(rule, tile, groups, None, (*skipped, *t)), *tables)
-        add(grads, 4 + rule.paired, pull(dS.sum_to_size(added.shape)))
+    tables = x.shared[spec.paired :]
+    if spec.bias is not None and any(g is not None for g in grads[4 + spec.paired :]):
+        skipped = x.shared[: spec.paired]
+        added, pull = vjp_of(lambda *t: bias_tile(spec, tile, groups, None, (*skipped, *t)), *tables)
+        add(grads, 4 + spec.paired, pull(dS.sum_to_size(added.shape)))
     query, key = QUERY.part(x.query, tile), KEY.part(x.key, tile)
-    if rule.softcap is not None:
-        raw = products(rule, query, key, x.shared)
-        dS = dS.mul_(1 - (raw / rule.softcap).tanh_().square_())
-    if rule.pair is not None:
-        paired = x.shared[: rule.paired]
-        _, pull = pull_back(lambda q, k, *w: products(rule, q, k, w), query, key, *paired)
+    if spec.softcap is not None:
+        raw = products(spec, query, key, x.shared)
+        dS = dS.mul_(1 - (raw / spec.softcap).tanh_().square_())
+    if spec.pair is not None:
+        paired = x.shared[: spec.paired]
+        _, pull = vjp_of(lambda q, k, *w: products(spec, q, k, w), query, key, *paired)
         d_query, d_key, *d_shared = pull(dS)
         add(grads, 4, d_shared)
     else:

@@ -12,10 +12,18 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 
-__all__ = ["KINDS", "SPREAD", "Spread", "alone", "elsewhere", "nowhere_else", "places"]
+__all__ = [
+    "ACTIVE",
+    "TENSOR_TYPES",
+    "ShardedContext",
+    "active_context",
+    "outside_context",
+    "refuse_in_context",
+    "token_positions",
+]
 
 
-class Spread(ABC):
+class ShardedContext(ABC):
     """One that takes parts of a sequence, and answers for this process's rows."""
 
     @abstractmethod
@@ -27,43 +35,43 @@ class Spread(ABC):
         """Attend over all parts, and see what the weights say."""
 
     @abstractmethod
-    def places(self, count: int, device: torch.device) -> Tensor:
+    def token_positions(self, count: int, device: torch.device) -> Tensor:
         """The places of this process's tokens in the whole sequence."""
 
 
-SPREAD: list[Spread] = []
+ACTIVE: list[ShardedContext] = []
 """Those within whose `with` a call is made; the last one answers."""
-KINDS: dict[str, Callable[[], Spread]] = {}
+TENSOR_TYPES: dict[str, Callable[[], ShardedContext]] = {}
 """Who answers for a kind of tensor that is spread by itself, by the name of its class."""
 
 
-def elsewhere(query: Tensor) -> Spread | None:
+def active_context(query: Tensor) -> ShardedContext | None:
     """Who answers a call with this query, if it is not a plain one."""
-    kind = KINDS.get(type(query).__name__)
+    kind = TENSOR_TYPES.get(type(query).__name__)
     if kind is not None:
         return kind()
-    return SPREAD[-1] if SPREAD else None
+    return ACTIVE[-1] if ACTIVE else None
 
 
-def places(count: int, device: torch.device) -> Tensor | None:
+def token_positions(count: int, device: torch.device) -> Tensor | None:
     """The places in the whole sequence of tokens that a module is given; None if it is given all of them."""
-    return SPREAD[-1].places(count, device) if SPREAD else None
+    return ACTIVE[-1].token_positions(count, device) if ACTIVE else None
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def outside_context() -> Iterator[None]:
     """Let calls in a `with` be plain ones, for tensors that are no parts whatever the context: a memory's rows."""
-    hidden = SPREAD[:]
-    SPREAD.clear()
+    hidden = ACTIVE[:]
+    ACTIVE.clear()
     try:
         yield
     finally:
-        SPREAD[:] = hidden
+        ACTIVE[:] = hidden
 
 
-def nowhere_else(who: str) -> None:
+def refuse_in_context(who: str) -> None:
     """Raise inside a context in which tensors are parts, for what does not know that."""
-    if SPREAD:
+    if ACTIVE:
         raise ArgumentError(
             f"{who}: inside regard.distributed.over tensors are parts of a sequence, which attention and observe alone "
             f"understand. Call regard.attention, or leave the context."

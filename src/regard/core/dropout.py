@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..compat.torch import batched, exported
+from ..compat.torch import is_batched, is_exporting
 from ..errors import ArgumentError
 
-__all__ = ["bound", "draw", "keep", "row_keys", "shifted"]
+__all__ = ["draw_seed", "keep", "keep_threshold", "row_keys", "shift_keys"]
 
 _GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -40,7 +40,7 @@ def keep(probability: float, seed: int, items: Tensor, heads: Tensor, rows: Tens
     x *= _MIX32[1]
     x ^= (x >> 16) & 0xFFFF
     x *= _MIX32[0]
-    return x >= bound(probability)
+    return x >= keep_threshold(probability)
 
 
 def row_keys(seed: int, items: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def row_keys(seed: int, items: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
     return _mixed(rows + 1, key)
 
 
-def shifted(keys: Tensor, first: int) -> Tensor:
+def shift_keys(keys: Tensor, first: int) -> Tensor:
     """The 64 bits of rows for keys that are counted from `first`: a pair's column enters their low half by a sum.
 
     >>> i = torch.arange(100)
@@ -61,20 +61,20 @@ def shifted(keys: Tensor, first: int) -> Tensor:
     return keys & -(1 << 32) | (keys + first * _GOLDEN32) & 0xFFFFFFFF
 
 
-def bound(probability: float) -> int:
+def keep_threshold(probability: float) -> int:
     """What a pair's number, a signed 32-bit integer, must reach for its weight to survive."""
     return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
-def draw(who: str) -> int:
+def draw_seed(who: str) -> int:
     """Draw a seed from torch's generator."""
-    if exported():
+    if is_exporting():
         raise ArgumentError(
             f"{who}: dropout draws a seed at each call, which no exported program can. Export the module in evaluation "
             f"mode, model.eval(), or with dropout=0.0."
         )
     seed = torch.randint(2**62, (), dtype=torch.int64)
-    if batched(seed):
+    if is_batched(seed):
         raise ArgumentError(f"{who}: dropout under vmap drops alike for every sample; use vmap(…, randomness='same').")
     return int(seed)
 

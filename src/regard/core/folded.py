@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ..biases import Bias
-from .formula import Rows
-from .nonfinite import without_unseen
+from .nonfinite import zero_unseen
 from .problem import Problem
-from .spec import Rule
+from .rows import Rows
+from .spec import Spec
 
-__all__ = ["Canonical", "Result", "canonical", "finish", "sunk"]
+__all__ = ["FoldedProblem", "add_sink", "fold", "unfold"]
 
 
-class Canonical(NamedTuple):
+class FoldedProblem(NamedTuple):
     """Tensors with derivatives, and the rule."""
 
     query: Tensor  # (L, K, G, N, D): G query heads share one of K key heads
@@ -29,27 +29,17 @@ class Canonical(NamedTuple):
     value: Tensor  # (L, K, M, E)
     bias: Tensor | None  # (L|1, K|1, G|1, N|1, M|1)
     shared: tuple[Tensor, ...]  # parameters without a batch
-    rule: Rule
+    spec: Spec
 
 
-class Result(NamedTuple):
-    """What a backend gives back, in the caller's shape; the statistics are None where nobody observes."""
-
-    output: Tensor  # (…, Hq, N, Dv)
-    lse: Tensor | None = None  # (…, Hq, N)
-    entropy: Tensor | None = None
-    max_logit: Tensor | None = None
-    spread: Tensor | None = None  # lse − max_logit, to all digits even where the logits are large
-
-
-def canonical(p: Problem, seed: int = 0) -> Canonical:
+def fold(p: Problem, seed: int = 0) -> FoldedProblem:
     """Fold the score, cast, and group the heads; `seed` decides what dropout drops."""
     exact = p.exact_dtype
     batch, heads, groups = p.query.shape[0], p.key.shape[1], p.query.shape[1] // max(p.key.shape[1], 1)
     structured, bias = (p.bias, None) if isinstance(p.bias, Bias) else (None, p.bias)
     if bias is not None:
         bias = bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (heads, groups))
-    rule = Rule(
+    spec = Spec(
         n=p.rows,
         m=p.keys,
         mask=p.mask,
@@ -60,23 +50,23 @@ def canonical(p: Problem, seed: int = 0) -> Canonical:
         inner=batch // p.mask.lead[0] if p.mask is not None and p.mask.lead[0] > 1 else 1,
         period=batch,
     )
-    parts = without_unseen(rule, p.query, p.key, p.value, bias)
+    parts = zero_unseen(spec, p.query, p.key, p.value, bias)
     query, key, value = (x.to(exact) for x in parts)
     shared: tuple[Tensor, ...] = ()
     if p.score is not None:
         query, key, shared = p.score.prepare(query, key)
         pair = p.score.pair if p.score.pairwise else None
-        rule = replace(rule, pair=pair, cost=p.score.cost, paired=len(shared))
+        spec = replace(spec, pair=pair, cost=p.score.cost, paired=len(shared))
     elif isinstance(p.scale, Tensor):
         query = query * p.scale.to(exact).reshape(-1, 1, 1)
     else:
         query = query * p.scale
     if structured is not None:
         shared += tuple(t.to(exact) for t in structured.tensors)
-    return Canonical(query.unflatten(1, (heads, groups)), key, value, bias, shared, rule)
+    return FoldedProblem(query.unflatten(1, (heads, groups)), key, value, bias, shared, spec)
 
 
-def sunk(sink: Tensor, lse: Tensor, entropy: Tensor, peak: Tensor, spread: Tensor) -> tuple[Tensor, ...]:
+def add_sink(sink: Tensor, lse: Tensor, entropy: Tensor, row_max: Tensor, log_row_sum: Tensor) -> tuple[Tensor, ...]:
     """Row statistics (L, H, N) with one more logit a head: log of what it leaves to the keys; lse, entropy, spread."""
     sink = sink.to(lse.dtype)[:, None].expand_as(lse)
     seen = lse > -torch.inf
@@ -84,17 +74,17 @@ def sunk(sink: Tensor, lse: Tensor, entropy: Tensor, peak: Tensor, spread: Tenso
     total = torch.logaddexp(alone, sink)
     left = torch.where(seen, alone - total, 0.0)
     entropy = left.exp() * (entropy - left)
-    spread = torch.where(seen, torch.logaddexp(spread, sink.detach() - peak), 0.0)
-    return left, torch.where(seen, total, sink), entropy, spread
+    log_row_sum = torch.where(seen, torch.logaddexp(log_row_sum, sink.detach() - row_max), 0.0)
+    return left, torch.where(seen, total, sink), entropy, log_row_sum
 
 
-def finish(p: Problem, rows: Rows) -> Result:
+def unfold(p: Problem, rows: Rows) -> Rows:
     """Let the sink take its share of each row, and give the results the caller's shape and dtype."""
-    output, lse, entropy, peak, spread = (x.flatten(1, 2) for x in rows)
+    output, lse, entropy, row_max, log_row_sum = (x.flatten(1, 2) for x in rows)
     if p.sink is not None:
-        left, lse, entropy, spread = sunk(p.sink, lse, entropy, peak, spread)
+        left, lse, entropy, log_row_sum = add_sink(p.sink, lse, entropy, row_max, log_row_sum)
         output = output * left.exp()[..., None]
     output = p.shaped(output.to(p.dtype))
     if not p.observed:
-        return Result(output)
-    return Result(output, p.shaped(lse), p.shaped(entropy), p.shaped(peak), p.shaped(spread))
+        return Rows(output)
+    return Rows(output, p.shaped(lse), p.shaped(entropy), p.shaped(row_max), p.shaped(log_row_sum))

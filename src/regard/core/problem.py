@@ -1,4 +1,4 @@
-"""One call of attention, checked and in one layout: nothing after `pose` looks at query, key, value or their options again."""
+"""One call of attention, checked and in one layout: nothing after `pose` checks an argument again."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from ..biases import Bias
 from ..masks import Mask
 
-__all__ = ["Rule"]
+__all__ = ["Spec"]
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
+class Spec:
     """Lengths, mask, cap, dropout, and how logits come about."""
 
     n: int

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..masks import Mask, everything
 from ..masks.base import FULL, HIDDEN, PARTIAL
-from .spec import Rule
+from .spec import Spec
 
 __all__ = [
     "BIAS",
@@ -19,13 +19,13 @@ __all__ = [
     "QUERY",
     "ROW",
     "SHARED",
-    "TURNED",
-    "Cut",
-    "Kind",
-    "Run",
-    "Spots",
+    "TRANSPOSED",
+    "Axes",
+    "KeyRun",
+    "Points",
     "Strip",
     "Tile",
+    "TileSizes",
     "mask_at",
     "strips",
 ]
@@ -50,7 +50,7 @@ class Tile(NamedTuple):
         return i, torch.arange(self.cols.start, self.cols.stop, device=device)
 
 
-class Spots(NamedTuple):
+class Points(NamedTuple):
     """Rows and keys picked one by one."""
 
     batch: slice
@@ -63,7 +63,7 @@ class Spots(NamedTuple):
         return self.rows.to(device), self.cols.to(device)
 
 
-class Kind(NamedTuple):
+class Axes(NamedTuple):
     """Which dimensions of a tensor, counted from its end, follow batch, heads, rows and keys."""
 
     batch: int | None = None
@@ -79,15 +79,15 @@ class Kind(NamedTuple):
         return x
 
 
-QUERY = Kind(batch=-5, heads=-4, rows=-2)  # (L, K, G, N, D); the output too
-KEY = Kind(batch=-4, heads=-3, cols=-2)  # (L, K, M, D); values too
-TURNED = Kind(batch=-4, heads=-3, cols=-1)  # (L, K, D, M)
-BIAS = Kind(batch=-5, heads=-4, rows=-2, cols=-1)  # (L|1, K|1, G|1, N|1, M|1)
-ROW = Kind(batch=-4, heads=-3, rows=-1)  # (L, K, G, N)
-SHARED = Kind()
+QUERY = Axes(batch=-5, heads=-4, rows=-2)  # (L, K, G, N, D); the output too
+KEY = Axes(batch=-4, heads=-3, cols=-2)  # (L, K, M, D); values too
+TRANSPOSED = Axes(batch=-4, heads=-3, cols=-1)  # (L, K, D, M)
+BIAS = Axes(batch=-5, heads=-4, rows=-2, cols=-1)  # (L|1, K|1, G|1, N|1, M|1)
+ROW = Axes(batch=-4, heads=-3, rows=-1)  # (L, K, G, N)
+SHARED = Axes()
 
 
-class Run(NamedTuple):
+class KeyRun(NamedTuple):
     """Keys start:stop; `full` if every row of the strip sees all of them."""
 
     start: int
@@ -101,9 +101,9 @@ class Strip(NamedTuple):
     batch: slice
     heads: slice
     rows: slice
-    runs: list[Run]
+    runs: list[KeyRun]
 
-    def tile(self, run: Run) -> Tile:
+    def tile(self, run: KeyRun) -> Tile:
         return Tile(self.batch, self.heads, self.rows, slice(run.start, run.stop))
 
     def hull(self, m: int) -> Tile:
@@ -113,7 +113,7 @@ class Strip(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileSizes:
     """Sizes of tiles. They follow the problem's lengths, never its batch, so that a batch changes no bits."""
 
     rows: int = 512
@@ -127,65 +127,65 @@ class Cut:
         return max(1, self.rows // max(groups, 1))
 
 
-def mask_at(rule: Rule, tile: Tile | Spots, groups: int) -> Mask:
+def mask_at(spec: Spec, tile: Tile | Points, groups: int) -> Mask:
     """The mask of a tile's batch items and heads."""
-    mask = everything() if rule.mask is None else rule.mask
+    mask = everything() if spec.mask is None else spec.mask
     if mask.lead == (1, 1):
         return mask
-    first = tile.batch.start % rule.period // rule.inner
-    last = (tile.batch.stop - 1) % rule.period // rule.inner
+    first = tile.batch.start % spec.period // spec.inner
+    last = (tile.batch.stop - 1) % spec.period // spec.inner
     return mask.restrict(slice(first, last + 1), slice(tile.heads.start * groups, tile.heads.stop * groups))
 
 
-def strips(rule: Rule, size: Sequence[int], cut: Cut, whole: bool = False) -> Iterator[Strip]:
+def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool = False) -> Iterator[Strip]:
     """Yield every strip of a problem with `size` (batch items, key heads, query heads for each, …).
 
     `whole` keeps all keys of a row in one tile, and makes strips narrow enough for that.
     """
     batch, heads, groups = size[:3]
-    if 0 in (batch, heads, groups, rule.n):
+    if 0 in (batch, heads, groups, spec.n):
         return
-    chunk = min(cut.chunk(groups), rule.n)
+    chunk = min(tile_sizes.chunk(groups), spec.n)
     if whole:
-        chunk = max(1, min(chunk, cut.budget // max(8 * groups * rule.m * rule.cost, 1)))
-        width = max(rule.m, 1)
+        chunk = max(1, min(chunk, tile_sizes.budget // max(8 * groups * spec.m * spec.cost, 1)))
+        width = max(spec.m, 1)
     else:
-        width = max(_BLOCK, cut.budget // (groups * chunk * rule.cost) // _BLOCK * _BLOCK)
-    together = max(1, cut.budget // (groups * chunk * min(width, max(rule.m, 1)) * rule.cost))
-    shared: list[tuple[slice, list[Run]]] | None = None  # one table serves all if the mask tells none apart
-    for items, some in _groups(rule, batch, heads, together):
-        if shared is None or (rule.mask is not None and rule.mask.lead != (1, 1)):
-            shared = list(_rows(rule, Tile(items, some, slice(0, 0), slice(0, 0)), groups, chunk, width))
+        width = max(_BLOCK, tile_sizes.budget // (groups * chunk * spec.cost) // _BLOCK * _BLOCK)
+    together = max(1, tile_sizes.budget // (groups * chunk * min(width, max(spec.m, 1)) * spec.cost))
+    shared: list[tuple[slice, list[KeyRun]]] | None = None  # one table serves all if the mask tells none apart
+    for items, some in _groups(spec, batch, heads, together):
+        if shared is None or (spec.mask is not None and spec.mask.lead != (1, 1)):
+            shared = list(_rows(spec, Tile(items, some, slice(0, 0), slice(0, 0)), groups, chunk, width))
         for rows, runs in shared:
             yield Strip(items, some, rows, runs)
 
 
-def _groups(rule: Rule, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
+def _groups(spec: Spec, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
     """Cut batch and heads so that a tile of each stays within the budget."""
     items = max(1, together // heads)
-    if rule.mask is not None and rule.mask.lead[0] > 1 and (rule.m > _BLOCK or rule.inner > 1 or rule.period != batch):
+    if spec.mask is not None and spec.mask.lead[0] > 1 and (spec.m > _BLOCK or spec.inner > 1 or spec.period != batch):
         items = 1  # an item's runs must not follow its neighbours' mask, nor neighbours need be that in the mask
     for b in range(0, batch, items):
         for h in range(0, heads, min(together, heads)):
             yield slice(b, min(b + items, batch)), slice(h, min(h + min(together, heads), heads))
 
 
-def _rows(rule: Rule, probe: Tile, groups: int, chunk: int, width: int) -> Iterator[tuple[slice, list[Run]]]:
+def _rows(spec: Spec, probe: Tile, groups: int, chunk: int, width: int) -> Iterator[tuple[slice, list[KeyRun]]]:
     """The rows of every strip and the runs that they may see, for the batch items and heads of a tile."""
-    n, m = rule.n, rule.m
+    n, m = spec.n, spec.m
     starts = range(0, n, chunk)
-    if rule.mask is None:
-        runs = [Run(j, min(j + width, m), True) for j in range(0, m, width)]
+    if spec.mask is None:
+        runs = [KeyRun(j, min(j + width, m), True) for j in range(0, m, width)]
         for i in starts:
             yield slice(i, min(i + chunk, n)), runs
         return
     edges = [*range(0, m, _BLOCK), m]
-    cover = mask_at(rule, probe, groups).cover(torch.tensor([*starts, n]), torch.tensor(edges), n, m)
+    cover = mask_at(spec, probe, groups).cover(torch.tensor([*starts, n]), torch.tensor(edges), n, m)
     for i, states in zip(starts, cover.tolist(), strict=True):
         yield slice(i, min(i + chunk, n)), list(_runs(states, edges, width))
 
 
-def _runs(states: list[int], edges: list[int], width: int) -> Iterator[Run]:
+def _runs(states: list[int], edges: list[int], width: int) -> Iterator[KeyRun]:
     """Join blocks of one state; short full runs join their partial neighbours."""
     joined: list[list[int]] = []  # [first block, last block + 1, state]
     for b, state in enumerate(states):
@@ -204,4 +204,4 @@ def _runs(states: list[int], edges: list[int], width: int) -> Iterator[Run]:
             merged.append([first, last, state])
     for first, last, state in merged:
         for j in range(edges[first], edges[last], width):
-            yield Run(j, min(j + width, edges[last]), state == FULL)
+            yield KeyRun(j, min(j + width, edges[last]), state == FULL)

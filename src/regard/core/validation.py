@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..biases import Bias
-from ..compat.torch import autocasts, batched, inside
+from ..compat.torch import autocast_enabled, is_batched, unwrap
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, dense
 from ..masks.index import joint
@@ -90,7 +90,7 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tenso
             f"{who}: query, key and value must be on one device. Got query on {device}, key on {key.device}, "
             f"value on {value.device}; move them with .to(device)."
         )
-    if torch._C._is_any_autocast_enabled() and autocasts(device):
+    if torch._C._is_any_autocast_enabled() and autocast_enabled(device):
         query, key, value = (_autocast(x, device.type) for x in (query, key, value))
     dtype = query.dtype
     if dtype not in _FLOATS:
@@ -207,8 +207,8 @@ def _unwrapped(
     mask: Mask, bias: Tensor | Bias | None, n: int, m: int, batch: int, who: str
 ) -> tuple[Mask | None, Tensor | Bias | None]:
     """Take a mask out of torch.func's wrappers, or lay it out as a bias if vmap runs over it: −inf hides alike."""
-    if not any(map(batched, mask.tensors)):
-        return mask.changed(inside), bias
+    if not any(map(is_batched, mask.tensors)):
+        return mask.changed(unwrap), bias
     if isinstance(bias, Bias):
         raise ArgumentError(f"{who}: vmap over a mask goes with a bias tensor. Got {bias!r}; use bias.dense(n, m).")
     allowed = mask.dense(n, m)

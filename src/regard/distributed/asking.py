@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends import KNOWN, Backend, Fused
+from ..backends import KNOWN, Backend, Triton
 from ..biases import Bias
-from ..core.dropout import draw
+from ..core.dropout import draw_seed
 from ..core.nonfinite import all_finite
 from ..core.problem import Problem
-from ..core.spec import Rule
-from ..core.tiling import Cut
+from ..core.spec import Spec
+from ..core.tiling import TileSizes
 from ..core.validation import pose
 from ..errors import ArgumentError, BackendError, ShapeError
 from ..masks import Mask
@@ -76,14 +76,14 @@ class Asked:
         return grouped(self.bias if isinstance(self.bias, Tensor) else None, self.mine.key.shape[1], self.groups)
 
     @property
-    def cut(self) -> Cut:
-        return self.backend.cut if isinstance(self.backend, Backend) else Cut()
+    def tile_sizes(self) -> TileSizes:
+        return self.backend.tile_sizes if isinstance(self.backend, Backend) else TileSizes()
 
     @property
-    def rule(self) -> Rule:
+    def spec(self) -> Spec:
         """The rule of all rows and keys, but for the score."""
         p, batch = self.mine, self.mine.query.shape[0]
-        return Rule(
+        return Spec(
             n=self.rows,
             m=self.keys,
             mask=self.mask,
@@ -174,7 +174,7 @@ def _finite(p: Problem, mask: Mask | Tensor | None, bias: Tensor | Bias | None, 
 
 def against_kernels(p: Problem, bias: Tensor | Bias | None, backend: str | Backend) -> list[str]:
     """Why the blocks of a ring are not computed by our kernels; the same on all ranks, whatever their lengths."""
-    named = backend == "triton" or isinstance(backend, Fused)
+    named = backend == "triton" or isinstance(backend, Triton)
     if not named and not (backend == "auto" and p.query.is_cuda):
         return ["they are for GPUs, and for backend='auto' or 'triton'"]
     query, key, value = (x.new_empty(*x.shape[:-2], 1, x.shape[-1]) for x in (p.query, p.key, p.value))
@@ -184,7 +184,7 @@ def against_kernels(p: Problem, bias: Tensor | Bias | None, backend: str | Backe
 def _seed(who: str, p: Problem, place: Place) -> int:
     if place.seed is not None or not p.dropout:
         return place.seed or 0
-    return draw(who)
+    return draw_seed(who)
 
 
 def _with_tensors(

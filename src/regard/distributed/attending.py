@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..autograd.engine import Some
-from ..backends import Backend, Chunked, Fused
+from ..autograd.engine import MaybeTensors
+from ..backends import Backend, Chunked, Triton
 from ..biases import Bias, Relative
-from ..compat.torch import exact
-from ..core.folded import Result, finish
-from ..core.formula import Rows
+from ..compat.torch import no_autocast
+from ..core.folded import unfold
 from ..core.problem import Problem
+from ..core.rows import Rows
 from ..errors import ArgumentError, BackendError
 from ..kernels.engine import Inputs
 from .asking import Asked, against_kernels
@@ -28,9 +28,9 @@ from .traffic import Widths, heads_bytes, ring_bytes
 __all__ = ["attend", "strips_of"]
 
 
-def attend(asked: Asked) -> tuple[Problem, Result]:
+def attend(asked: Asked) -> tuple[Problem, Rows]:
     """Compute what is asked; and give this rank's part of the problem without what nobody may see."""
-    with exact(asked.mine.device):
+    with no_autocast(asked.mine.device):
         way = by_heads if strategy(asked) == "heads" else by_ring
         p = seen_only(asked)
         return p, way(asked, p, lend(asked))
@@ -57,7 +57,7 @@ def strategy(asked: Asked) -> str:
 
 
 def _ringable(asked: Asked) -> bool:
-    return asked.backend in ("auto", "chunked", "triton") or isinstance(asked.backend, Chunked | Fused)
+    return asked.backend in ("auto", "chunked", "triton") or isinstance(asked.backend, Chunked | Triton)
 
 
 def lend(asked: Asked) -> Lent:
@@ -80,10 +80,10 @@ def seen_only(asked: Asked) -> Problem:
     """This rank's part of the problem; if a NaN or inf is about, without what nobody may see."""
     if asked.finite:
         return asked.mine
-    return without_unseen(asked.mine, asked.ranks, asked.routes, asked.rule, asked.mask_rows, asked.table)
+    return without_unseen(asked.mine, asked.ranks, asked.routes, asked.spec, asked.mask_rows, asked.table)
 
 
-def by_ring(asked: Asked, p: Problem, lent: Lent) -> Result:
+def by_ring(asked: Asked, p: Problem, lent: Lent) -> Rows:
     """Let keys and values go round."""
     if not _ringable(asked):
         name = asked.backend.name if isinstance(asked.backend, Backend) else asked.backend
@@ -95,13 +95,13 @@ def by_ring(asked: Asked, p: Problem, lent: Lent) -> Result:
     rows = attended(Ring(asked.ranks, asked.routes, blocks), x)
     if isinstance(blocks, Tiles):
         rows = Rows(*(t.unflatten(1, (p.key.shape[1], asked.groups)) for t in rows))
-    return finish(p._replace(sink=lent.sink), rows)
+    return unfold(p._replace(sink=lent.sink), rows)
 
 
 def _by_kernels(asked: Asked) -> bool:
     """Whether blocks are computed by our kernels; raise if they are asked for and refuse."""
     reasons = against_kernels(asked.mine, asked.bias, asked.backend)
-    if reasons and (asked.backend == "triton" or isinstance(asked.backend, Fused)):
+    if reasons and (asked.backend == "triton" or isinstance(asked.backend, Triton)):
         raise BackendError(
             f"{asked.mine.who}: the backend 'triton' refuses: {'; '.join(reasons)}. backend='auto' takes one that "
             f"accepts."
@@ -109,33 +109,33 @@ def _by_kernels(asked: Asked) -> bool:
     return not reasons
 
 
-def tiles_of(asked: Asked, p: Problem, lent: Lent) -> tuple[Tiles, Some]:
+def tiles_of(asked: Asked, p: Problem, lent: Lent) -> tuple[Tiles, MaybeTensors]:
     """How our kernels compute the blocks of a call, and its inputs."""
-    times, rule, vector = factor(p, lent), asked.rule, None
+    times, spec, vector = factor(p, lent), asked.spec, None
     query, key = p.query, p.key
     if times is None:
         query, key, shared = folded(p, lent)
         if p.score is not None and p.score.pairwise:
             (vector,) = shared
-            rule = replace(rule, pair=p.score.pair, cost=query.shape[-1], paired=1)
+            spec = replace(spec, pair=p.score.pair, cost=query.shape[-1], paired=1)
     table: Tensor | None = asked.bias if isinstance(asked.bias, Tensor) else None
     if lent.tables:
         table = lent.tables[0].float()
         table = table[None] if isinstance(asked.bias, Relative) and table.dim() == 1 else table
     scales = times.float().reshape(-1) if isinstance(times, Tensor) else None
     number = float(times) if isinstance(times, float | int) else 1.0
-    blocks = Tiles(rule, asked.mask_rows, bias_kind(asked.bias), number, p.observed, p.device)
+    blocks = Tiles(spec, asked.mask_rows, bias_kind(asked.bias), number, p.observed, p.device)
     return blocks, Inputs(query, key, p.value, table, scales, None, vector)
 
 
-def strips_of(asked: Asked, p: Problem, lent: Lent | None = None) -> tuple[Strips, Some]:
+def strips_of(asked: Asked, p: Problem, lent: Lent | None = None) -> tuple[Strips, MaybeTensors]:
     """How strips of plain torch compute the blocks of a call, and its inputs."""
     lent = lend(asked) if lent is None else lent
     query, key, shared = folded(p, lent)
-    rule = asked.rule
+    spec = asked.spec
     if p.score is not None and p.score.pairwise:
-        rule = replace(rule, pair=p.score.pair, cost=p.score.cost, paired=len(shared))
+        spec = replace(spec, pair=p.score.pair, cost=p.score.cost, paired=len(shared))
     shared += tuple(t.to(p.exact_dtype) for t in lent.tables)
     heads = p.key.shape[1]
     x = (query.unflatten(1, (heads, asked.groups)), key, p.value, asked.table, *shared)
-    return Strips(rule, asked.mask_rows, asked.cut, p.observed), x
+    return Strips(spec, asked.mask_rows, asked.tile_sizes, p.observed), x

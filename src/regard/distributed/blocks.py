@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..autograd.engine import Engine, Needs, Some
-from ..chunked.engine import Chunks
-from ..core.formula import Rows
-from ..core.spec import Rule
-from ..core.tiling import Cut
+from ..autograd.engine import Engine, MaybeTensors, Needs
+from ..chunked.engine import ChunkedEngine
+from ..core.rows import Rows
+from ..core.spec import Spec
+from ..core.tiling import TileSizes
 from ..masks import Mask
 from ..masks.base import FULL
 from .layout import Piece
 from .parts import part_of_bias, part_of_mask
 
-__all__ = ["Blocks", "Strips", "block_bias", "block_rule"]
+__all__ = ["Blocks", "Strips", "block_bias", "block_spec"]
 
 
 class Blocks(ABC):
@@ -31,33 +31,41 @@ class Blocks(ABC):
         """The engine of a block, which is PARTIAL or FULL."""
 
     @abstractmethod
-    def inputs(self, x: Some, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> Some:
+    def inputs(self, x: MaybeTensors, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> MaybeTensors:
         """The inputs of a block, of those of this rank and the keys and values that visit."""
 
-    def attend(self, x: Some, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]) -> Rows:
+    def forward(self, x: MaybeTensors, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]) -> Rows:
         """What a block says of its rows."""
-        return self.engine(row, key, state).attend(self.inputs(x, row, key, visitor))
+        return self.engine(row, key, state).forward(self.inputs(x, row, key, visitor))
 
-    def pull(
-        self, x: Some, found: Rows, g: Some, needs: Needs, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]
+    def vjp(
+        self,
+        x: MaybeTensors,
+        found: Rows,
+        g: MaybeTensors,
+        needs: Needs,
+        row: Piece,
+        key: Piece,
+        state: int,
+        visitor: Sequence[Tensor],
     ) -> Sequence[Tensor | None]:
         """The cotangents of a block's inputs, for what all keys said of its rows and its rows' cotangents."""
-        return self.engine(row, key, state).pull(self.inputs(x, row, key, visitor), found, g, needs)
+        return self.engine(row, key, state).vjp(self.inputs(x, row, key, visitor), found, g, needs)
 
     def bias(self, bias: Tensor | None, row: Piece, key: Piece) -> Tensor | None:
         """The part of the fourth input that belongs to a block."""
         return block_bias(bias, row, key)
 
 
-def block_rule(rule: Rule, mask_rows: int | None, row: Piece, key: Piece, state: int) -> Rule:
+def block_spec(spec: Spec, mask_rows: int | None, row: Piece, key: Piece, state: int) -> Spec:
     """The rule of a block, from one for all rows and keys; a mask of this rank's rows alone says how many these are."""
-    mask: Mask | None = rule.mask
+    mask: Mask | None = spec.mask
     if mask is not None:
         first = row.start if mask_rows is None else row.here
-        mask = None if state == FULL else _part(mask, mask_rows or rule.n, rule.m, first, key.start)
-    bias = None if rule.bias is None else part_of_bias(rule.bias, rule.n, rule.m, row.start, key.start)
+        mask = None if state == FULL else _part(mask, mask_rows or spec.n, spec.m, first, key.start)
+    bias = None if spec.bias is None else part_of_bias(spec.bias, spec.n, spec.m, row.start, key.start)
     corner = (row.start, key.start)
-    return replace(rule, n=row.size, m=key.size, mask=mask, bias=bias, corner=corner)
+    return replace(spec, n=row.size, m=key.size, mask=mask, bias=bias, corner=corner)
 
 
 def _part(mask: Mask, n: int, m: int, row: int, key: int) -> Mask:
@@ -72,19 +80,19 @@ def _part(mask: Mask, n: int, m: int, row: int, key: int) -> Mask:
 class Strips(Blocks):
     """Blocks by strips of plain torch, on any device: inputs as in `Canonical`, keys and values in any dtype."""
 
-    rule: Rule  # of all rows and keys
+    spec: Spec  # of all rows and keys
     mask_rows: int | None  # how many rows the mask has, if it has those of this rank alone
-    cut: Cut
+    tile_sizes: TileSizes
     observed: bool
 
-    def rule_of(self, row: Piece, key: Piece, state: int) -> Rule:
+    def spec_of(self, row: Piece, key: Piece, state: int) -> Spec:
         """The rule of a block."""
-        return block_rule(self.rule, self.mask_rows, row, key, state)
+        return block_spec(self.spec, self.mask_rows, row, key, state)
 
     def engine(self, row: Piece, key: Piece, state: int) -> Engine:
-        return Chunks(self.rule_of(row, key, state), self.cut, self.observed)
+        return ChunkedEngine(self.spec_of(row, key, state), self.tile_sizes, self.observed)
 
-    def inputs(self, x: Some, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> Some:
+    def inputs(self, x: MaybeTensors, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> MaybeTensors:
         query, _, _, bias, *shared = x
         if query is None:
             raise RuntimeError("a rank has queries")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.torch import applied
+from ..compat.torch import call_function
 from .ranks import Ranks
 
 __all__ = ["Swap", "replicated", "swapped"]
@@ -26,7 +26,7 @@ def swapped(ranks: Ranks, tensors: Sequence[Tensor], swaps: Sequence[Swap]) -> t
 
     All tensors together, so that on the way back every rank exchanges all of them, whatever its own loss reads.
     """
-    there: tuple[Tensor, ...] = applied(_Swapped, ranks, tuple(swaps), *tensors)
+    there: tuple[Tensor, ...] = call_function(_Swapped, ranks, tuple(swaps), *tensors)
     return there
 
 
@@ -53,7 +53,7 @@ def replicated(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         return tuple(tensors)
-    found: tuple[Tensor, ...] = applied(_Replicated, ranks, *tensors)
+    found: tuple[Tensor, ...] = call_function(_Replicated, ranks, *tensors)
     return found
 
 
@@ -68,7 +68,7 @@ class _Replicated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         given = [g for g, want in zip(grads, ctx.wanted, strict=True) if want]
         wide = torch.float64 if any(g.dtype == torch.float64 for g in given) else torch.float32
-        total: Tensor = applied(_Summed, ctx.ranks, torch.cat([g.flatten().to(wide) for g in given]))
+        total: Tensor = call_function(_Summed, ctx.ranks, torch.cat([g.flatten().to(wide) for g in given]))
         rest = iter(total.split([g.numel() for g in given]))
         return None, *(
             next(rest).view(shape).to(dtype) if want else None
@@ -86,5 +86,5 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
-        found: Tensor = applied(_Summed, ctx.ranks, g)
+        found: Tensor = call_function(_Summed, ctx.ranks, g)
         return None, found

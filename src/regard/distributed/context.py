@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..core.contexts import SPREAD, Spread
-from ..core.folded import Result
+from ..core.contexts import ACTIVE, ShardedContext
 from ..core.problem import Problem
+from ..core.rows import Rows
 from ..errors import ArgumentError
 from .asking import Asked, Place, ask
 from .attending import attend
@@ -23,7 +23,7 @@ from .ranks import Group, Ranks, Told
 __all__ = ["Over", "over", "place"]
 
 
-class Over(Spread):
+class Over(ShardedContext):
     """Calls over the ranks of a place."""
 
     def __init__(self, where: Place) -> None:
@@ -38,15 +38,15 @@ class Over(Spread):
         return GroupObservation(*answer("distributed.observe", query, key, value, observed=True, **given))
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # it imports the compiler, so only what is compiled asks it
-    def _untraced(self, who: str, *tensors: Tensor, **given: Any) -> tuple[Asked, Problem, Result]:
+    def _untraced(self, who: str, *tensors: Tensor, **given: Any) -> tuple[Asked, Problem, Rows]:
         return self._answer(who, *tensors, **given)
 
-    def _answer(self, who: str, *tensors: Tensor, **given: Any) -> tuple[Asked, Problem, Result]:
+    def _answer(self, who: str, *tensors: Tensor, **given: Any) -> tuple[Asked, Problem, Rows]:
         query, key, value = tensors
         asked = ask(who, self._place, query, key, value, **given)
         return asked, *attend(asked)
 
-    def places(self, count: int, device: torch.device) -> Tensor:
+    def token_positions(self, count: int, device: torch.device) -> Tensor:
         who, layout = "distributed.over", self._place.layout
         ranks = Ranks.of(who, self._place.group)
         agreed, _ = ranks.agree(lambda: (Told((count,), {"layout": layout}), None))
@@ -90,8 +90,8 @@ def over(
     where.check(who)
     Ranks.of(who, where.group)
     here = Over(where)
-    SPREAD.append(here)
+    ACTIVE.append(here)
     try:
         yield
     finally:
-        SPREAD.remove(here)
+        ACTIVE.remove(here)

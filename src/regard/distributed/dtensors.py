@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..autograd.engine import attended
+from ..autograd.engine import attend
 from ..backends import KNOWN, Backend
 from ..backends.dispatch import choose, run
-from ..chunked.engine import Chunks
-from ..core.contexts import Spread
-from ..core.folded import Result, canonical, finish
+from ..chunked.engine import ChunkedEngine
+from ..core.contexts import ShardedContext
+from ..core.folded import fold, unfold
 from ..core.problem import Problem
-from ..core.tiling import Cut
+from ..core.rows import Rows
+from ..core.tiling import TileSizes
 from ..core.validation import pose
 from ..observation import Observation
 from .context import Over
@@ -26,7 +27,7 @@ from .placing import Where, where
 __all__ = ["DTENSORS", "DTensors", "SpreadObservation"]
 
 
-class DTensors(Spread):
+class DTensors(ShardedContext):
     """Calls with DTensors: over the ranks that share the sequence, or on each rank if none do."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
@@ -48,7 +49,7 @@ class DTensors(Spread):
         backend, p = _posed(at, parts, given, observed=True)
         return SpreadObservation(at, Observation(p, *_run(at, p, backend)), *sizes)
 
-    def places(self, count: int, device: torch.device) -> Tensor:
+    def token_positions(self, count: int, device: torch.device) -> Tensor:
         return torch.arange(count, device=device)  # a DTensor's length is that of the whole
 
 
@@ -66,15 +67,15 @@ def _posed(at: Where, parts: list[Tensor], given: dict[str, Any], observed: bool
     return backend, pose(query, key, value, **mine, observed=observed, who=at.who)
 
 
-def _run(at: Where, p: Problem, backend: str | Backend) -> tuple[Backend, Result]:
+def _run(at: Where, p: Problem, backend: str | Backend) -> tuple[Backend, Rows]:
     """Attend on this rank alone; what dropout drops is decided by places in the whole."""
     if not p.dropout:
         chosen = choose(p, backend)
         return chosen, run(p, chosen)
     chosen = choose(p, "chunked" if backend == "auto" else backend)
-    x = canonical(p, seed=at.seed())
-    engine = Chunks(replace(x.rule, origin=at.origin), Cut(), p.observed)
-    return KNOWN["chunked"], finish(p, attended(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
+    x = fold(p, seed=at.seed())
+    engine = ChunkedEngine(replace(x.spec, origin=at.origin), TileSizes(), p.observed)
+    return KNOWN["chunked"], unfold(p, attend(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
 
 
 class SpreadObservation:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.nonfinite import seen
+from ..core.nonfinite import visible_rows_and_keys
 from ..core.problem import Problem
-from ..core.spec import Rule
+from ..core.spec import Spec
 from ..scores.base import Prepared
 from ..scores.lending import lent_factor, lent_prepare
-from .blocks import block_rule
+from .blocks import block_spec
 from .layout import Piece
 from .ranks import Ranks
 from .routes import Routes
@@ -56,18 +56,18 @@ def grouped(bias: Tensor | None, heads: int, groups: int) -> Tensor | None:
 
 
 def without_unseen(
-    p: Problem, ranks: Ranks, routes: Routes, rule: Rule, mask_rows: int | None, bias: Tensor | None
+    p: Problem, ranks: Ranks, routes: Routes, spec: Spec, mask_rows: int | None, bias: Tensor | None
 ) -> Problem:
     """Zero what takes no part anywhere: queries without a key, and keys that no row of any rank may see."""
     batch, heads = p.key.shape[:2]
     rows = torch.zeros(*p.query.shape[:3], dtype=torch.bool, device=p.device)
-    keys = torch.zeros(batch, heads, rule.m, dtype=torch.bool, device=p.device)
-    everywhere = Piece(ranks.rank, 0, rule.m, 0)
+    keys = torch.zeros(batch, heads, spec.m, dtype=torch.bool, device=p.device)
+    everywhere = Piece(ranks.rank, 0, spec.m, 0)
     for row in routes.rows[ranks.rank]:
         part = None if bias is None or bias.shape[-2] == 1 else bias.narrow(-2, row.here, row.size)
-        some = block_rule(rule, mask_rows, row, everywhere, state=1)
-        fake = p.key.new_zeros(()).expand(batch, heads, rule.m, 1)
-        by_row, by_key = seen(some, p.query, fake, bias if part is None else part)
+        some = block_spec(spec, mask_rows, row, everywhere, state=1)
+        fake = p.key.new_zeros(()).expand(batch, heads, spec.m, 1)
+        by_row, by_key = visible_rows_and_keys(some, p.query, fake, bias if part is None else part)
         rows.narrow(-1, row.here, row.size).copy_(by_row)
         keys |= by_key
     keys = ranks.everyones(keys.to(torch.uint8)).bool().any(0)

@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..autograd.engine import attended
+from ..autograd.engine import attend
 from ..backends.dispatch import choose, run
 from ..biases import Alibi, Bias, Relative
-from ..chunked.engine import Chunks
-from ..core.folded import Result, canonical, finish
+from ..chunked.engine import ChunkedEngine
+from ..core.folded import fold, unfold
 from ..core.problem import Problem
+from ..core.rows import Rows
 from ..masks import Mask, dense
 from .asking import Asked
 from .collectives import Swap, swapped
@@ -40,7 +41,7 @@ def cannot(asked: Asked) -> str | None:
     return None
 
 
-def by_heads(asked: Asked, p: Problem, lent: Lent) -> Result:
+def by_heads(asked: Asked, p: Problem, lent: Lent) -> Rows:
     """Exchange, attend, and exchange back."""
     ranks, rows, keys = asked.ranks, asked.routes.rows, asked.routes.keys
     query, key, scale = p.query, p.key, factor(p, lent)
@@ -67,23 +68,25 @@ def by_heads(asked: Asked, p: Problem, lent: Lent) -> Result:
     if p.observed:
         back.append(torch.stack([t for t in found[1:] if t is not None], -1))  # (L, H / ranks, N, 4)
     output, *statistics = to_rows(ranks, back, rows)
-    return Result(p.shaped(output), *(p.shaped(t) for some in statistics for t in some.unbind(-1)))
+    if not statistics:
+        return Rows(p.shaped(output))
+    return Rows(p.shaped(output), *map(p.shaped, statistics[0].unbind(-1)))
 
 
-def _attended(asked: Asked, p: Problem, shared: tuple[Tensor, ...], first: int) -> Result:
+def _attended(asked: Asked, p: Problem, shared: tuple[Tensor, ...], first: int) -> Rows:
     """The plain call; by strips where dropout must know the head's place, or a score is no product."""
     score, dropout = asked.mine.score, asked.mine.dropout
     pairwise = score is not None and score.pairwise
     if not pairwise and not dropout:
         return run(p, choose(p, asked.backend))
-    x = canonical(p, seed=asked.seed)
-    rule = replace(x.rule, dropout=dropout, origin=(asked.origin[0], asked.origin[1] + first))
+    x = fold(p, seed=asked.seed)
+    spec = replace(x.spec, dropout=dropout, origin=(asked.origin[0], asked.origin[1] + first))
     if pairwise and score is not None:
-        rule = replace(rule, pair=score.pair, cost=score.cost, paired=len(shared))
+        spec = replace(spec, pair=score.pair, cost=score.cost, paired=len(shared))
     else:
         shared = ()
-    engine = Chunks(rule, asked.cut, p.observed)
-    return finish(p, attended(engine, (x.query, x.key, x.value, x.bias, *shared, *x.shared)))
+    engine = ChunkedEngine(spec, asked.tile_sizes, p.observed)
+    return unfold(p, attend(engine, (x.query, x.key, x.value, x.bias, *shared, *x.shared)))
 
 
 def _mask(asked: Asked, share: slice) -> Mask | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.torch import applied
+from ..compat.torch import call_function
 from ..errors import ArgumentError, DtypeError, ShapeError
 from .collectives import Swap, swapped
 from .ranks import Group, Ranks, Told
@@ -153,7 +153,7 @@ def gather(x: Tensor, group: Group | None = None, *, layout: str = CONTIGUOUS, d
 
     agreed, at = ranks.agree(told)
     held = pieces(who, "tokens", [size for (size,) in agreed.sizes], layout)
-    whole: Tensor = applied(_Gathered, ranks, held, x.movedim(at, 0))
+    whole: Tensor = call_function(_Gathered, ranks, held, x.movedim(at, 0))
     return whole.movedim(0, at)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.formula import Rows
+from ..core.rows import Rows
 from ..softmax import lowest
 
 __all__ = ["merged", "nothing"]
@@ -26,19 +26,19 @@ def merged(a: Rows | None, b: Rows, observed: bool) -> Rows:
     """
     if a is None:
         return b
-    peak = torch.maximum(a.max_logit, b.max_logit)
-    level = peak.clamp(min=lowest(peak.dtype))
-    downs = [(x.max_logit - level).clamp_(min=lowest(peak.dtype)) for x in (a, b)]  # finite: times a share of 0
-    masses = [(x.max_logit - level + x.spread).exp_() for x in (a, b)]
+    row_max = torch.maximum(a.max_logit, b.max_logit)
+    level = row_max.clamp(min=lowest(row_max.dtype))
+    downs = [(x.max_logit - level).clamp_(min=lowest(row_max.dtype)) for x in (a, b)]  # finite: times a share of 0
+    masses = [(x.max_logit - level + x.log_row_sum).exp_() for x in (a, b)]
     total = masses[0] + masses[1]
     empty = total == 0
     total = total.masked_fill_(empty, 1.0)
     shares = [mass.div_(total) for mass in masses]
-    spread = total.log()
+    log_row_sum = total.log()
     output = a.output.mul(shares[0][..., None]).addcmul_(b.output, shares[1][..., None])
     entropy = a.entropy
     if observed:
-        means = [x.spread - x.entropy + down for x, down in zip((a, b), downs, strict=True)]
-        entropy = spread - (shares[0] * means[0] + shares[1] * means[1])
+        means = [x.log_row_sum - x.entropy + down for x, down in zip((a, b), downs, strict=True)]
+        entropy = log_row_sum - (shares[0] * means[0] + shares[1] * means[1])
         entropy = entropy.masked_fill_(empty, 0.0)
-    return Rows(output, (level + spread).masked_fill_(empty, -torch.inf), entropy, peak, spread)
+    return Rows(output, (level + log_row_sum).masked_fill_(empty, -torch.inf), entropy, row_max, log_row_sum)

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..chunked.tile_ops import Look
-from ..core.folded import Result
+from ..chunked.tile_ops import RowStats
 from ..core.problem import Problem
+from ..core.rows import Rows
 from ..errors import ArgumentError, ChangedError
 from .asking import Asked
 from .attending import strips_of
@@ -33,11 +33,17 @@ class GroupObservation:
     entropy: Tensor
     max_logit: Tensor
 
-    def __init__(self, asked: Asked, problem: Problem, found: Result) -> None:
-        output, lse, entropy, max_logit, spread = found
-        if lse is None or entropy is None or max_logit is None or spread is None:
+    def __init__(self, asked: Asked, problem: Problem, found: Rows) -> None:
+        output, lse, entropy, max_logit, log_row_sum = found
+        if lse is None or entropy is None or max_logit is None or log_row_sum is None:
             raise RuntimeError("an observed call has statistics")
-        self.output, self.lse, self.entropy, self.max_logit, self._spread = output, lse, entropy, max_logit, spread
+        self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = (
+            output,
+            lse,
+            entropy,
+            max_logit,
+            log_row_sum,
+        )
         self._asked, self._problem = asked, problem
         self._versions = [(t, _version(t)) for t in self._read]
 
@@ -112,8 +118,8 @@ class GroupObservation:
         query = x[0]
         if query is None:
             raise RuntimeError("a rank has queries")
-        rows = (t.detach().reshape(query.shape[:-1]) for t in (self.max_logit, self._spread))
-        return Looking(asked.ranks, asked.routes, blocks, x, Look.at(*rows))
+        rows = (t.detach().reshape(query.shape[:-1]) for t in (self.max_logit, self._log_row_sum))
+        return Looking(asked.ranks, asked.routes, blocks, x, RowStats.at(*rows))
 
     def _shaped(self, x: Tensor) -> Tensor:
         return self._problem.shaped(x)

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..biases import Bias
-from ..core.dropout import draw
+from ..core.dropout import draw_seed
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..masks import Mask
 from .asking import Place
-from .layout import CONTIGUOUS, cut
+from .layout import CONTIGUOUS
 from .parts import share_of_bias
 from .ranks import Ranks
 
@@ -43,7 +43,7 @@ class Where:
         over = self._over(dim)
         if over is None or -dim > len(self.shape):
             return slice(None)
-        held = cut(self.shape[dim], self.mesh.size(over), CONTIGUOUS)[self.mesh.get_local_rank(over)]
+        held = tile_sizes(self.shape[dim], self.mesh.size(over), CONTIGUOUS)[self.mesh.get_local_rank(over)]
         return slice(held[0].start, held[0].stop)
 
     @property
@@ -75,7 +75,7 @@ class Where:
 
     def seed(self) -> int:
         """Draw the seed of dropout; the mesh's first rank's counts."""
-        seed = torch.tensor(draw(self.who))
+        seed = torch.tensor(draw_seed(self.who))
         for dim in range(self.mesh.ndim):
             seed = Ranks.of(self.who, self.mesh.get_group(dim)).everyones(seed)[0]
         return int(seed)

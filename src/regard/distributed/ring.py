@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.engine import FOUND, SEEN, Some
-from ..compat.torch import applied, exactly
-from ..core.formula import Rows
+from ..autograd.engine import FIELDS, WITH_GRAD, MaybeTensors
+from ..compat.torch import call_function, without_autocast
+from ..core.rows import Rows
 from ..errors import ArgumentError
 from .blocks import Blocks
 from .layout import Piece
@@ -112,20 +112,20 @@ class Ring:
     routes: Routes
     blocks: Blocks
 
-    @exactly
-    def attend(self, x: Some) -> Rows:
+    @without_autocast
+    def forward(self, x: MaybeTensors) -> Rows:
         """The forward pass."""
         mine = self.routes.rows[self.ranks.rank]
         found: dict[Piece, Rows] = {}
         for _, visitors in rounds(self.ranks, self.routes, _travellers(x)):
             for key, visitor in visitors:
                 for row, state in self._pairs(key):
-                    seen = self.blocks.attend(x, row, key, state, visitor)
+                    seen = self.blocks.forward(x, row, key, state, visitor)
                     found[row] = merged(found.get(row), seen, self.blocks.observed)
         return _whole(x, mine, found)
 
-    @exactly
-    def pull(self, x: Some, found: Rows, g: Some, wanted: Wanted) -> list[Tensor | None]:
+    @without_autocast
+    def vjp(self, x: MaybeTensors, found: Rows, g: MaybeTensors, wanted: Wanted) -> list[Tensor | None]:
         """The cotangents of the inputs that are wanted, for cotangents g of output, lse and entropy."""
         exact = found.lse.dtype
         grads = [
@@ -144,9 +144,9 @@ class Ring:
 
     def _pulled(
         self,
-        x: Some,
+        x: MaybeTensors,
         found: Rows,
-        g: Some,
+        g: MaybeTensors,
         wanted: Wanted,
         key: Piece,
         visitor: list[Tensor],
@@ -157,7 +157,7 @@ class Ring:
         for row, state in self._pairs(key):
             rows = Rows(*(_part(t, row, at) for at, t in enumerate(found)))
             slopes = tuple(None if t is None else _part(t, row, at) for at, t in enumerate(g))
-            back = self.blocks.pull(x, rows, slopes, wanted, row, key, state, visitor)
+            back = self.blocks.vjp(x, rows, slopes, wanted, row, key, state, visitor)
             if grads[0] is not None and back[0] is not None:
                 grads[0].narrow(-2, row.here, row.size).add_(back[0])
             if (bias := self.blocks.bias(grads[3], row, key)) is not None and back[3] is not None:
@@ -175,11 +175,11 @@ class Ring:
         return [(row, seen[row, key]) for row in self.routes.rows[self.ranks.rank] if (row, key) in seen]
 
 
-def attended(ring: Ring, x: Some) -> Rows:
+def attended(ring: Ring, x: MaybeTensors) -> Rows:
     """Attend, with a graph where one is asked for."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
-        return Rows(*applied(_Attend, ring, *x))
-    return ring.attend(x)
+        return Rows(*call_function(_Attend, ring, *x))
+    return ring.forward(x)
 
 
 class _Attend(torch.autograd.Function):
@@ -187,9 +187,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ring: Ring, *x: Tensor | None) -> Rows:
-        found = ring.attend(x)
+        found = ring.forward(x)
         ctx.ring, ctx.wanted = ring, ctx.needs_input_grad[1:]  # what is wanted then is alike on all ranks
-        ctx.mark_non_differentiable(*found[SEEN:])
+        ctx.mark_non_differentiable(*found[WITH_GRAD:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*x, *found)
         return found
@@ -197,11 +197,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        x, found = saved[:-FOUND], Rows(*saved[-FOUND:])
+        x, found = saved[:-FIELDS], Rows(*saved[-FIELDS:])
         with torch.no_grad():
-            grads = ctx.ring.pull(x, found, g[:SEEN], ctx.wanted)
+            grads = ctx.ring.vjp(x, found, g[:WITH_GRAD], ctx.wanted)
         if torch.is_grad_enabled():
-            grads = list(applied(_Once, ctx.ring.ranks.who, len(grads), *grads, *x, *g))
+            grads = list(call_function(_Once, ctx.ring.ranks.who, len(grads), *grads, *x, *g))
         return None, *grads
 
 
@@ -221,7 +221,7 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _travellers(x: Some) -> list[Tensor]:
+def _travellers(x: MaybeTensors) -> list[Tensor]:
     key, value = x[1:3]
     if key is None or value is None:
         raise RuntimeError("a rank has keys and values")
@@ -233,7 +233,7 @@ def _part(t: Tensor, row: Piece, at: int) -> Tensor:
     return t.narrow(-1 if at else -2, row.here, row.size)
 
 
-def _whole(x: Some, mine: Sequence[Piece], found: dict[Piece, Rows]) -> Rows:
+def _whole(x: MaybeTensors, mine: Sequence[Piece], found: dict[Piece, Rows]) -> Rows:
     """Put the rows of a rank's pieces together; those that met no key saw nothing."""
     query, value = x[0], x[2]
     if query is None or value is None:

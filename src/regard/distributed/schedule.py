@@ -29,13 +29,13 @@ class Device:
     """How fast a rank computes: the peak in FLOP/s, and the share of it that attention reaches."""
 
     name: str
-    peak: float
+    row_max: float
     forward: float
     backward: float
 
     def speed(self, backward: bool) -> float:
         """FLOP/s of one pass."""
-        return self.peak * (self.backward if backward else self.forward)
+        return self.row_max * (self.backward if backward else self.forward)
 
 
 H200 = Device("H200", 989e12, forward=0.52, backward=0.40)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..autograd.engine import Engine, Needs, Some
+from ..autograd.engine import Engine, MaybeTensors, Needs
 from ..biases import Alibi, Relative
-from ..core.formula import Rows
-from ..core.spec import Rule
+from ..core.rows import Rows
+from ..core.spec import Spec
 from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
-from ..kernels.block_mask import layout
-from ..kernels.engine import Inputs, Kernels, Spec
-from .blocks import Blocks, block_bias, block_rule
+from ..kernels.block_mask import block_mask
+from ..kernels.engine import Inputs, KernelSpec, TritonEngine
+from .blocks import Blocks, block_bias, block_spec
 from .layout import Piece
 
 __all__ = ["Tiles", "bias_kind"]
@@ -32,7 +32,7 @@ def bias_kind(bias: object) -> int:
 class Tiles(Blocks):
     """Blocks of inputs as in `fusion.Inputs`, without a sink. Rows are (L, H, n, …), and in float32."""
 
-    rule: Rule  # of all rows and keys
+    spec: Spec  # of all rows and keys
     mask_rows: int | None  # how many rows the mask has, if it has those of this rank alone
     kind: int  # of the bias
     scale: float
@@ -40,12 +40,12 @@ class Tiles(Blocks):
     device: torch.device
 
     def engine(self, row: Piece, key: Piece, state: int) -> Engine:
-        rule = block_rule(self.rule, self.mask_rows, row, key, state)
-        seen = layout(rule.mask, rule.n, rule.m, self.device, rule.inner)
-        offset = rule.bias.offset if isinstance(rule.bias, Alibi | Relative) else None
-        return Kernels(Spec(rule, seen, self.kind, offset or 0, self.scale, self.observed))
+        spec = block_spec(self.spec, self.mask_rows, row, key, state)
+        seen = block_mask(spec.mask, spec.n, spec.m, self.device, spec.inner)
+        offset = spec.bias.offset if isinstance(spec.bias, Alibi | Relative) else None
+        return TritonEngine(KernelSpec(spec, seen, self.kind, offset or 0, self.scale, self.observed))
 
-    def inputs(self, x: Some, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> Some:
+    def inputs(self, x: MaybeTensors, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> MaybeTensors:
         query, _, _, bias, *others = x
         if query is None:
             raise RuntimeError("a rank has queries")
@@ -55,16 +55,24 @@ class Tiles(Blocks):
     def bias(self, bias: Tensor | None, row: Piece, key: Piece) -> Tensor | None:
         return block_bias(bias, row, key) if self.kind == TENSOR else bias
 
-    def attend(self, x: Some, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]) -> Rows:
-        found = super().attend(x, row, key, state, visitor)
+    def forward(self, x: MaybeTensors, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]) -> Rows:
+        found = super().forward(x, row, key, state, visitor)
         return found._replace(output=found.output.float())  # what is merged is rounded once, at the end
 
-    def pull(
-        self, x: Some, found: Rows, g: Some, needs: Needs, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]
+    def vjp(
+        self,
+        x: MaybeTensors,
+        found: Rows,
+        g: MaybeTensors,
+        needs: Needs,
+        row: Piece,
+        key: Piece,
+        state: int,
+        visitor: Sequence[Tensor],
     ) -> Sequence[Tensor | None]:
         query = x[0]
         if query is None:
             raise RuntimeError("a rank has queries")
         dO = torch.zeros_like(found.output) if g[0] is None else g[0]
         found = Rows(*(t.contiguous() for t in found))
-        return super().pull(x, found, (dO.to(query.dtype), *g[1:]), needs, row, key, state, visitor)
+        return super().vjp(x, found, (dO.to(query.dtype), *g[1:]), needs, row, key, state, visitor)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ..compat.triton import INTERPRETED
-from .block_lists import NONE, Layout, Where
+from .block_lists import NONE, BlockLists, BlockMask
 from .portable.configs import Config, config, hopper, padded
 
-__all__ = ["Bends", "Found", "Moves", "Slopes", "Work"]
+__all__ = ["BackwardRows", "DoubleBackwardRows", "KernelArgs", "Tangents"]
 
 
 PLAIN, TENSOR, ALIBI, RELATIVE = 0, 1, 2, 3  # kinds of bias
 
 
-class Added(NamedTuple):
+class BiasArgs(NamedTuple):
     """A bias: a tensor with strides, or the slopes or the table of a structured one."""
 
     at: Tensor | None = None
@@ -31,7 +31,7 @@ class Added(NamedTuple):
     reach: int = 0  # of a table: the distance from which on all are alike
 
 
-class Dropped(NamedTuple):
+class DropoutArgs(NamedTuple):
     """Dropout: a 64-bit key a row, the bound that a pair's number must reach, and what the kept are divided by."""
 
     keys: Tensor | None = None  # int64 (L, H, N)
@@ -59,35 +59,25 @@ class Strides(NamedTuple):
     o_row: int
 
 
-class Found(NamedTuple):
-    """What a forward pass finds: before the sink, but for the output."""
-
-    output: Tensor  # (L, H, N, E) in the dtype of the values
-    lse: Tensor  # (L, H, N) float32
-    entropy: Tensor
-    max_logit: Tensor
-    spread: Tensor  # lse − max_logit
-
-
-class Slopes(NamedTuple):
+class BackwardRows(NamedTuple):
     """What a backward pass is given: of each row, with the sink's share already in them."""
 
     dO: Tensor  # (L, H, N, E)
-    peak: Tensor  # (L, H, N): the largest logit; lse where numbers are not float32
-    spread: Tensor  # lse above it
+    row_max: Tensor  # (L, H, N): the largest logit; lse where numbers are not float32
+    log_row_sum: Tensor  # lse above it
     delta: Tensor
     g_entropy: Tensor | None
     mean: Tensor | None  # E[S] above lse; above the largest logit in float32
 
 
-class Moves(NamedTuple):
+class Tangents(NamedTuple):
     """The tangents of a problem's tensors; None for what stands still."""
 
     query: Tensor | None = None  # of the shapes and dtypes of their tensors
     key: Tensor | None = None
     value: Tensor | None = None
     scales: Tensor | None = None  # float32 (H,)
-    bias: Added = Added()
+    bias: BiasArgs = BiasArgs()
 
     @property
     def kinds(self) -> dict[str, Any]:
@@ -100,11 +90,11 @@ class Moves(NamedTuple):
         return Strides(*query, *key, *value, 0, 0, 0)
 
 
-class Bends(NamedTuple):
+class DoubleBackwardRows(NamedTuple):
     """What the tangent of a backward pass is given of each row: float32 (L, H, N) each, a dot for what moves."""
 
-    peak: Tensor  # the largest logit; lse where numbers are not float32
-    spread: Tensor
+    row_max: Tensor  # the largest logit; lse where numbers are not float32
+    log_row_sum: Tensor
     delta: Tensor
     delta_dot: Tensor
     u: Tensor  # the tangent of lse
@@ -115,7 +105,7 @@ class Bends(NamedTuple):
 
 
 @dataclass(eq=False)
-class Work:
+class KernelArgs:
     """Attention of query (L, H, N, D) to key (L, K, M, D) and value (L, K, M, E); H a multiple of K, any strides.
 
     For the additive score, `vector` (D,) is there, and query and key are what it adds up: (L, H, N, D), (L, K, M, D).
@@ -124,13 +114,13 @@ class Work:
     query: Tensor
     key: Tensor
     value: Tensor
-    layout: Layout
+    block_mask: BlockMask
     scale: float = 1.0
     scales: Tensor | None = None  # float32 (H,), in the place of scale
     softcap: float | None = None
     kind: int = PLAIN  # of the bias
-    bias: Added = field(default_factory=Added)
-    drop: Dropped = field(default_factory=Dropped)
+    bias: BiasArgs = field(default_factory=BiasArgs)
+    drop: DropoutArgs = field(default_factory=DropoutArgs)
     sink: Tensor | None = None  # float32 (H,)
     vector: Tensor | None = None  # float32 (D,)
 
@@ -174,7 +164,7 @@ class Work:
         size = max(self.query.element_size(), self.value.element_size())
         dim = max(padded(self.query.shape[3]), padded(self.value.shape[3]))
         laden = self.kind != PLAIN or self.drop.keys is not None
-        if direction == "forward" and self.layout.kind == NONE:
+        if direction == "forward" and self.block_mask.kind == NONE:
             direction = "plain forward"
         return config(direction, self.query.device, size, dim, self.vector is not None, laden)
 
@@ -209,7 +199,7 @@ class Work:
     def kinds(self) -> dict[str, Any]:
         """What a kernel is compiled for, apart from sizes; a mask has only its kind in it."""
         return {
-            "MASK": self.layout.kind,
+            "MASK": self.block_mask.kind,
             "BIAS": self.kind,
             "CAP": self.softcap is not None,
             "SCALES": self.scales is not None,
@@ -222,8 +212,8 @@ class Work:
         tail = (0, 0, 0) if output is None else output.stride()[:3]
         return Strides(*self.query.stride(), *self.key.stride(), *self.value.stride(), *tail)
 
-    def where(self, blocks: Config, turned: bool = False) -> Where:
-        return (self.layout.by_keys if turned else self.layout.by_rows)(blocks.BM, blocks.BN)
+    def where(self, blocks: Config, turned: bool = False) -> BlockLists:
+        return (self.block_mask.by_keys if turned else self.block_mask.by_rows)(blocks.BM, blocks.BN)
 
 
 def describable(x: Tensor) -> bool:

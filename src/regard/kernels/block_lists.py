@@ -1,6 +1,6 @@
 """Which blocks of keys a block of rows meets, and the other way round: row vectors, block lists, packed bits.
 
-A mask reaches a kernel as a `Layout` of one of three kinds. NONE: everything is seen. SPANS: row i sees the keys
+A mask reaches a kernel as a `BlockMask` of one of three kinds. NONE: everything is seen. SPANS: row i sees the keys
 lo[i] ≤ j < hi[i], both ends never falling; blocks inside every row's span need no mask at all. BITS: any other mask, as
 a table of blocks of 128 × 128 pairs, each hidden or with a slot of bits; slot 0 is all ones. For the blocks of a kernel,
 which divide these, it gives lists of the full ones and of the partial ones.
@@ -19,23 +19,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..compat.torch import captured
+from ..compat.torch import is_capturing
 
-__all__ = ["BITS", "NONE", "SIDE", "SPANS", "Layout", "Where", "Words", "block_states", "bounds_by_keys", "pad_to_even", "strides_of"]
+__all__ = ["BITS", "MASK_BLOCK", "NONE", "SPANS", "BlockLists", "BlockMask", "MaskBits", "block_states", "bounds_by_keys", "pad_to_multiple", "strides_of"]
 
 NONE, SPANS, BITS = 0, 1, 2
-EVEN = 16
-SIDE = 128  # rows and keys of a block in the lists; the blocks of a kernel divide it
+MULTIPLE = 16
+MASK_BLOCK = 128  # rows and keys of a block in the lists; the blocks of a kernel divide it
 
 
-class Words(NamedTuple):
+class MaskBits(NamedTuple):
     """Blocks of SIDE × SIDE pairs and their bits."""
 
     table: Tensor  # int32 (items, heads, row blocks, key blocks): the slot of each block, −1 where hidden
     bits: Tensor  # int32 (slots, SIDE, SIDE / 32): bit j of word w says of key 32·w + j
 
 
-class Where(NamedTuple):
+class BlockLists(NamedTuple):
     """What a kernel gets of a layout; None where its kind has no such thing.
 
     Strides are multiples of EVEN, and other numbers in tensors: a kernel is compiled for integers that are, or are not,
@@ -68,17 +68,17 @@ class Where(NamedTuple):
 
 
 @dataclass(eq=False)
-class Layout:
+class BlockMask:
     """A mask over n rows and m keys as kernels read it."""
 
     n: int
     m: int
     lo: Tensor | None = None  # int32 (items, heads, n)
     hi: Tensor | None = None
-    words: Words | None = None
+    mask_bits: MaskBits | None = None
     lead: tuple[int, int] = (1, 1)  # items and heads that it tells apart
     inner: int = 1
-    _known: dict[tuple[int, int, bool, int], Where] = field(default_factory=dict)
+    _known: dict[tuple[int, int, bool, int], BlockLists] = field(default_factory=dict)
     _seen: Tensor | None = None
     _stream: int | None = None  # where its last part was made …
     _there: torch.cuda.Event | None = None  # … and when it is there
@@ -88,13 +88,13 @@ class Layout:
 
     @property
     def kind(self) -> int:
-        return BITS if self.words is not None else SPANS if self.lo is not None else NONE
+        return BITS if self.mask_bits is not None else SPANS if self.lo is not None else NONE
 
-    def by_rows(self, BM: int, BN: int, before: int = 0) -> Where:
+    def by_rows(self, BM: int, BN: int, before: int = 0) -> BlockLists:
         """For kernels that hold BM rows and walk over key blocks of BN; the first block begins that many rows before the first."""
         return self._remembered(BM, BN, False, before)
 
-    def by_keys(self, BM: int, BN: int) -> Where:
+    def by_keys(self, BM: int, BN: int) -> BlockLists:
         """For kernels that hold BN keys and walk over row blocks of BM."""
         return self._remembered(BM, BN, True, 0)
 
@@ -104,61 +104,61 @@ class Layout:
         if stream is not None:
             self._stream, self._there = stream.cuda_stream, stream.record_event()
 
-    def awaited(self, *parts: Where | NamedTuple) -> None:
+    def awaited(self, *parts: BlockLists | NamedTuple) -> None:
         """Let the stream that is current now wait for another that made this, and keep parts as long as it reads them."""
         stream = self._current()
         if stream is None or self._there is None or stream.cuda_stream == self._stream:
             return
         stream.wait_event(self._there)
-        for x in (self.lo, self.hi, self._seen, *(self.words or ()), *(x for part in parts for x in part)):
+        for x in (self.lo, self.hi, self._seen, *(self.mask_bits or ()), *(x for part in parts for x in part)):
             if isinstance(x, Tensor):
                 x.record_stream(stream)
 
     def _current(self) -> torch.cuda.Stream | None:
         """The stream that work goes to now; none on a CPU, nor in a capture, which is begun when all else is done."""
-        tensor = self.lo if self.words is None else self.words.bits
-        return None if tensor is None or not tensor.is_cuda or captured() else torch.cuda.current_stream(tensor.device)
+        tensor = self.lo if self.mask_bits is None else self.mask_bits.bits
+        return None if tensor is None or not tensor.is_cuda or is_capturing() else torch.cuda.current_stream(tensor.device)
 
-    def _remembered(self, BM: int, BN: int, turned: bool, before: int) -> Where:
+    def _remembered(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
         known = self._known.get((BM, BN, turned, before))
         if known is not None:
             self.awaited(known)
             return known
         self.awaited()
         made = self._where(BM, BN, turned, before)
-        if not captured():  # what a captured graph makes is there only while the graph runs
+        if not is_capturing():  # what a captured graph makes is there only while the graph runs
             self._known[BM, BN, turned, before] = made
             self.made()
         return made
 
-    def _where(self, BM: int, BN: int, turned: bool, before: int) -> Where:
+    def _where(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
         items, heads = self.lead
-        if self.words is None and self.lo is None:
-            return Where()
+        if self.mask_bits is None and self.lo is None:
+            return BlockLists()
         seen = self._keys_seen()
-        if self.words is not None:
-            part = math.gcd(BM, SIDE)
-            states = block_states(self.words, self.n, self.m, part, BN, turned)  # (items, heads, row blocks, key blocks)
-            slots = self.words.table.repeat_interleave(SIDE // part, 2).repeat_interleave(SIDE // BN, 3)
+        if self.mask_bits is not None:
+            part = math.gcd(BM, MASK_BLOCK)
+            states = block_states(self.mask_bits, self.n, self.m, part, BN, turned)  # (items, heads, row blocks, key blocks)
+            slots = self.mask_bits.table.repeat_interleave(MASK_BLOCK // part, 2).repeat_interleave(MASK_BLOCK // BN, 3)
             slots = slots[:, :, : states.shape[2], : states.shape[3]]
             states, slots = _joined(states, slots, BM // part, before // part)
             if turned:
                 states, slots = states.mT, slots.transpose(2, 3)
-            spare = -states.shape[2] % EVEN
+            spare = -states.shape[2] % MULTIPLE
             states, slots = pad(states, (0, 0, 0, spare)), pad(slots, (0, 0, 0, 0, 0, spare))
             blocks = states.shape[2]
             lists = (*_listed(states == 2), *_listed(states == 1), slots[states == 1].flatten())
             strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
-            table = pad_to_even(self.words.table.flatten(2))
-            kept = (self.words.bits, table, seen, self._shared(seen), self._spotless(seen))
-            return Where(None, None, None, *lists, *kept, 0, 0, *strides, *strides_of(table), *strides_of(seen))
+            table = pad_to_multiple(self.mask_bits.table.flatten(2))
+            kept = (self.mask_bits.bits, table, seen, self._shared(seen), self._spotless(seen))
+            return BlockLists(None, None, None, *lists, *kept, 0, 0, *strides, *strides_of(table), *strides_of(seen))
         if self.lo is None or self.hi is None:
             raise RuntimeError("spans have two ends")
         ends = (self.lo, self.hi, self.n, self.m, BM, BN)
-        bounds = pad_to_even((_bounds_of_blocks(*ends) if turned else _bounds_by_rows(*ends, before)).flatten(2))
-        lo, hi = pad_to_even(self.lo), pad_to_even(self.hi)
+        bounds = pad_to_multiple((_bounds_of_blocks(*ends) if turned else _bounds_by_rows(*ends, before)).flatten(2))
+        lo, hi = pad_to_multiple(self.lo), pad_to_multiple(self.hi)
         (item, head), (block_item, block_head), (seen_item, seen_head) = map(strides_of, (lo, bounds, seen))
-        return Where(
+        return BlockLists(
             lo,
             hi,
             bounds,
@@ -182,41 +182,41 @@ class Layout:
     def _keys_seen(self) -> Tensor:
         """Which keys some row may attend: int8 (items, heads, m)."""
         if self._seen is None:
-            if self.words is not None:
-                made = _seen_by_bits(self.words, self.m)
+            if self.mask_bits is not None:
+                made = _seen_by_bits(self.mask_bits, self.m)
             elif self.lo is not None and self.hi is not None:
                 made = _seen_by_spans(self.lo, self.hi, self.m)
             else:
                 raise RuntimeError("without a mask every key is seen")
-            made = pad_to_even(made.to(torch.int8))
-            if captured():
+            made = pad_to_multiple(made.to(torch.int8))
+            if is_capturing():
                 return made
             self._seen = made
         return self._seen
 
 
-def block_states(words: Words, n: int, m: int, BM: int, BN: int, turned: bool) -> Tensor:
+def block_states(mask_bits: MaskBits, n: int, m: int, BM: int, BN: int, turned: bool) -> Tensor:
     """What is known of each block of BM rows and BN keys: 0 hidden, 1 partial, 2 full, (items, heads, row, key blocks).
 
     Rows beyond the last do not count; nor do keys beyond the last where blocks of keys walk over rows.
     """
-    slots, down, across = len(words.bits), SIDE // BM, SIDE // BN
+    slots, down, across = len(mask_bits.bits), MASK_BLOCK // BM, MASK_BLOCK // BN
     parts = (
-        words.bits.view(slots, down, BM, across, BN // 32) if BN >= 32 else _halves(words.bits, down, BM, across, BN)
+        mask_bits.bits.view(slots, down, BM, across, BN // 32) if BN >= 32 else _halves(mask_bits.bits, down, BM, across, BN)
     )
     hidden = (parts == 0).all(4).all(2)  # (slots, down, across)
-    full = _full(words.bits, n % SIDE, m % SIDE if turned else 0, BM, BN)  # (4, slots, down, across)
-    items, heads, rows, keys = words.table.shape
-    last = torch.zeros(rows, keys, dtype=torch.int64, device=words.bits.device)  # which of the four a block takes
-    if n % SIDE:
+    full = _full(mask_bits.bits, n % MASK_BLOCK, m % MASK_BLOCK if turned else 0, BM, BN)  # (4, slots, down, across)
+    items, heads, rows, keys = mask_bits.table.shape
+    last = torch.zeros(rows, keys, dtype=torch.int64, device=mask_bits.bits.device)  # which of the four a block takes
+    if n % MASK_BLOCK:
         last[-1] += 1
-    if turned and m % SIDE:
+    if turned and m % MASK_BLOCK:
         last[:, -1] += 2
-    slot = words.table.clamp(min=0).long()
+    slot = mask_bits.table.clamp(min=0).long()
     state = torch.where(
         hidden[slot], 0, torch.where(full[last, slot], 2, 1)
     )  # (items, heads, rows, keys, down, across)
-    state = torch.where((words.table < 0)[..., None, None], 0, state)
+    state = torch.where((mask_bits.table < 0)[..., None, None], 0, state)
     state = state.transpose(3, 4).reshape(items, heads, rows * down, keys * across)
     return state[:, :, : -(-n // BM), : -(-m // BN)]
 
@@ -241,10 +241,10 @@ def _halves(bits: Tensor, down: int, BM: int, across: int, BN: int) -> Tensor:
 
 def _full(bits: Tensor, rows: int, keys: int, BM: int, BN: int) -> Tensor:
     """Which parts of each slot are full: as it is, in the last row of blocks, the last column, both: (4, slots, …)."""
-    down, across = SIDE // BM, SIDE // BN
-    beyond_rows = (torch.arange(SIDE, device=bits.device) >= (rows or SIDE))[:, None]  # (SIDE, 1)
-    j = torch.arange(SIDE, device=bits.device)
-    beyond = ((j >= (keys or SIDE)).view(SIDE // 32, 32).long() << torch.arange(32, device=bits.device)).sum(-1)
+    down, across = MASK_BLOCK // BM, MASK_BLOCK // BN
+    beyond_rows = (torch.arange(MASK_BLOCK, device=bits.device) >= (rows or MASK_BLOCK))[:, None]  # (SIDE, 1)
+    j = torch.arange(MASK_BLOCK, device=bits.device)
+    beyond = ((j >= (keys or MASK_BLOCK)).view(MASK_BLOCK // 32, 32).long() << torch.arange(32, device=bits.device)).sum(-1)
     beyond_keys = beyond.to(torch.int32)  # (SIDE / 32,) a word with the bits of the keys beyond the last
     found: list[Tensor] = []
     for with_keys in (0, 1):
@@ -252,12 +252,12 @@ def _full(bits: Tensor, rows: int, keys: int, BM: int, BN: int) -> Tensor:
             if found and not (with_keys and keys) and not (with_rows and rows):
                 found.append(found[0])  # nothing is beyond
                 continue
-            words = bits | beyond_keys if with_keys else bits
-            words = torch.where(beyond_rows, -1, words) if with_rows else words
+            mask_bits = bits | beyond_keys if with_keys else bits
+            mask_bits = torch.where(beyond_rows, -1, mask_bits) if with_rows else mask_bits
             if BN >= 32:
-                whole = words.view(len(bits), down, BM, across, BN // 32) == -1
+                whole = mask_bits.view(len(bits), down, BM, across, BN // 32) == -1
             else:
-                whole = _halves(words, down, BM, across, BN) == (1 << BN) - 1
+                whole = _halves(mask_bits, down, BM, across, BN) == (1 << BN) - 1
             found.append(whole.all(4).all(2))
     return torch.stack(found)
 
@@ -270,10 +270,10 @@ def _seen_by_spans(lo: Tensor, hi: Tensor, m: int) -> Tensor:
     return change.cumsum(2)[..., :m] > 0
 
 
-def _seen_by_bits(words: Words, m: int) -> Tensor:
+def _seen_by_bits(mask_bits: MaskBits, m: int) -> Tensor:
     """Which of m keys have a bit in some block."""
-    shown = _either(words.bits, 1)  # (slots, SIDE / 32)
-    slots = words.table  # (items, heads, row blocks, key blocks)
+    shown = _either(mask_bits.bits, 1)  # (slots, SIDE / 32)
+    slots = mask_bits.table  # (items, heads, row blocks, key blocks)
     total = _either(torch.where((slots >= 0)[..., None], shown[slots.clamp(min=0).long()], 0), 2)
     shift = torch.arange(32, device=shown.device, dtype=torch.int32)
     return ((total[..., None] >> shift) & 1).bool().flatten(2)[..., :m]
@@ -294,9 +294,9 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return start, chosen.nonzero()[:, -1].to(torch.int32).contiguous()
 
 
-def pad_to_even(x: Tensor) -> Tensor:
+def pad_to_multiple(x: Tensor) -> Tensor:
     """Lengthen the last dimension to a multiple of EVEN."""
-    return pad(x, (0, -x.shape[-1] % EVEN)).contiguous()
+    return pad(x, (0, -x.shape[-1] % MULTIPLE)).contiguous()
 
 
 def strides_of(x: Tensor) -> tuple[int, int]:

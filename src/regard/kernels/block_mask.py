@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..compat.torch import captured
+from ..compat.torch import is_capturing
 from ..masks import Mask
 from ..masks.base import FULL, HIDDEN, PARTIAL, And
 from ..masks.blocks import Blocks
@@ -21,46 +21,46 @@ from ..masks.everything import Everything
 from ..masks.padding import Padding
 from ..masks.prefix import Prefix
 from ..masks.window import Window
-from .block_lists import SIDE, Layout, Words
+from .block_lists import MASK_BLOCK, BlockMask, MaskBits
 
-__all__ = ["layout", "listed", "traceable", "traced_spans"]
+__all__ = ["block_mask", "most_bytes", "traceable", "traceable_spans"]
 
 _AT_ONCE = 2048  # partial blocks whose bits are looked at together
-_KEPT = 64  # layouts of masks that hold no tensors
-_OF_VALUE: dict[tuple[Mask, int, int, torch.device], Layout] = {}
+_MOST_CACHED = 64  # layouts of masks that hold no tensors
+_BY_VALUE: dict[tuple[Mask, int, int, torch.device], BlockMask] = {}
 _GATHER = 0x0102040810204080  # times eight bytes that are 0 or 1: their bits, in order, in the highest byte
 _APART = 64  # items and heads for which lists of their own are made; more share one
 
 
-def layout(mask: Mask | None, n: int, m: int, device: torch.device, inner: int = 1) -> Layout:
+def block_mask(mask: Mask | None, n: int, m: int, device: torch.device, inner: int = 1) -> BlockMask:
     """The layout of a mask on a device; `inner` batch items in a row share one item of the mask."""
     if mask is None or isinstance(mask, Everything):
-        return Layout(n, m)
-    if captured() and traceable(mask) and not (mask.constant and (mask, n, m, device) in _OF_VALUE):
+        return BlockMask(n, m)
+    if is_capturing() and traceable(mask) and not (mask.constant and (mask, n, m, device) in _BY_VALUE):
         return _made(mask, n, m, device, inner)  # by the graph itself, so that it follows the mask's tensors
     if mask.constant:
         return _of_value(mask, n, m, device)
-    made: Layout = mask.remembered(("layout", n, m, device, inner), lambda: _made(mask, n, m, device, inner))
+    made: BlockMask = mask.remembered(("layout", n, m, device, inner), lambda: _made(mask, n, m, device, inner))
     return made
 
 
-def _of_value(mask: Mask, n: int, m: int, device: torch.device) -> Layout:
+def _of_value(mask: Mask, n: int, m: int, device: torch.device) -> BlockMask:
     key = (mask, n, m, device)
-    found = _OF_VALUE.pop(key, None) or _made(mask, n, m, device, 1)
-    _OF_VALUE[key] = found  # the last that was asked for stays longest
-    if len(_OF_VALUE) > _KEPT:
-        _OF_VALUE.pop(next(iter(_OF_VALUE)))
+    found = _BY_VALUE.pop(key, None) or _made(mask, n, m, device, 1)
+    _BY_VALUE[key] = found  # the last that was asked for stays longest
+    if len(_BY_VALUE) > _MOST_CACHED:
+        _BY_VALUE.pop(next(iter(_BY_VALUE)))
     return found
 
 
 @torch.no_grad()
-def _made(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> Layout:
+def _made(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> BlockMask:
     i = torch.arange(n, device=device)
     lo, hi, exact = mask.span(i, n, m)
     if exact and (mask.monotone or bool((_rises(lo) & _rises(hi)).all())):
-        return Layout(n, m, *_row_vectors(lo, hi, n), lead=_lead(lo), inner=inner)
+        return BlockMask(n, m, *_row_vectors(lo, hi, n), lead=_lead(lo), inner=inner)
     mask = mask.shared(device)
-    return Layout(n, m, words=_words(mask, n, m, device), lead=mask.lead, inner=inner)
+    return BlockMask(n, m, mask_bits=_mask_bits(mask, n, m, device), lead=mask.lead, inner=inner)
 
 
 def traceable(mask: Mask) -> bool:
@@ -70,7 +70,7 @@ def traceable(mask: Mask) -> bool:
     return isinstance(mask, Everything | Causal | Window | Padding | Prefix | Blocks | Packed)
 
 
-def traced_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def traceable_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """The row vectors (items, heads, n) of such a mask, by operations that a compiler can trace."""
     if mask is None or isinstance(mask, Everything):
         return None, None
@@ -78,10 +78,10 @@ def traced_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tup
     return _row_vectors(lo, hi, n)
 
 
-def listed(mask: Mask, n: int, m: int) -> int:
+def most_bytes(mask: Mask, n: int, m: int) -> int:
     """How many bytes of bits a mask may need at most, if it is no interval."""
     items, heads = mask.lead
-    return items * heads * -(-n // SIDE) * -(-m // SIDE) * SIDE * SIDE // 8
+    return items * heads * -(-n // MASK_BLOCK) * -(-m // MASK_BLOCK) * MASK_BLOCK * MASK_BLOCK // 8
 
 
 def _rises(x: Tensor) -> Tensor:
@@ -97,10 +97,10 @@ def _row_vectors(lo: Tensor, hi: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return lo.expand(shape).to(torch.int32).contiguous(), hi.expand(shape).to(torch.int32).contiguous()
 
 
-def _words(mask: Mask, n: int, m: int, device: torch.device) -> Words:
+def _mask_bits(mask: Mask, n: int, m: int, device: torch.device) -> MaskBits:
     """Lists of the blocks that are not hidden, and the bits of those that are not full."""
     items, heads = mask.lead
-    rows, keys = (torch.tensor([*range(0, size, SIDE), size]) for size in (n, m))
+    rows, keys = (torch.tensor([*range(0, size, MASK_BLOCK), size]) for size in (n, m))
     parts = list(_restricted(mask)) if items * heads <= _APART else None
     if parts is None:
         cover = mask.cover(rows, keys, n, m).expand(items, heads, -1, -1).clone()
@@ -108,16 +108,16 @@ def _words(mask: Mask, n: int, m: int, device: torch.device) -> Words:
         parts = list(_restricted(mask))
     else:
         cover = torch.stack([part.cover(rows, keys, n, m) for part in parts]).unflatten(0, (items, heads))
-    if m % SIDE:
+    if m % MASK_BLOCK:
         last = cover[..., -1]
         last[last == FULL] = PARTIAL  # the keys beyond the last one are hidden
     seen = cover != HIDDEN
     partly = cover == PARTIAL
     slots = torch.where(partly, partly.flatten().cumsum(0).view_as(cover), torch.where(seen, 0, -1))
-    bits = [torch.full((1, SIDE, SIDE // 32), -1, dtype=torch.int32, device=device)]
+    bits = [torch.full((1, MASK_BLOCK, MASK_BLOCK // 32), -1, dtype=torch.int32, device=device)]
     for part, blocks in zip(parts, partly.flatten(0, 1), strict=True):
         bits += _bits(part, blocks.nonzero().to(device), n, m)
-    return Words(slots.to(device=device, dtype=torch.int32), torch.cat(bits))
+    return MaskBits(slots.to(device=device, dtype=torch.int32), torch.cat(bits))
 
 
 def _restricted(mask: Mask) -> Iterator[Mask]:
@@ -129,9 +129,9 @@ def _restricted(mask: Mask) -> Iterator[Mask]:
 
 def _bits(mask: Mask, blocks: Tensor, n: int, m: int) -> Iterator[Tensor]:
     """The bits of some blocks (P, 2) of an item and head, int32 (P, SIDE, SIDE / 32)."""
-    here = torch.arange(SIDE, device=blocks.device)
+    here = torch.arange(MASK_BLOCK, device=blocks.device)
     for some in blocks.split(_AT_ONCE):
-        i, j = some[:, :1] * SIDE + here, some[:, 1:] * SIDE + here  # (P, SIDE)
+        i, j = some[:, :1] * MASK_BLOCK + here, some[:, 1:] * MASK_BLOCK + here  # (P, SIDE)
         allowed = mask.allows(i.clamp(max=n - 1)[:, :, None], j.clamp(max=m - 1)[:, None, :], n, m)
-        allowed = allowed.reshape(len(some), SIDE, SIDE) & (i < n)[:, :, None] & (j < m)[:, None, :]
+        allowed = allowed.reshape(len(some), MASK_BLOCK, MASK_BLOCK) & (i < n)[:, :, None] & (j < m)[:, None, :]
         yield ((allowed.view(torch.int64) * _GATHER) >> 56).to(torch.uint8).view(torch.int32)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.spec import Rule
-from .block_lists import Layout
-from .engine import Inputs, Spec, backward, forward
+from ..core.spec import Spec
+from .block_lists import BlockMask
+from .engine import Inputs, KernelSpec, backward, forward
 
 __all__ = ["attend"]
 
@@ -27,7 +27,7 @@ _FOUND = "Tensor output, Tensor lse, Tensor entropy, Tensor peak, Tensor spread"
 _COTANGENTS = "Tensor d_output, Tensor? d_lse, Tensor? d_entropy"
 
 
-def _spec(
+def _kernel_spec(
     x: Inputs,
     lo: Tensor | None,
     hi: Tensor | None,
@@ -37,17 +37,17 @@ def _spec(
     offset: int,
     inner: int,
     observed: bool,
-) -> Spec:
+) -> KernelSpec:
     n, m = x.query.shape[2], x.key.shape[2]
     lead = (1, 1) if lo is None else (lo.shape[0], lo.shape[1])
-    rule = Rule(n, m, None, softcap or None, inner=inner, period=x.query.shape[0])
-    return Spec(rule, Layout(n, m, lo, hi, lead=lead, inner=inner), kind, offset, scale, observed)
+    spec = Spec(n, m, None, softcap or None, inner=inner, period=x.query.shape[0])
+    return KernelSpec(spec, BlockMask(n, m, lo, hi, lead=lead, inner=inner), kind, offset, scale, observed)
 
 
 def _attend(*args: Any) -> tuple[Tensor, ...]:
     """Output, lse, entropy, largest logit and spread: (L, H, N, …)."""
     x = Inputs(*args[:_TENSORS])
-    return forward(_spec(x, *args[_TENSORS:]), x)
+    return forward(_kernel_spec(x, *args[_TENSORS:]), x)
 
 
 attend = torch.library.custom_op(
@@ -66,7 +66,7 @@ def _attend_backward(*args: Any) -> list[Tensor]:
     """The gradients of the tensors, empty where none is needed."""
     given, found, cotangents, needs = args[:_COUNT], args[_COUNT : _COUNT + 5], args[_COUNT + 5 : -1], args[-1]
     x = Inputs(*given[:_TENSORS])
-    grads = backward(_spec(x, *given[_TENSORS:]), x, tuple(needs), found, cotangents)
+    grads = backward(_kernel_spec(x, *given[_TENSORS:]), x, tuple(needs), found, cotangents)
     return [x.query.new_empty(0) if g is None else g for g in grads]
 
 

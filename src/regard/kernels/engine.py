@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.engine import Engine, Needs, Some, attended, bent_by_meaning, pushed_by_meaning
-from ..autograd.strip_map import Mapped, attention_map, pushed
-from ..compat.torch import applied, exactly, untraced
-from ..core.dropout import bound, row_keys, shifted
-from ..core.folded import Canonical, sunk
-from ..core.formula import Rows
-from ..core.nonfinite import without_unseen
-from ..core.spec import Rule
-from ..core.tiling import Cut
-from .arguments import ALIBI, RELATIVE, TENSOR, Added, Dropped
-from .block_lists import Layout
+from ..autograd.engine import Engine, MaybeTensors, Needs, attend, double_backward_of_formula, jvp_of_formula
+from ..autograd.strip_map import MapStrips, attention_strips, jvp_of
+from ..compat.torch import call_function, not_compiled, without_autocast
+from ..core.dropout import keep_threshold, row_keys, shift_keys
+from ..core.folded import FoldedProblem, add_sink
+from ..core.nonfinite import zero_unseen
+from ..core.rows import Rows
+from ..core.spec import Spec
+from ..core.tiling import TileSizes
+from .arguments import ALIBI, RELATIVE, TENSOR, BiasArgs, DropoutArgs
+from .block_lists import BlockMask
 
 if TYPE_CHECKING:
-    from .arguments import Bends, Moves, Slopes, Work
+    from .arguments import BackwardRows, DoubleBackwardRows, KernelArgs, Tangents
 
-__all__ = ["Inputs", "Kernels", "Spec", "backward", "forward", "work"]
+__all__ = ["Inputs", "KernelSpec", "TritonEngine", "backward", "forward", "kernel_args"]
 
 
 class Inputs(NamedTuple):
@@ -44,140 +44,140 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Spec:
+class KernelSpec:
     """What else a problem is made of."""
 
-    rule: Rule
-    layout: Layout
+    spec: Spec
+    block_mask: BlockMask
     kind: int  # of the bias
     offset: int
     scale: float
     observed: bool
 
 
-def work(spec: Spec, x: Inputs) -> Work:
+def kernel_args(kernel_spec: KernelSpec, x: Inputs) -> KernelArgs:
     """The problem as kernels take it."""
-    from .arguments import Work
+    from .arguments import KernelArgs
 
     query, key, value, bias, scale, sink, vector = (None if t is None else t.detach() for t in x)
     if query is None or key is None or value is None:
         raise RuntimeError("a problem has queries, keys and values")
     if vector is not None:  # one hidden unit of all rows side by side
         query, key = query.mT.contiguous().mT, key.mT.contiguous().mT
-    number = spec.scale
+    number = kernel_spec.scale
     if scale is None and vector is None and number < 0:
         query, number = -query, -number
     heads = query.shape[1]
-    return Work(
+    return KernelArgs(
         query,
         key,
         value,
-        spec.layout,
+        kernel_spec.block_mask,
         number,
         None if scale is None else scale.expand(heads).contiguous(),
-        spec.rule.softcap,
-        spec.kind,
-        _added(spec, bias),
-        _dropped(spec.rule, query),
+        kernel_spec.spec.softcap,
+        kernel_spec.kind,
+        _added(kernel_spec, bias),
+        _dropped(kernel_spec.spec, query),
         sink,
         vector,
     )
 
 
-def _dropped(rule: Rule, query: Tensor) -> Dropped:
-    if not rule.dropout:
-        return Dropped()
+def _dropped(spec: Spec, query: Tensor) -> DropoutArgs:
+    if not spec.dropout:
+        return DropoutArgs()
     items, heads, rows = (torch.arange(size, device=query.device) for size in query.shape[:3])
-    item, head, row, key = *rule.origin, *rule.corner
-    keys = row_keys(rule.seed, items // rule.copies + item, heads + head, rows + row)
-    return Dropped(shifted(keys, key), bound(rule.dropout), 1.0 / (1.0 - rule.dropout))
+    item, head, row, key = *spec.origin, *spec.corner
+    keys = row_keys(spec.seed, items // spec.copies + item, heads + head, rows + row)
+    return DropoutArgs(shift_keys(keys, key), keep_threshold(spec.dropout), 1.0 / (1.0 - spec.dropout))
 
 
-def _added(spec: Spec, bias: Tensor | None) -> Added:
+def _added(kernel_spec: KernelSpec, bias: Tensor | None) -> BiasArgs:
     if bias is None:
-        return Added()
-    if spec.kind == TENSOR:
+        return BiasArgs()
+    if kernel_spec.kind == TENSOR:
         strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
-        return Added(bias, *strides)
+        return BiasArgs(bias, *strides)
     bias = bias.contiguous()
     head = 0 if bias.shape[0] == 1 else bias.stride(0)
-    return Added(bias, 0, head, 0, 0, spec.offset, bias.shape[-1] // 2 if spec.kind == RELATIVE else 0)
+    return BiasArgs(bias, 0, head, 0, 0, kernel_spec.offset, bias.shape[-1] // 2 if kernel_spec.kind == RELATIVE else 0)
 
 
-def forward(spec: Spec, x: Inputs) -> tuple[Tensor, ...]:
+def forward(kernel_spec: KernelSpec, x: Inputs) -> tuple[Tensor, ...]:
     """Output, lse, entropy, largest logit and spread, (L, H, N, …)."""
     from .launch import attend
 
-    output, lse, entropy, peak, spread = attend(work(spec, x), spec.observed)
+    output, lse, entropy, row_max, log_row_sum = attend(kernel_args(kernel_spec, x), kernel_spec.observed)
     if x.sink is not None:
-        _, lse, entropy, spread = sunk(x.sink.detach(), lse, entropy, peak, spread)
-    return output, lse, entropy, peak, spread
+        _, lse, entropy, log_row_sum = add_sink(x.sink.detach(), lse, entropy, row_max, log_row_sum)
+    return output, lse, entropy, row_max, log_row_sum
 
 
 @dataclass(frozen=True, eq=False)
-class Kernels(Engine):
+class TritonEngine(Engine):
     """Passes over `Inputs`."""
 
-    spec: Spec
+    kernel_spec: KernelSpec
 
-    @untraced
-    @exactly
-    def attend(self, x: Some) -> Rows:
-        return Rows(*forward(self.spec, _inputs(x)))
+    @not_compiled
+    @without_autocast
+    def forward(self, x: MaybeTensors) -> Rows:
+        return Rows(*forward(self.kernel_spec, _inputs(x)))
 
-    @untraced
-    @exactly
-    def push(self, x: Some, w: Some) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
+    @not_compiled
+    @without_autocast
+    def jvp(self, x: MaybeTensors, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
         given = _inputs(x)
         if given.vector is not None:
-            found, tangents = self.attend(x), pushed_by_meaning(self, x, w)[1]
+            found, tangents = self.forward(x), jvp_of_formula(self, x, w)[1]
             return found, (tangents[0], tangents[1], tangents[2])
-        return _push(self.spec, given, w)
+        return _push(self.kernel_spec, given, w)
 
-    @untraced
-    @exactly
-    def pull(self, x: Some, found: Rows, g: Some, needs: Needs) -> Sequence[Tensor | None]:
-        return backward(self.spec, _inputs(x), needs, _dense(found), g)
+    @not_compiled
+    @without_autocast
+    def vjp(self, x: MaybeTensors, found: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
+        return backward(self.kernel_spec, _inputs(x), needs, _dense(found), g)
 
-    @untraced
-    @exactly
-    def bend(
-        self, x: Some, found: Rows, moved: Some, g: Some, w: Some, dg: Some, needs: Needs
+    @not_compiled
+    @without_autocast
+    def double_backward(
+        self, x: MaybeTensors, found: Rows, moved: MaybeTensors, g: MaybeTensors, w: MaybeTensors, dg: MaybeTensors, needs: Needs
     ) -> Sequence[Tensor | None]:
         given = _inputs(x)
         learnt = given.scale is not None or given.sink is not None
         if given.vector is not None or w[3] is not None or needs[3] or learnt:
-            engine = Around(self.spec) if learnt and given.vector is None else self
-            grads = bent_by_meaning(engine, x, g, w, dg)[1]
+            engine = TorchScaleEngine(self.kernel_spec) if learnt and given.vector is None else self
+            grads = double_backward_of_formula(engine, x, g, w, dg)[1]
             return [t if need else None for t, need in zip(grads, needs, strict=True)]
-        return _bend(self.spec, given, _dense(found), moved, g, w, dg, needs)
+        return _bend(self.kernel_spec, given, _dense(found), moved, g, w, dg, needs)
 
-    def meaning(self, x: Some) -> tuple[Tensor, ...]:
-        return _formula(self.spec, _inputs(x))
+    def formula(self, x: MaybeTensors) -> tuple[Tensor, ...]:
+        return _formula(self.kernel_spec, _inputs(x))
 
-    def over(self, size: int) -> tuple[Engine, int]:
-        rule, seen = self.spec.rule, self.spec.layout
+    def batched(self, size: int) -> tuple[Engine, int]:
+        spec, seen = self.kernel_spec.spec, self.kernel_spec.block_mask
         if seen.lead[0] > 1:
             seen.awaited()
-            seen = Layout(seen.n, seen.m, seen.lo, seen.hi, seen.words, seen.lead, seen.inner * size)
-        rule = replace(rule, inner=rule.inner * size, period=rule.period * size, copies=rule.copies * size)
-        return type(self)(replace(self.spec, rule=rule, layout=seen)), 1
+            seen = BlockMask(seen.n, seen.m, seen.lo, seen.hi, seen.mask_bits, seen.lead, seen.inner * size)
+        spec = replace(spec, inner=spec.inner * size, period=spec.period * size, copies=spec.copies * size)
+        return type(self)(replace(self.kernel_spec, spec=spec, block_mask=seen)), 1
 
 
-class Around(Kernels):
+class TorchScaleEngine(TritonEngine):
     """The same meaning, with scales and sinks in plain torch: what is left has kernels of every pass."""
 
-    def meaning(self, x: Some) -> tuple[Tensor, ...]:
+    def formula(self, x: MaybeTensors) -> tuple[Tensor, ...]:
         given = _inputs(x)
         query = given.query
         if given.scale is not None:
             query = (query.float() * given.scale.reshape(-1, 1, 1)).to(query.dtype)
-        spec = replace(self.spec, scale=1.0 if given.scale is not None else self.spec.scale)
-        found = attended(Kernels(spec), given._replace(query=query, scale=None, sink=None))
+        kernel_spec = replace(self.kernel_spec, scale=1.0 if given.scale is not None else self.kernel_spec.scale)
+        found = attend(TritonEngine(kernel_spec), given._replace(query=query, scale=None, sink=None))
         return found[:3] if given.sink is None else _sunken(given.sink, *found[:3])
 
 
-def _inputs(x: Some) -> Inputs:
+def _inputs(x: MaybeTensors) -> Inputs:
     query, key, value, *others = x
     if query is None or key is None or value is None:
         raise RuntimeError("a problem has queries, keys and values")
@@ -191,33 +191,33 @@ def _dense(found: Rows) -> Rows:
 
 def _sunken(sink: Tensor, output: Tensor, lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Let the sink take its share of rows, by differentiable operations."""
-    left, lse, entropy, _ = sunk(sink, lse, entropy, lse.detach(), torch.zeros_like(lse))
+    left, lse, entropy, _ = add_sink(sink, lse, entropy, lse.detach(), torch.zeros_like(lse))
     return (output * left.exp()[..., None]).to(output.dtype), lse, entropy
 
 
-def _push(spec: Spec, x: Inputs, w: Some) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
+def _push(kernel_spec: KernelSpec, x: Inputs, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
     from . import launch
 
-    made = work(spec, x._replace(sink=None))
-    found, tangents = launch.push(made, _moves(spec, x, made, w), spec.observed)
+    made = kernel_args(kernel_spec, x._replace(sink=None))
+    found, tangents = launch.push(made, _moves(kernel_spec, x, made, w), kernel_spec.observed)
     if x.sink is None:
         return Rows(*found), tangents
     d_sink = torch.zeros_like(x.sink) if w[5] is None else w[5]
-    seen, moved = pushed(_sunken, (x.sink, *found[:3]), (d_sink, *tangents))
-    spread = sunk(x.sink, *found[1:])[3]
-    return Rows(seen[0], seen[1], seen[2], found.max_logit, spread), (moved[0], moved[1], moved[2])
+    seen, moved = jvp_of(_sunken, (x.sink, *found[:3]), (d_sink, *tangents))
+    log_row_sum = add_sink(x.sink, *found[1:])[3]
+    return Rows(seen[0], seen[1], seen[2], found.max_logit, log_row_sum), (moved[0], moved[1], moved[2])
 
 
-def _moves(spec: Spec, x: Inputs, made: Work, w: Some) -> Moves:
+def _moves(kernel_spec: KernelSpec, x: Inputs, made: KernelArgs, w: MaybeTensors) -> Tangents:
     """The tangents as kernels take them."""
-    from .arguments import Moves
+    from .arguments import Tangents
 
     query, key, value, bias, scale = w[:5]
-    if query is not None and x.scale is None and spec.scale < 0:  # `work` turned the queries round
+    if query is not None and x.scale is None and kernel_spec.scale < 0:  # `kernel_args` turned the queries round
         query = -query
     query, key, value = (t if t is None or _sound(t) else t.contiguous() for t in (query, key, value))
     scales = None if scale is None else scale.detach().expand(made.heads).contiguous()
-    return Moves(query, key, value, scales, Added() if bias is None else _added(spec, bias))
+    return Tangents(query, key, value, scales, BiasArgs() if bias is None else _added(kernel_spec, bias))
 
 
 def _sound(x: Tensor) -> bool:
@@ -225,24 +225,24 @@ def _sound(x: Tensor) -> bool:
 
 
 def _bend(
-    spec: Spec, x: Inputs, found: Rows, moved: Some, g: Some, w: Some, dg: Some, needs: Needs
+    kernel_spec: KernelSpec, x: Inputs, found: Rows, moved: MaybeTensors, g: MaybeTensors, w: MaybeTensors, dg: MaybeTensors, needs: Needs
 ) -> list[Tensor | None]:
     from . import launch
 
-    made = work(spec, x)
+    made = kernel_args(kernel_spec, x)
     s, _ = _slopes(made, None, tuple(found), g)
     dO_dot = dg[0] if dg[0] is None or _sound(dg[0]) else dg[0].contiguous()
     rows = _bends(made, s, found, moved, g, (dO_dot, *dg[1:]))
-    dq, dk, dv = launch.bend(made, _moves(spec, x, made, w), s.dO, dO_dot, rows, needs[:3])
-    if dq is not None and spec.scale < 0:
+    dq, dk, dv = launch.bend(made, _moves(kernel_spec, x, made, w), s.dO, dO_dot, rows, needs[:3])
+    if dq is not None and kernel_spec.scale < 0:
         dq = -dq
     grads = (dq, dk, dv, *(None,) * (len(needs) - 3))
     return [t if need else None for t, need in zip(grads, needs, strict=True)]
 
 
-def _bends(made: Work, s: Slopes, found: Rows, moved: Some, g: Some, dg: Some) -> Bends:
+def _bends(made: KernelArgs, s: BackwardRows, found: Rows, moved: MaybeTensors, g: MaybeTensors, dg: MaybeTensors) -> DoubleBackwardRows:
     """What the kernels need of every row that moves."""
-    from .arguments import Bends
+    from .arguments import DoubleBackwardRows
 
     O_dot, u, H_dot = moved
     dO_dot, g_lse_dot, g_H_dot = dg
@@ -253,20 +253,20 @@ def _bends(made: Work, s: Slopes, found: Rows, moved: Some, g: Some, dg: Some) -
         delta_dot += (dO_dot.float() * found.output).sum(-1)
     if g_lse_dot is not None:
         delta_dot -= torch.where(found.lse > -torch.inf, g_lse_dot, 0.0)
-    rows = Bends(s.peak, s.spread, s.delta, delta_dot.contiguous(), u.contiguous())
+    rows = DoubleBackwardRows(s.row_max, s.log_row_sum, s.delta, delta_dot.contiguous(), u.contiguous())
     if g[2] is None and g_H_dot is None:
         return rows
     zeros = torch.zeros_like(rows.u)
     g_H, g_H_dot = (zeros if t is None else t.contiguous() for t in (g[2], g_H_dot))
-    mean = (found.spread if made.exact else zeros) - found.entropy
+    mean = (found.log_row_sum if made.exact else zeros) - found.entropy
     return rows._replace(g=g_H, g_dot=g_H_dot, mean=mean, mean_dot=(u - H_dot).contiguous())
 
 
-def backward(spec: Spec, x: Inputs, needs: Needs, found: tuple[Tensor, ...], cotangents: Some) -> list[Tensor | None]:
+def backward(kernel_spec: KernelSpec, x: Inputs, needs: Needs, found: tuple[Tensor, ...], cotangents: MaybeTensors) -> list[Tensor | None]:
     """Cotangents of the inputs that need one."""
     from . import launch
 
-    w = work(spec, x)
+    w = kernel_args(kernel_spec, x)
     s, g_sink = _slopes(w, x.sink, found, cotangents)
     grads: list[Tensor | None] = [None] * len(needs)
     dq, dk, grads[2], grads[6] = launch.slopes(w, s, needs[0] or needs[4] or needs[6], needs[1] or needs[2])
@@ -275,7 +275,7 @@ def backward(spec: Spec, x: Inputs, needs: Needs, found: tuple[Tensor, ...], cot
             products = torch.where(dq == 0, 0.0, dq * w.query)  # a query without keys may be NaN
             grads[4] = products.sum((0, 2, 3)).sum_to_size(x.scale.shape)
             dq = dq * w.scales[:, None, None]
-        negated = x.scale is None and x.vector is None and spec.scale < 0
+        negated = x.scale is None and x.vector is None and kernel_spec.scale < 0
         grads[0] = (-dq if negated else dq).to(x.query.dtype)
     grads[1] = None if dk is None else dk.to(x.key.dtype)
     if needs[3] and x.bias is not None:
@@ -285,14 +285,15 @@ def backward(spec: Spec, x: Inputs, needs: Needs, found: tuple[Tensor, ...], cot
 
 
 def _slopes(
-    w: Work, sink: Tensor | None, found: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]
-) -> tuple[Slopes, Tensor | None]:
+    w: KernelArgs, sink: Tensor | None, found: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]
+) -> tuple[BackwardRows, Tensor | None]:
     """What the backward kernels need of every row, and the cotangent of the sink, which lives on rows alone."""
+    from ..core.rows import Rows
     from . import launch
-    from .arguments import Found, Slopes
+    from .arguments import BackwardRows
 
-    output, lse, entropy, peak, spread = found
-    rows = Found(output, lse, entropy, peak, spread)
+    output, lse, entropy, row_max, log_row_sum = found
+    rows = Rows(output, lse, entropy, row_max, log_row_sum)
     dO, g_lse, g_H = (None if c is None else c.detach() for c in cotangents)
     dO = torch.zeros_like(output) if dO is None else dO
     if 0 in dO.stride() or dO.stride(3) != 1:
@@ -303,29 +304,29 @@ def _slopes(
     mean, g_sink = None, None
     share = None if sink is None else (sink.detach()[:, None] - lse).exp()  # of the sink in each row
     if g_H is not None:
-        above = spread if w.exact else torch.zeros_like(spread)
+        above = log_row_sum if w.exact else torch.zeros_like(log_row_sum)
         mean = above - entropy if share is None else above - entropy - share
     if share is not None:
         slope = -delta if g_H is None else g_H * (1 - share - entropy) - delta
         g_sink = (share * slope).sum((0, 2))
-    return Slopes(dO, peak if w.exact else level, spread, delta, g_H, mean), g_sink
+    return BackwardRows(dO, row_max if w.exact else level, log_row_sum, delta, g_H, mean), g_sink
 
 
-def _formula(spec: Spec, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def _formula(kernel_spec: KernelSpec, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse and entropy in strips of plain torch: (L, H, N, …)."""
     heads, groups = x.key.shape[1], x.query.shape[1] // x.key.shape[1]
-    bias = x.bias if spec.kind == TENSOR else None
+    bias = x.bias if kernel_spec.kind == TENSOR else None
     if bias is not None:
         bias = bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (heads, groups))
-    query, key, value = (t.float() for t in without_unseen(spec.rule, x.query, x.key, x.value, bias))
+    query, key, value = (t.float() for t in zero_unseen(kernel_spec.spec, x.query, x.key, x.value, bias))
     if x.vector is None:
-        query = query * (spec.scale if x.scale is None else x.scale.reshape(-1, 1, 1))
+        query = query * (kernel_spec.scale if x.scale is None else x.scale.reshape(-1, 1, 1))
     shared: tuple[Tensor, ...] = () if x.vector is None else (x.vector,)
-    if spec.kind in (ALIBI, RELATIVE) and x.bias is not None:
+    if kernel_spec.kind in (ALIBI, RELATIVE) and x.bias is not None:
         shared += (x.bias,)
-    made = Canonical(query.unflatten(1, (heads, groups)), key, value, bias, shared, spec.rule)
+    made = FoldedProblem(query.unflatten(1, (heads, groups)), key, value, bias, shared, kernel_spec.spec)
     tensors = (made.query, key, value, *(() if bias is None else (bias,)), *shared)
-    output, lse, entropy = (t.flatten(1, 2) for t in applied(Mapped, attention_map(made, Cut()), *tensors))
+    output, lse, entropy = (t.flatten(1, 2) for t in call_function(MapStrips, attention_strips(made, TileSizes()), *tensors))
     if x.sink is not None:
         output, lse, entropy = _sunken(x.sink, output, lse, entropy)
     return output.to(x.value.dtype), lse, entropy

@@ -13,7 +13,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..compat.triton import INTERPRETED
-from .arguments import ALIBI, PLAIN, RELATIVE, Bends, Found, Moves, Slopes, Strides, Work, describable, stride_of
+from ..core.rows import Rows
+from .arguments import (
+    ALIBI,
+    PLAIN,
+    RELATIVE,
+    BackwardRows,
+    DoubleBackwardRows,
+    KernelArgs,
+    Strides,
+    Tangents,
+    describable,
+    stride_of,
+)
 from .portable import backward as backward_kernels
 from .portable import bias_gradient as bias_kernels
 from .portable import decode as decode_kernels
@@ -32,11 +44,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def on_its_device(function: Callable[Concatenate[Work, P], R]) -> Callable[Concatenate[Work, P], R]:
+def on_its_device(function: Callable[Concatenate[KernelArgs, P], R]) -> Callable[Concatenate[KernelArgs, P], R]:
     """Run a function on the device of its work: Triton starts kernels on the current one, whatever their tensors are on."""
 
     @wraps(function)
-    def wrapped(w: Work, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(w: KernelArgs, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with torch.cuda.device_of(w.query):
             return function(w, *args, **kwargs)
 
@@ -44,7 +56,7 @@ def on_its_device(function: Callable[Concatenate[Work, P], R]) -> Callable[Conca
 
 
 @on_its_device
-def attend(w: Work, entropy: bool) -> Found:
+def attend(w: KernelArgs, entropy: bool) -> Rows:
     """The forward pass: by decoding, by the chip's own kernel, or by the portable one."""
     L, H, N = w.rows
     few = w.vector is None and w.groups * N <= _FEW and w.m >= _MANY
@@ -54,8 +66,8 @@ def attend(w: Work, entropy: bool) -> Found:
         if not chip.refuses(w):
             return chip.attend(w, entropy)
     output = w.value.new_empty(L, H, N, w.value.shape[3])
-    lse, peak, spread = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
-    found = Found(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), peak, spread)
+    lse, row_max, log_row_sum = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
+    found = Rows(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), row_max, log_row_sum)
     if few:
         _decode(w, found, entropy)
         return found
@@ -63,7 +75,7 @@ def attend(w: Work, entropy: bool) -> Found:
     blocks = triton.cdiv(N, c.BM)
     q, k, v = _blocks_of(w, c)
     forward_kernel[(blocks * L * H,)](
-        q, k, v, output, lse, peak, spread, found.entropy, w.strides(output), w.scale, w.scales, w.softcap or 0.0, w.sink, w.bias,
+        q, k, v, output, lse, row_max, log_row_sum, found.entropy, w.strides(output), w.scale, w.scales, w.softcap or 0.0, w.sink, w.bias,
         w.where(c), w.drop, w.vector, N, w.m, blocks, H, w.groups, **w.dims, BM=c.BM, BN=c.BN, **w.kinds, FAST=w.fast, ENTROPY=entropy,
         DROP=w.drop.keys is not None, SINK=w.sink is not None, TMA=w.described, num_warps=c.warps, num_stages=c.stages,
     )
@@ -71,26 +83,26 @@ def attend(w: Work, entropy: bool) -> Found:
 
 
 @on_its_device
-def push(w: Work, moves: Moves, entropy: bool) -> tuple[Found, tuple[Tensor, Tensor, Tensor]]:
+def push(w: KernelArgs, moves: Tangents, entropy: bool) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
     """The forward pass with its tangent: of output, lse and entropy. A sink is not seen."""
     L, H, N = w.rows
     output, d_output = (w.value.new_empty(L, H, N, w.value.shape[3]) for _ in range(2))
-    lse, peak, spread, d_lse = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(4))
+    lse, row_max, log_row_sum, d_lse = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(4))
     stat, d_stat = ((torch.empty_like if entropy else torch.zeros_like)(lse) for _ in range(2))
     c = w.config("push")
     blocks = triton.cdiv(N, c.BM)
     tma, tensors = _laid((w.query, w.key, w.value, *moves[:3]), w, (c.BM, c.BN, c.BN) * 2)
     push_kernel[(blocks * L * H,)](
-        *tensors, output, lse, peak, spread, stat, d_output, d_lse, d_stat, w.strides(output), moves.strides, w.scale, w.scales, moves.scales,
+        *tensors, output, lse, row_max, log_row_sum, stat, d_output, d_lse, d_stat, w.strides(output), moves.strides, w.scale, w.scales, moves.scales,
         w.softcap or 0.0, w.bias, moves.bias, w.where(c), w.drop, N, w.m, blocks, H, w.groups, **w.dims, BM=c.BM, BN=c.BN, **_of_products(w),
         SCALES=w.scales is not None, FAST=w.fast and moves.scales is None, ENTROPY=entropy, DROP=w.drop.keys is not None, TMA=tma, **moves.kinds,
         MOVES_SCALES=moves.scales is not None, MOVES_BIAS=PLAIN if moves.bias.at is None else w.kind, num_warps=c.warps, num_stages=c.stages,
     )
-    return Found(output, lse, stat, peak, spread), (d_output, d_lse, d_stat)
+    return Rows(output, lse, stat, row_max, log_row_sum), (d_output, d_lse, d_stat)
 
 
 @on_its_device
-def bend(w: Work, moves: Moves, dO: Tensor, dO_dot: Tensor | None, rows: Bends, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+def bend(w: KernelArgs, moves: Tangents, dO: Tensor, dO_dot: Tensor | None, rows: DoubleBackwardRows, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """The tangents of dQ, dK and dV; of these the last two together. Scales are numbers, biases stand still, no sink."""
     L, H, N = w.rows
     K, M = w.key.shape[1:3]
@@ -121,18 +133,18 @@ def bend(w: Work, moves: Moves, dO: Tensor, dO_dot: Tensor | None, rows: Bends, 
     return dq, dk, dv
 
 
-def _of_products(w: Work) -> dict[str, Any]:
+def _of_products(w: KernelArgs) -> dict[str, Any]:
     """What a kernel is compiled for whose scores are products."""
     return {k: v for k, v in w.kinds.items() if k not in ("HIDDEN", "APPROXIMATE", "SCALES")}
 
 
-def _laid(tensors: tuple[Tensor | None, ...], w: Work, sizes: tuple[int, ...]) -> tuple[bool, list[Any]]:
+def _laid(tensors: tuple[Tensor | None, ...], w: KernelArgs, sizes: tuple[int, ...]) -> tuple[bool, list[Any]]:
     """Tensors as a kernel takes them, described to the copy engine if all can be; and whether they are."""
     tma = w.described and all(x is None or describable(x) for x in tensors)
     return tma, [x if x is None or not tma else _described(x, size, padded(x.shape[3])) for x, size in zip(tensors, sizes, strict=True)]
 
 
-def _decode(w: Work, found: Found, entropy: bool) -> None:
+def _decode(w: KernelArgs, found: Rows, entropy: bool) -> None:
     L, H, N = w.rows
     E = w.value.shape[3]
     length = split_length(w.m)
@@ -148,11 +160,11 @@ def _decode(w: Work, found: Found, entropy: bool) -> None:
     kinds = {k: v for k, v in w.kinds.items() if k not in ("HIDDEN", "APPROXIMATE")}
     shared = {"FAST": w.fast, "ENTROPY": entropy, "DROP": w.drop.keys is not None}
     decode_kernels.split[(splits * L * w.key.shape[1],)](
-        w.query, k, v, parts, facts, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias, w.layout.by_rows(128, 128), w.drop, N,
+        w.query, k, v, parts, facts, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias, w.block_mask.by_rows(128, 128), w.drop, N,
         w.m, length, facts.stride(0), triton.cdiv(w.m, 128), H, w.groups, **w.dims, BM=BM, BN=BN, **kinds, **shared, TMA=w.described, num_warps=4, num_stages=3,
     )
     decode_kernels.merge[(N * L * H,)](
-        parts, facts, *(found.output, found.lse, found.max_logit, found.spread, found.entropy), w.strides(found.output), w.sink, w.drop, N,
+        parts, facts, *(found.output, found.lse, found.max_logit, found.log_row_sum, found.entropy), w.strides(found.output), w.sink, w.drop, N,
         splits, facts.stride(0), H, DV=E, DVP=w.dims["DVP"], SP=max(2, 1 << (splits - 1).bit_length()), **shared, SINK=w.sink is not None, num_warps=1,
     )
 
@@ -163,12 +175,12 @@ def split_length(keys: int) -> int:
 
 
 @on_its_device
-def prepare(w: Work, found: Found, dO: Tensor, g_lse: Tensor | None) -> tuple[Tensor, Tensor]:
+def prepare(w: KernelArgs, found: Rows, dO: Tensor, g_lse: Tensor | None) -> tuple[Tensor, Tensor]:
     """δ = Σ dO ∘ O − g_lse of each row, and lse as the kernels tell exponents from it."""
     L, H, N = w.rows
     delta, level = torch.empty_like(found.lse), torch.empty_like(found.lse)
     backward_kernels.prepare[(triton.cdiv(N, 64) * L * H,)](
-        found.output, dO, g_lse, found.max_logit, found.spread, delta, level, w.strides(found.output), *dO.stride(), N, H,
+        found.output, dO, g_lse, found.max_logit, found.log_row_sum, delta, level, w.strides(found.output), *dO.stride(), N, H,
         DV=w.dims["DV"], DVP=w.dims["DVP"], BM=64, LSE=g_lse is not None, FAST=w.fast,
     )
     return delta, level
@@ -184,7 +196,7 @@ class Gradients(NamedTuple):
 
 
 @on_its_device
-def slopes(w: Work, s: Slopes, queries: bool = True, keys: bool = True) -> Gradients:
+def slopes(w: KernelArgs, s: BackwardRows, queries: bool = True, keys: bool = True) -> Gradients:
     """Those of queries and of keys and values that are asked for: by the chip's own kernel, which makes all, or by the portable two."""
     if queries and keys and not INTERPRETED and hopper(w.query.device):
         from .hopper import backward_launch as chip
@@ -196,7 +208,7 @@ def slopes(w: Work, s: Slopes, queries: bool = True, keys: bool = True) -> Gradi
     return Gradients(dq, dk, dv, vector)
 
 
-def key_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor]:
+def key_slopes(w: KernelArgs, s: BackwardRows) -> tuple[Tensor, Tensor]:
     """dK (of what the kernel multiplies with) and dV."""
     L, K, M, D = w.key.shape
     c = w.config("keys")
@@ -205,7 +217,7 @@ def key_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor]:
     tma = w.described and describable(s.dO)
     q, k, v, do = _blocks_of(w, c, s.dO, tma)
     backward_kernels.keys[(triton.cdiv(M, c.BN) * L * K,)](
-        q, k, v, do, dk, dv, s.peak, s.spread, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
+        q, k, v, do, dk, dv, s.row_max, s.log_row_sum, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
         w.where(c, turned=True), w.drop, w.vector, w.n, M, w.heads, w.groups, **w.dims, BM=c.BM, BN=c.BN, **w.kinds, FAST=w.fast,
         EXACT=w.exact, ENTROPY=s.g_entropy is not None, DROP=w.drop.keys is not None, TMA=tma, GROUPED=w.groups > 1, num_warps=c.warps,
         num_stages=c.stages,
@@ -213,7 +225,7 @@ def key_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor]:
     return dk, dv
 
 
-def query_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor | None]:
+def query_slopes(w: KernelArgs, s: BackwardRows) -> tuple[Tensor, Tensor | None]:
     """dQ, in float32 and not yet scaled where there is a tensor of scales; and for the additive score d vector."""
     L, H, N = w.rows
     D = w.query.shape[3]
@@ -225,7 +237,7 @@ def query_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor | None]:
     q, k, v, do = _blocks_of(w, c, s.dO, tma)
     blocks = triton.cdiv(N, c.BM)
     backward_kernels.queries[(blocks * L * H,)](
-        q, k, v, do, dq, dw, s.peak, s.spread, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
+        q, k, v, do, dq, dw, s.row_max, s.log_row_sum, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales, w.softcap or 0.0, w.bias,
         w.where(c), w.drop, w.vector, N, w.m, blocks, H, w.groups, **w.dims, BM=c.BM, BN=c.BN, **w.kinds, FAST=w.fast,
         EXACT=w.exact, ENTROPY=s.g_entropy is not None, DROP=w.drop.keys is not None, TMA=tma, num_warps=c.warps, num_stages=c.stages,
     )
@@ -233,7 +245,7 @@ def query_slopes(w: Work, s: Slopes) -> tuple[Tensor, Tensor | None]:
 
 
 @on_its_device
-def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
+def bias_slopes(w: KernelArgs, s: BackwardRows, shape: tuple[int, ...]) -> Tensor:
     """The gradient of a bias tensor of `shape` (L|1, H|1, N|1, M|1), of slopes (H,), or of a table (H|1, 2R + 1)."""
     L, H, N = w.rows
     rows, keys = triton.cdiv(N, _BLOCK), triton.cdiv(w.m, _BLOCK)
@@ -253,8 +265,8 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
         mode, grid, turns = bias_kernels.PAIRS, (rows * keys, shape[0] * shape[1]), L // shape[0] * heads
         out = s.delta.new_empty(shape)
     bias_kernels.bias_gradient[(grid[0] * grid[1],)](
-        w.query, w.key, w.value, s.dO, out, s.peak, s.spread, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales,
-        w.softcap or 0.0, w.bias, w.layout.by_rows(_BLOCK, _BLOCK), w.drop, w.vector, N, w.m, H, w.groups, grid[0],
+        w.query, w.key, w.value, s.dO, out, s.row_max, s.log_row_sum, s.delta, s.g_entropy, s.mean, w.strides(), *s.dO.stride(), w.scale, w.scales,
+        w.softcap or 0.0, w.bias, w.block_mask.by_rows(_BLOCK, _BLOCK), w.drop, w.vector, N, w.m, H, w.groups, grid[0],
         triton.cdiv(w.m, 128), heads, turns, per, **w.dims, BLOCK=_BLOCK, **w.kinds, EXACT=w.exact, ENTROPY=s.g_entropy is not None,
         DROP=w.drop.keys is not None, MODE=mode, num_warps=4, num_stages=1,
     )
@@ -270,58 +282,58 @@ def bias_slopes(w: Work, s: Slopes, shape: tuple[int, ...]) -> Tensor:
 
 
 @on_its_device
-def received(w: Work, peak: Tensor, spread: Tensor) -> Tensor:
+def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
     """Σ over rows of the weight each key receives: (L, H, M)."""
     if not INTERPRETED and hopper(w.query.device):
         from .hopper import statistics_launch as chip
 
         if not chip.refuses(w):
-            return chip.received(w, peak, spread)
+            return chip.received(w, row_max, log_row_sum)
     L, H, _ = w.rows
     c = w.config("received")
-    out = peak.new_empty(L, H, w.m)
+    out = row_max.new_empty(L, H, w.m)
     q, k, _ = _blocks_of(w, c)
     pass_kernels.received[(triton.cdiv(w.m, c.BN) * L * H,)](
-        q, k, *_looking(w, out, peak, spread)[2:], w.where(c, turned=True), w.vector, w.n, w.m, H, w.groups, **_sizes(w, c), **w.kinds,
+        q, k, *_looking(w, out, row_max, log_row_sum)[2:], w.where(c, turned=True), w.vector, w.n, w.m, H, w.groups, **_sizes(w, c), **w.kinds,
         FAST=w.fast, TMA=w.described, **_how(c),
     )
     return out
 
 
 @on_its_device
-def moments(w: Work, peak: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+def moments(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> tuple[Tensor, Tensor]:
     """Σ p (1 − p) and Σ p |i + M − N − j| of each row: (L, H, N) each."""
     L, H, N = w.rows
     c = w.config("queries")
-    health, distance = torch.empty_like(peak), torch.empty_like(peak)
+    health, distance = torch.empty_like(row_max), torch.empty_like(row_max)
     pass_kernels.moments[(triton.cdiv(N, c.BM) * L * H,)](
-        w.query, w.key, health, *_looking(w, distance, peak, spread)[2:], w.where(c), w.vector, N, w.m, H, w.groups, **_sizes(w, c), **w.kinds, FAST=w.fast, **_how(c),
+        w.query, w.key, health, *_looking(w, distance, row_max, log_row_sum)[2:], w.where(c), w.vector, N, w.m, H, w.groups, **_sizes(w, c), **w.kinds, FAST=w.fast, **_how(c),
     )
     return health, distance
 
 
 @on_its_device
-def pooled(w: Work, peak: Tensor, spread: Tensor, height: int, width: int) -> Tensor:
+def pooled(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, height: int, width: int) -> Tensor:
     """The mean weight in each cell of a grid: (L, H, height, width)."""
     if not INTERPRETED and hopper(w.query.device):
         from .hopper import statistics_launch as chip
 
         if not chip.refuses_grid(w, height, width):
-            return chip.pooled(w, peak, spread, height, width)
+            return chip.pooled(w, row_max, log_row_sum, height, width)
     L, H, N = w.rows
     c = w.config("pooled")
     BM, BN = (max(16, 1 << (math.ceil(size) - 1).bit_length()) for size in (N / height, w.m / width))
     c = c._replace(BM=min(c.BM, BM), BN=min(c.BN, BN))
-    out = peak.new_empty(L, H, height, width)
+    out = row_max.new_empty(L, H, height, width)
     pass_kernels.pooled[(L * H * height * width,)](
-        *_looking(w, out, peak, spread), w.where(c), w.vector, N, w.m, H, w.groups, triton.cdiv(w.m, 128), height, width,
+        *_looking(w, out, row_max, log_row_sum), w.where(c), w.vector, N, w.m, H, w.groups, triton.cdiv(w.m, 128), height, width,
         **_sizes(w, c), **w.kinds, FAST=w.fast, **_how(c),
     )
     return out
 
 
 @on_its_device
-def strongest(w: Work, k: int) -> tuple[Tensor, Tensor]:
+def strongest(w: KernelArgs, k: int) -> tuple[Tensor, Tensor]:
     """The k largest logits of each row and their keys, (L, H, N, k) each; −inf and −1 where fewer are visible."""
     L, H, N = w.rows
     KP = max(16, 1 << (k - 1).bit_length())
@@ -340,11 +352,11 @@ def strongest(w: Work, k: int) -> tuple[Tensor, Tensor]:
     return bits.view(torch.float32).masked_fill(none, -torch.inf), index.masked_fill(none, -1)
 
 
-def _looking(w: Work, out: Tensor, peak: Tensor, spread: Tensor) -> tuple[Any, ...]:
-    return w.query, w.key, out, peak, spread, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias
+def _looking(w: KernelArgs, out: Tensor, row_max: Tensor, log_row_sum: Tensor) -> tuple[Any, ...]:
+    return w.query, w.key, out, row_max, log_row_sum, w.strides(), w.scale, w.scales, w.softcap or 0.0, w.bias
 
 
-def _sizes(w: Work, c: Config) -> dict[str, int]:
+def _sizes(w: KernelArgs, c: Config) -> dict[str, int]:
     return {"D": w.dims["D"], "DP": w.dims["DP"], "BM": c.BM, "BN": c.BN}
 
 
@@ -352,7 +364,7 @@ def _how(c: Config) -> dict[str, int]:
     return {"num_warps": c.warps, "num_stages": c.stages}
 
 
-def _blocks_of(w: Work, c: Config, dO: Tensor | None = None, described: bool | None = None) -> tuple[Any, ...]:
+def _blocks_of(w: KernelArgs, c: Config, dO: Tensor | None = None, described: bool | None = None) -> tuple[Any, ...]:
     """Query, key, value (and dO) as the kernel takes them: described to the copy engine, or as they are."""
     tensors = (w.query, w.key, w.value, *(() if dO is None else (dO,)))
     if not (w.described if described is None else described):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.torch import applied
+from ..compat.torch import call_function
 from ..distributed.ranks import Ranks
 from ..errors import DistributedError
 from ..scores import Score
@@ -43,7 +43,7 @@ class Circle:
         if not self.graph:
             return replace(asked, queries=self.picked(self.gathered(asked.queries)))
         token = torch.empty(0, requires_grad=True)  # the answer has a graph on all ranks, or on none
-        queries, *parameters = applied(_Spread, self, token, asked.queries, *asked.parameters)
+        queries, *parameters = call_function(_Spread, self, token, asked.queries, *asked.parameters)
         queries, score, T = self.picked(queries), asked.score, asked.temperature
         if isinstance(T, Tensor):
             *parameters, T = parameters
@@ -62,7 +62,7 @@ class Circle:
         """What this rank found for the distinct queries, to who asked: (ranks, queries, …) from each rank."""
         blocks = dict(zip(self.distinct, x.split([self.counts[rank] for rank in self.distinct]), strict=True))
         x = torch.cat([blocks[first] for first in self.alike])
-        came: Tensor = applied(_Back, self, x) if self.graph and x.requires_grad else self.swapped(x)
+        came: Tensor = call_function(_Back, self, x) if self.graph and x.requires_grad else self.swapped(x)
         return came.reshape(self.ranks.count, self.counts[self.ranks.rank], *came.shape[1:])
 
     def swapped(self, x: Tensor) -> Tensor:

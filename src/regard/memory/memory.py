@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from ..core.contexts import alone
+from ..core.contexts import outside_context
 from ..errors import ArgumentError, DtypeError
 from ..nn.arguments import optional_score
 from ..scores import Score
@@ -145,7 +145,7 @@ class Memory:
         group: ProcessGroup | DeviceMesh | None = None,
     ) -> Reading: ...
 
-    @alone()  # its rows are no parts of a sequence, whatever the context
+    @outside_context()  # its rows are no parts of a sequence, whatever the context
     def read(
         self,
         queries: Tensor,

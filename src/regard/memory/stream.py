@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..chunked.statistics import strongest as strongest_of
-from ..compat.torch import applied, exactly
+from ..compat.torch import call_function, without_autocast
 from ..softmax import arithmetic_dtype, lowest
 from .progress import Progress
 from .reading import Asked, Reading
@@ -43,10 +43,10 @@ def chunk_rows(row_bytes: int) -> int:
 def read(source: Source, asked: Asked, size: int, observed: bool, progress: Progress) -> Reading:
     """Average all values with softmax weights, in memory that does not depend on how many rows there are."""
     plan = _Plan(source, asked, size, observed, progress)
-    return Reading(*applied(_Read, plan, asked.queries, *asked.parameters)[:4])
+    return Reading(*call_function(_Read, plan, asked.queries, *asked.parameters)[:4])
 
 
-@exactly
+@without_autocast
 def strongest(source: Source, asked: Asked, k: int, size: int, progress: Progress) -> tuple[Tensor, Tensor]:
     """Find the largest logits (n, k), largest first, and the places of their rows; ties to the row written first."""
     plan = _Plan(source, asked, size, progress=progress)
@@ -74,7 +74,7 @@ class _Read(torch.autograd.Function):
     """(queries, *parameters) -> (output, lse, entropy, max logit, ln of the denominator above it)."""
 
     @staticmethod
-    @exactly
+    @without_autocast
     def forward(ctx: Any, plan: _Plan, queries: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         O, l, e, m = _fold(plan)  # noqa: E741
         spread = l.log()
@@ -87,7 +87,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @exactly
+    @without_autocast
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Read again: dS = P ∘ (dP − δ + g_lse − g_H·(S − E[S])), carried from each tile to queries and parameters."""
         queries, *_, output, _, entropy, m, spread = ctx.saved_tensors

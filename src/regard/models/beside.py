@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..backends import Backend
 from ..backends.dispatch import choose, run
 from ..core.problem import Problem
-from ..observation import WITNESSES, Observation, Witness
+from ..observation import WATCHERS, Observation, Watcher
 from .calls import Calls, OnCall, OnMiss
 
 __all__ = ["Beside"]
@@ -24,7 +24,7 @@ _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MULTIHEAD = F.multi_head_attention_forward.__code__.co_varnames
 
 
-class Beside(Witness):
+class Beside(Watcher):
     """`Calls` for training: the model's own computation runs, then each call is shown to `Calls` without gradient.
 
     Activation checkpointing compares what a forward pass saved with what its repetition saves. The repetition is not
@@ -38,8 +38,8 @@ class Beside(Witness):
     def __enter__(self) -> Beside:
         with ExitStack() as stack:
             stack.enter_context(self._calls)
-            WITNESSES.append(self)
-            stack.callback(WITNESSES.remove, self)
+            WATCHERS.append(self)
+            stack.callback(WATCHERS.remove, self)
             stack.enter_context(_Torch(self))
             self._leave = stack.pop_all()
         return self

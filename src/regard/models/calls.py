@@ -21,7 +21,7 @@ from regard.core.validation import pose
 from regard.errors import BackendError, RegardError
 from regard.functional import posed_as_torch
 from regard.masks import causal
-from regard.observation import WITNESSES, Observation, Witness, observed, tell
+from regard.observation import WATCHERS, Observation, Watcher, notify, observed
 
 __all__ = ["Calls"]
 
@@ -29,7 +29,7 @@ OnCall = Callable[[str, Observation], None]
 OnMiss = Callable[[str, str], None]
 
 
-class Calls(Witness):
+class Calls(Watcher):
     """A context in which each attention call of `model` is observed and told: `on_call(name, observation)`.
 
     The name is that of the module that made the call. What cannot be observed runs as it would have, and is told to
@@ -49,8 +49,8 @@ class Calls(Witness):
             for name, module in self._model.named_modules():
                 if name:  # what no part of the model does is its own
                     self._follow(stack, name, module)
-            WITNESSES.append(self)
-            stack.callback(WITNESSES.remove, self)
+            WATCHERS.append(self)
+            stack.callback(WATCHERS.remove, self)
             if "torch._dynamo" in sys.modules:  # compiled code would pass us by; without the compiler there is none
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_Torch(self))
@@ -105,7 +105,7 @@ class Calls(Witness):
             output = run(p, choose(p, backend)).output
             self._look(p._replace(dropout=0.0))
             return output
-        tell(seen)
+        notify(seen)
         return seen.output
 
     def show(self, seen: Observation) -> None:
@@ -133,7 +133,7 @@ class Calls(Witness):
             self.miss("it is inside a torch.func transform")
             return
         with torch.no_grad():
-            tell(observed(p))
+            notify(observed(p))
 
     def miss(self, reason: str) -> None:
         """Take note of a call that could not be observed."""
@@ -187,7 +187,7 @@ class _Torch(TorchFunctionMode):
             except RegardError as error:
                 self._calls.miss(str(error))
                 return F.scaled_dot_product_attention(*args, **kwargs)
-            tell(seen)
+            notify(seen)
             found.append(seen)
             return seen.output
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends.dispatch import choose
-from ..core.contexts import nowhere_else
+from ..core.contexts import refuse_in_context
 from ..core.validation import pose
 from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..functional import attention
@@ -123,7 +123,7 @@ class KVCache:
         >>> torch.allclose(torch.cat(parts, 2), regard.attention(q, k, v, mask=regard.causal()), atol=1e-6)
         True
         """
-        nowhere_else("KVCache.attend")
+        refuse_in_context("KVCache.attend")
         if query.shape[-2:-1] != key.shape[-2:-1]:
             raise ShapeError(
                 f"KVCache: attend takes one query for each new token. Got query {tuple(query.shape)} and key "

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..core.contexts import SPREAD, places
+from ..core.contexts import ACTIVE, token_positions
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, causal
 from ..positions import Rotary
@@ -158,7 +158,7 @@ class MultiheadAttention(nn.Module):
             return self._nested(query, need_weights, attn_mask, average_attn_weights, is_causal, mask=mask)
         self._check(query, key, value, cache)
         q, k, v = self._projected(query, key, value)
-        if SPREAD:
+        if ACTIVE:
             self._whole_only(attn_mask=attn_mask, key_padding_mask=key_padding_mask, cache=cache, weights=need_weights)
             heads = self._over(q, k, v, query is key, is_causal, mask)
             return self.out_proj(self._joined(heads, query.dim() == 3)), None
@@ -191,8 +191,8 @@ class MultiheadAttention(nn.Module):
     ) -> Tensor:
         """Attend with this rank's part of a sequence, inside `regard.distributed.over`."""
         if self.rotary is not None:
-            at = places(q.shape[2], q.device)
-            q, k = self.rotary(q, at), self.rotary(k, at if itself else places(k.shape[2], k.device))
+            at = token_positions(q.shape[2], q.device)
+            q, k = self.rotary(q, at), self.rotary(k, at if itself else token_positions(k.shape[2], k.device))
         if is_causal and isinstance(mask, Tensor):
             raise ArgumentError(
                 f"{_WHO}: inside regard.distributed.over is_causal goes with a mask of regard, which speaks of the "

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from regard.biases import Alibi, Bias, Relative
-from regard.chunked.tile_ops import Look
-from regard.compat.torch import exactly
-from regard.core.folded import Canonical, canonical
+from regard.chunked.tile_ops import RowStats
+from regard.compat.torch import without_autocast
+from regard.core.folded import FoldedProblem, fold
 from regard.core.problem import Problem
 from regard.errors import ArgumentError
 from regard.masks import Mask
@@ -26,8 +26,8 @@ def size_of(seen: Observation) -> tuple[int, int, int, int]:
 
 
 @torch.no_grad()
-@exactly
-def one_head(seen: Observation, item: int, head: int) -> tuple[Canonical, Look]:
+@without_autocast
+def one_head(seen: Observation, item: int, head: int) -> tuple[FoldedProblem, RowStats]:
     """The problem of one batch item and one head, folded, and what the forward pass found of its rows."""
     p, found = seen._passable("Pyramid"), seen._found
     batch, heads, rows, keys = size_of(seen)
@@ -36,15 +36,15 @@ def one_head(seen: Observation, item: int, head: int) -> tuple[Canonical, Look]:
             raise ArgumentError(f"Pyramid: {name} must be a whole number from 0 to {size - 1}. Got {at!r}.")
     if 0 in (rows, keys):
         raise ArgumentError(f"Pyramid: a map needs at least one query and one key. Got {rows} queries, {keys} keys.")
-    if found.max_logit is None or found.spread is None:
+    if found.max_logit is None or found.log_row_sum is None:
         raise RuntimeError("a map needs what the forward pass found")
-    peak, spread = (
-        t.reshape(batch, heads, rows)[item, head].view(1, 1, 1, -1) for t in (found.max_logit, found.spread)
+    row_max, log_row_sum = (
+        t.reshape(batch, heads, rows)[item, head].view(1, 1, 1, -1) for t in (found.max_logit, found.log_row_sum)
     )
-    return _folded(p, item, head), Look.at(peak.detach(), spread.detach())
+    return _folded(p, item, head), RowStats.at(row_max.detach(), log_row_sum.detach())
 
 
-def _folded(p: Problem, item: int, head: int) -> Canonical:
+def _folded(p: Problem, item: int, head: int) -> FoldedProblem:
     query, key = p.query[item : item + 1], p.key[item : item + 1]
     scale, shared = p.scale, tuple[Tensor, ...]()
     if p.score is not None:  # its parameters may tell heads apart: all of them are folded, and one is kept
@@ -54,7 +54,7 @@ def _folded(p: Problem, item: int, head: int) -> Canonical:
         scale = scale[head]
     along = head // (p.query.shape[1] // p.key.shape[1])
     key = key[:, along : along + 1]
-    x = canonical(
+    x = fold(
         p._replace(
             query=query[:, head : head + 1],
             key=key,
@@ -70,8 +70,8 @@ def _folded(p: Problem, item: int, head: int) -> Canonical:
     )
     if p.score is not None:
         pair = p.score.pair if p.score.pairwise else None
-        rule = replace(x.rule, pair=pair, cost=p.score.cost, paired=len(shared))
-        x = x._replace(shared=(*shared, *x.shared), rule=rule)
+        spec = replace(x.spec, pair=pair, cost=p.score.cost, paired=len(shared))
+        x = x._replace(shared=(*shared, *x.shared), spec=spec)
     return x._replace(key=x.key.mT.contiguous().mT)  # as passes read it, so that none of them turns it again
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.chunked.tile_ops import Room, weights
-from regard.compat.torch import exactly
-from regard.core.tiling import Run, Tile
+from regard.chunked.tile_ops import Workspace, weights
+from regard.compat.torch import without_autocast
+from regard.core.tiling import KeyRun, Tile
 from regard.errors import ArgumentError, DtypeError
 from regard.masks.base import FULL, HIDDEN
 from regard.observation import Observation
@@ -66,12 +66,12 @@ class Pyramid:
             )
         self._seen = observation
         self._x, self._look = one_head(observation, item, head)
-        self.rows, self.keys = self._x.rule.n, self._x.rule.m
+        self.rows, self.keys = self._x.spec.n, self._x.spec.m
         self.base, self.top = levels(self.rows, self.keys)
         self._strip = max(_BLOCK, 1 << self.top)  # rows; a whole number of cells of every level
         self._sums: dict[int, Tensor] = {}
         self._next = 0  # the first row that the base level lacks
-        self._plan: list[tuple[range, list[Run]]] = []
+        self._plan: list[tuple[range, list[KeyRun]]] = []
         self._kept = self._done = self._total = 0  # pairs: of whole strips, of what is computed, of the base level
 
     def __repr__(self) -> str:
@@ -100,7 +100,7 @@ class Pyramid:
         return _count(self.rows, level), _count(self.keys, level)
 
     @torch.no_grad()
-    @exactly
+    @without_autocast
     def tile(self, level: int, row: int, col: int) -> Tensor:
         """The mean weights of tile (row, col): float32, at most 256 × 256; NaN where `advance` has not been yet."""
         self._seen._unchanged("tile")
@@ -116,7 +116,7 @@ class Pyramid:
         return (found.cpu() / (height[:, None] * width)).float()
 
     @torch.no_grad()
-    @exactly
+    @without_autocast
     def advance(self, breathe: Callable[[], object] = lambda: None) -> bool:
         """Compute the next strip of the coarse levels, and say whether there was one; `breathe` is called on the way.
 
@@ -128,12 +128,12 @@ class Pyramid:
         if not self._plan:
             self._begin()
         rows = range(self._next, min(self._next + self._strip, self.rows))
-        room, self._done = Room(), self._kept
+        workspace, self._done = Workspace(), self._kept
         for block, run in ((block, run) for block, runs in self._plan if block.start in rows for run in runs):
             breathe()
             down = slice(block.start >> self.base, _count(block.stop, self.base))
             across = slice(run.start >> self.base, _count(run.stop, self.base))
-            self._sums[self.base][down, across] = self._pooled(block, run, self.base, room).float().cpu()
+            self._sums[self.base][down, across] = self._pooled(block, run, self.base, workspace).float().cpu()
             self._done += len(block) * (run.stop - run.start)
         for level in range(self.base + 1, self.top + 1):
             finer = self._sums[level - 1][rows.start >> level - 1 : _count(rows.stop, level - 1)]
@@ -152,21 +152,21 @@ class Pyramid:
         """The sums over cells, from q and k."""
         rows = range(down.start << level, min(down.stop << level, self.rows))
         keys = range(across.start << level, min(across.stop << level, self.keys))
-        found, room = self._look.peak.new_zeros(len(down), len(across)), Room()
+        found, workspace = self._look.row_max.new_zeros(len(down), len(across)), Workspace()
         for block, runs in self._blocks(rows, keys, level):
             top = (block.start >> level) - down.start
             for run in runs:
                 left = (run.start >> level) - across.start
-                sums = self._pooled(block, run, level, room)
+                sums = self._pooled(block, run, level, workspace)
                 found[top : top + sums.shape[0], left : left + sums.shape[1]] = sums
         return found
 
-    def _blocks(self, rows: range, keys: range, level: int) -> Iterator[tuple[range, list[Run]]]:
+    def _blocks(self, rows: range, keys: range, level: int) -> Iterator[tuple[range, list[KeyRun]]]:
         """Blocks of rows, each with the runs of keys that are not hidden from all of them; in whole cells."""
-        cost = self._x.rule.cost  # numbers in flight for each pair
+        cost = self._x.spec.cost  # numbers in flight for each pair
         step = max(_BLOCK >> cost.bit_length() // 2, 1 << level)
         down, across = [*rows[::step], rows.stop], [*keys[::step], keys.stop]
-        mask = self._x.rule.mask
+        mask = self._x.spec.mask
         states = [[FULL] * (len(across) - 1)] * (len(down) - 1)
         if mask is not None:
             states = mask.cover(torch.tensor(down), torch.tensor(across), self.rows, self.keys).tolist()
@@ -177,13 +177,13 @@ class Pyramid:
                     blocks = list(group)
                     edges = range(across[blocks[0]], across[blocks[-1] + 1])
                     starts = edges[:: max(_WIDEST // cost, step)]
-                    runs += [Run(j, min(j + starts.step, edges.stop), state == FULL) for j in starts]
+                    runs += [KeyRun(j, min(j + starts.step, edges.stop), state == FULL) for j in starts]
             yield range(top, bottom), runs
 
-    def _pooled(self, rows: range, run: Run, level: int, room: Room) -> Tensor:
+    def _pooled(self, rows: range, run: KeyRun, level: int, workspace: Workspace) -> Tensor:
         """The sums over the cells of a block."""
         tile = Tile(_ONE, _ONE, slice(rows.start, rows.stop), slice(run.start, run.stop))
-        return _sums(weights(self._x, tile, run, self._look, room)[0, 0, 0], level)
+        return _sums(weights(self._x, tile, run, self._look, workspace)[0, 0, 0], level)
 
     def _cells(self, level: int, row: int, col: int) -> tuple[range, range]:
         """The cells of a tile, down and across."""

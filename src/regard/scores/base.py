@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from regard.compat.torch import exact
+from regard.compat.torch import no_autocast
 from regard.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from regard.softmax import arithmetic_dtype
 
@@ -74,7 +74,7 @@ class Score(nn.Module, ABC):
         self._check(query, key)
         dtype = arithmetic_dtype(query.dtype)
         headless = query.ndim < 4
-        with exact(query.device):
+        with no_autocast(query.device):
             query, key = query.to(dtype), key.to(dtype)
             if headless:
                 query, key = query.unsqueeze(-3), key.unsqueeze(-3)

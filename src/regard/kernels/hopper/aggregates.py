@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["Given", "Kind", "Rows", "kind_of"]
+__all__ = ["Given", "Kind", "RowBlock", "kind_of"]
 
 
 class Kind:
@@ -65,7 +65,7 @@ class Given(NamedTuple):
     plan: Any
 
 
-class Rows(NamedTuple):
+class RowBlock(NamedTuple):
     """The rows of a warp group: whose they are, what they meet, and what their logits are made with."""
 
     i: Any  # [ROWS]

@@ -1,4 +1,4 @@
-"""From a `Work` to the Hopper backward: what it refuses, its memory, and its start."""
+"""From a `KernelArgs` to the Hopper backward: what it refuses, its memory, and its start."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..arguments import RELATIVE, TENSOR, Slopes, Work
+from ..arguments import RELATIVE, TENSOR, BackwardRows, KernelArgs
 from ..portable.configs import padded
 from . import backward_wide
 from . import forward_launch as forward
 from .backward import backward, finish
 from .configs import ROWS, cdiv
 from .descriptors import KINDS, describable, described, in_a_row, of_matrix
-from .dq_order import turns
+from .dq_order import dq_order
 from .nonfinite import attended
 
 __all__ = ["Blocks", "backward_arguments", "blocks_for", "kernel_for", "memory_for", "refuses", "seen_keys", "slopes"]
@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
         """Of a block of rows: halves of dQ that take turns each on its own."""
         return 2 if self.wide else 1
 
-    def widths(self, w: Work) -> tuple[int, int]:
+    def widths(self, w: KernelArgs) -> tuple[int, int]:
         """The dims of queries and keys, and of values, as the kernel has them."""
         D, E = (64 if dim <= 64 else 128 if dim <= 128 else 256 for dim in (w.query.shape[3], w.value.shape[3]))
         return (256, E) if self.wide else (D, E)
@@ -65,7 +65,7 @@ class Memory(NamedTuple):
     counters: Tensor  # int32 (blocks of rows · counters,): how many blocks of keys have added
 
 
-def refuses(w: Work, s: Slopes) -> list[str]:
+def refuses(w: KernelArgs, s: BackwardRows) -> list[str]:
     """Why the kernel cannot do this work; empty if it can."""
     reasons = forward.refuses(w)
     if w.kind in (TENSOR, RELATIVE) and w.bias.at is not None and w.bias.at.dtype not in KINDS:
@@ -79,13 +79,13 @@ def refuses(w: Work, s: Slopes) -> list[str]:
     return reasons
 
 
-def blocks_for(w: Work) -> Blocks:
+def blocks_for(w: KernelArgs) -> Blocks:
     """By the larger dim: up to 64, a group has registers enough for its keys and values; above 128, not for dK and dV together."""
     dim = max(w.query.shape[3], w.value.shape[3])
     return Blocks(held=dim <= 64, wide=dim > _NARROW)
 
 
-def slopes(w: Work, s: Slopes, blocks: Blocks | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def slopes(w: KernelArgs, s: BackwardRows, blocks: Blocks | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (in float32 and not yet scaled where there is a tensor of scales), dK and dV."""
     blocks = blocks or blocks_for(w)
     memory = memory_for(w, blocks)
@@ -100,7 +100,7 @@ def kernel_for(blocks: Blocks) -> Any:
     return backward_wide.backward if blocks.wide else backward
 
 
-def memory_for(w: Work, blocks: Blocks) -> Memory:
+def memory_for(w: KernelArgs, blocks: Blocks) -> Memory:
     L, H, N = w.rows
     rows = L * H * cdiv(N, blocks.BM)
     sums = w.query.new_empty(rows * blocks.parts * blocks.BM, blocks.widths(w)[0] // blocks.parts, dtype=torch.float32)
@@ -109,7 +109,7 @@ def memory_for(w: Work, blocks: Blocks) -> Memory:
 
 
 def backward_arguments(
-    w: Work, s: Slopes, memory: Memory, blocks: Blocks, seen: Tensor | None = None
+    w: KernelArgs, s: BackwardRows, memory: Memory, blocks: Blocks, seen: Tensor | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the kernel is called with; `seen`, where a bias may hide keys."""
     (L, H, N), D, E = w.rows, w.query.shape[3], w.value.shape[3]
@@ -118,14 +118,14 @@ def backward_arguments(
     NP = -(-N // BM) * BM
     entropy = s.g_entropy is not None
     stored = (blocks.wide or DA == EA) and describable(memory.dk) and describable(memory.dv)  # by the copy engine
-    where = w.layout.by_keys(BM, BN)
+    where = w.block_mask.by_keys(BM, BN)
     q, k, v, do = (described(x, rows, width)[0] for x, rows, width in (
         (w.query, BM, DA), (w.key, ROWS, DA), (w.value, ROWS, EA), (s.dO, BM, EA)))
     facts = [in_a_row(_rows(x, NP, beyond), BM) for x, beyond in zip(_facts(s), (torch.inf, 0.0, 0.0), strict=True)]
     out = [described(x, ROWS, width)[0] if stored else None for x, width in ((memory.dk, DA), (memory.dv, EA))]
     args = (
         q, k, v, do, *facts, of_matrix(memory.sums, BM), *out, memory.dk, memory.dv, (memory.dk.stride()[:3], memory.dv.stride()[:3]),
-        w.scale, w.scales, w.softcap or 0.0, w.bias, where, turns(w.layout, BM, BN), w.drop, seen, memory.counters, N, w.m, D, E, NP,
+        w.scale, w.scales, w.softcap or 0.0, w.bias, where, dq_order(w.block_mask, BM, BN), w.drop, seen, memory.counters, N, w.m, D, E, NP,
         cdiv(w.m, BN), L * H // w.groups, H, w.groups, _section(w, blocks),
     )  # fmt: skip
     options = {
@@ -136,19 +136,19 @@ def backward_arguments(
     return args, options
 
 
-def seen_keys(w: Work, BM: int, BN: int) -> Tensor:
+def seen_keys(w: KernelArgs, BM: int, BN: int) -> Tensor:
     """int8 (L, H, M): 0 for keys with NaN or inf that the mask and the bias together hide from every row."""
     L, H, _ = w.rows
     D = w.key.shape[3]
     seen = w.key.new_empty(L, H, w.m, dtype=torch.int8)
     attended[(cdiv(w.m, BN) * L * H,)](
-        w.key, w.key.stride(), seen, w.bias, w.layout.by_keys(BM, BN), w.n, w.m, H, w.groups,
+        w.key, w.key.stride(), seen, w.bias, w.block_mask.by_keys(BM, BN), w.n, w.m, H, w.groups,
         D=D, DP=padded(D), BM=BM, BN=BN, MASK=w.kinds["MASK"], BIAS=w.kinds["BIAS"], num_warps=4,
     )  # fmt: skip
     return seen
 
 
-def finished(w: Work, memory: Memory, blocks: Blocks) -> Tensor:
+def finished(w: KernelArgs, memory: Memory, blocks: Blocks) -> Tensor:
     """dQ from its sums."""
     (L, H, N), D = w.rows, w.query.shape[3]
     exact = w.scales is not None
@@ -161,17 +161,17 @@ def finished(w: Work, memory: Memory, blocks: Blocks) -> Tensor:
     return dq
 
 
-def _section(w: Work, blocks: Blocks) -> int:
+def _section(w: KernelArgs, blocks: Blocks) -> int:
     """How many key heads are worked on together: enough for a program on every multiprocessor."""
     owners = w.key.shape[0] * w.key.shape[1]
     return min(owners, blocks.section or cdiv(forward.multiprocessors(w.query.device), cdiv(w.m, blocks.BN)))
 
 
-def _facts(s: Slopes) -> tuple[Tensor, Tensor, Tensor | None]:
+def _facts(s: BackwardRows) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of each row its level, δ, and g_H by the units of the exponent: dS = P ∘ (dP − (δ − g_H·mean) − g_H·(S − level))."""
     if s.g_entropy is None or s.mean is None:
-        return s.peak, s.delta, None
-    return s.peak, s.delta - s.g_entropy * s.mean, s.g_entropy * math.log(2)
+        return s.row_max, s.delta, None
+    return s.row_max, s.delta - s.g_entropy * s.mean, s.g_entropy * math.log(2)
 
 
 def _rows(x: Tensor | None, rows: int, beyond: float = 0.0) -> Tensor | None:

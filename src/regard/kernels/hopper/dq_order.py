@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...compat.torch import captured
-from ..block_lists import BITS, EVEN, NONE, SIDE, Layout, block_states, pad_to_even, strides_of
+from ...compat.torch import is_capturing
+from ..block_lists import BITS, MASK_BLOCK, MULTIPLE, NONE, BlockMask, block_states, pad_to_multiple, strides_of
 
-__all__ = ["Turns", "turns"]
+__all__ = ["DqOrder", "dq_order"]
 
 
-class Turns(NamedTuple):
+class DqOrder(NamedTuple):
     """What a kernel gets; None where the mask's kind has no such thing. Strides are multiples of 16, as those of `Where`.
 
     Of spans, the turn is base − rank, and the rows that see a key are a span too. Of bits, the blocks of rows that each
@@ -40,57 +40,57 @@ class Turns(NamedTuple):
 
 
 _TOGETHER = 512  # slots that are unpacked together
-_KNOWN: WeakKeyDictionary[Layout, dict[tuple[int, int], Turns]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[BlockMask, dict[tuple[int, int], DqOrder]] = WeakKeyDictionary()
 
 
-def turns(layout: Layout, BM: int, BN: int) -> Turns:
+def dq_order(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
     """The turns of a layout that is walked by keys, in blocks of BM rows and BN keys."""
-    known = _KNOWN.setdefault(layout, {})
+    known = _KNOWN.setdefault(block_mask, {})
     if (BM, BN) in known:
-        layout.awaited(known[BM, BN])
+        block_mask.awaited(known[BM, BN])
         return known[BM, BN]
-    layout.awaited()
-    made = Turns() if layout.kind == NONE else _listed(layout, BM, BN) if layout.kind == BITS else _of_spans(layout, BM, BN)
-    if not captured():  # what a captured graph makes is there only while the graph runs
+    block_mask.awaited()
+    made = DqOrder() if block_mask.kind == NONE else _listed(block_mask, BM, BN) if block_mask.kind == BITS else _of_spans(block_mask, BM, BN)
+    if not is_capturing():  # what a captured graph makes is there only while the graph runs
         known[BM, BN] = made
-        layout.made()
+        block_mask.made()
     return made
 
 
-def _of_spans(layout: Layout, BM: int, BN: int) -> Turns:
-    where = layout.by_keys(BM, BN)
-    if where.bounds is None or layout.lo is None or layout.hi is None:
+def _of_spans(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
+    where = block_mask.by_keys(BM, BN)
+    if where.bounds is None or block_mask.lo is None or block_mask.hi is None:
         raise RuntimeError("spans have two ends and bounds")
-    keys, rows = -(-layout.m // BN), -(-layout.n // BM)
+    keys, rows = -(-block_mask.m // BN), -(-block_mask.n // BM)
     bounds = where.bounds[..., : 4 * keys].unflatten(-1, (keys, 4)).long()  # (items, heads, key blocks, 4)
     first, behind = bounds[..., 0], bounds[..., 3]
     some = (behind > first).int()
     rank = some.cumsum(-1) - some
     begun = torch.zeros(*first.shape[:2], rows, dtype=torch.int64, device=first.device)
     base = begun.scatter_add_(2, first.clamp(max=rows - 1), some.long()).cumsum(-1) - 1
-    j = torch.arange(layout.m, dtype=torch.int32, device=first.device).expand(*first.shape[:2], -1).contiguous()
-    spans = (torch.searchsorted(x.contiguous(), j, right=True).int() for x in (layout.hi, layout.lo))
-    base, rank, begin, behind = (pad_to_even(x) for x in (base.int(), rank.int(), *spans))
+    j = torch.arange(block_mask.m, dtype=torch.int32, device=first.device).expand(*first.shape[:2], -1).contiguous()
+    spans = (torch.searchsorted(x.contiguous(), j, right=True).int() for x in (block_mask.hi, block_mask.lo))
+    base, rank, begin, behind = (pad_to_multiple(x) for x in (base.int(), rank.int(), *spans))
     strides = (*strides_of(base), *strides_of(rank), *strides_of(begin))
-    return Turns(base, rank, begin, behind, None, None, None, None, None, *strides)
+    return DqOrder(base, rank, begin, behind, None, None, None, None, None, *strides)
 
 
-def _listed(layout: Layout, BM: int, BN: int) -> Turns:
-    if layout.words is None:
+def _listed(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
+    if block_mask.mask_bits is None:
         raise RuntimeError("lists are of bits")
-    states = block_states(layout.words, layout.n, layout.m, BM, BN, True)  # (items, heads, row blocks, key blocks)
-    slots = layout.words.table.repeat_interleave(SIDE // BM, 2).repeat_interleave(SIDE // BN, 3)
+    states = block_states(block_mask.mask_bits, block_mask.n, block_mask.m, BM, BN, True)  # (items, heads, row blocks, key blocks)
+    slots = block_mask.mask_bits.table.repeat_interleave(MASK_BLOCK // BM, 2).repeat_interleave(MASK_BLOCK // BN, 3)
     slots = slots[:, :, : states.shape[2], : states.shape[3]]
     met = (states > 0).int()
     turn = met.flip(3).cumsum(3).flip(3) - met  # how many of later keys the rows meet
     slots = torch.where(states == 2, -1, slots)
-    met, turn, slots = (pad(x.mT, (0, 0, 0, -x.shape[3] % EVEN)) for x in (met, turn, slots))
+    met, turn, slots = (pad(x.mT, (0, 0, 0, -x.shape[3] % MULTIPLE)) for x in (met, turn, slots))
     chosen = met > 0
     counts = chosen.sum(-1).flatten().cumsum(0)
     start = torch.cat((counts.new_zeros(1), counts)).to(torch.int32)
     entry = chosen.nonzero()[:, -1].to(torch.int32).contiguous()
     slot, turn = (x[chosen].int().contiguous() for x in (slots, turn))
-    return Turns(None, None, None, None, start, entry, slot, turn, _turned(layout.words.bits))
+    return DqOrder(None, None, None, None, start, entry, slot, turn, _turned(block_mask.mask_bits.bits))
 
 
 def _turned(bits: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..portable.tile_ops import _NONE, _PLAIN, LN2, LOG2E, LOWEST, bias_rows, drop_keys, off_by, shown, span_rows
-from .aggregates import Given, Rows, kind_of
+from .aggregates import Given, RowBlock, kind_of
 from .configs import copying
 from .online_softmax import (
     ONE_BITS,
@@ -251,7 +251,7 @@ def put(O, share, empty, X, row, rows, given, first: gl.constexpr, KIND: gl.cons
 @gluon.jit
 def write(O, R, m, l, e, top, i, row, rows, given, KIND: gl.constexpr):
     """The output of a group's rows, and what is told of each row; i are the rows from `row` on, beyond the last if none is written."""
-    output, lse, peak, spread, entropy = given.out
+    output, lse, row_max, log_row_sum, entropy = given.out
     X = given.X
     EA: gl.constexpr = KIND.EA
     EB: gl.constexpr = KIND.EB
@@ -288,8 +288,8 @@ def write(O, R, m, l, e, top, i, row, rows, given, KIND: gl.constexpr):
     ln_l = gl.log2(l) * LN2
     rest = ln_l + off_by(m, natural, empty, KIND.FAST)
     gl.store(lse + at, gl.where(empty, float("-inf"), natural + rest), mask=i < n)
-    gl.store(peak + at, gl.where(empty, float("-inf"), natural), mask=i < n)
-    gl.store(spread + at, rest, mask=i < n)
+    gl.store(row_max + at, gl.where(empty, float("-inf"), natural), mask=i < n)
+    gl.store(log_row_sum + at, rest, mask=i < n)
     if KIND.ENTROPY:
         gl.store(entropy + at, ln_l - e / l * LN2, mask=i < n)
 
@@ -365,7 +365,7 @@ def compute(given, G: gl.constexpr, KIND: gl.constexpr):
         b, slot = block_at(where, begin, *met_by, G, GROUPS, MASK)
         j0 = b * BN
         j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
-        rows = Rows(i, q_stage * GROUPS + G, item, h, met_by, at, keys, scale, unit, spotless)
+        rows = RowBlock(i, q_stage * GROUPS + G, item, h, met_by, at, keys, scale, unit, spotless)
         mbarrier.wait(k_ready.index(stage), parity)
         S = products(given.X, rows.mine, stage, none, KIND)
         lo, hi = span_rows(where, item, h, i, n, M, MASK)
@@ -432,7 +432,7 @@ def compute(given, G: gl.constexpr, KIND: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["where", "drop", "n", "M", "E", "blocks", "owners", "heads", "groups", "section"])
-def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, strides, scale, scales, cap, sinks, bias, where, drop,
+def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entropy, strides, scale, scales, cap, sinks, bias, where, drop,
             n, M, E, blocks, owners, heads, groups, section, counter,
             DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
@@ -463,7 +463,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, peak, spread, entropy, stri
     described = (q, qb, k, kb, v, vb, o, ob)
     X = (Q, QB, K, KB, V, VB)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
-    out = (output, lse, peak, spread, entropy)
+    out = (output, lse, row_max, log_row_sum, entropy)
     given = Given(described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section,
                   counter, plan)
     KIND: gl.constexpr = kind_of(

@@ -1,4 +1,4 @@
-"""From a `Work` to the Hopper kernels: what they refuse, and their start."""
+"""From a `KernelArgs` to the Hopper kernels: what they refuse, and their start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...compat.triton import INTERPRETED
-from ..arguments import PLAIN, Found, Work
-from ..block_lists import BITS, SIDE, Where
+from ...core.rows import Rows
+from ..arguments import PLAIN, KernelArgs
+from ..block_lists import BITS, MASK_BLOCK, BlockLists
 from . import launch_cache
 from .configs import ROWS, Tile, cdiv, chunks, config
 from .descriptors import describable, described
@@ -24,7 +25,7 @@ _HIGHEST = 512.0  # cap: the chip's tanh is right to 3e−7 of 1, so a capped lo
 _CACHED = 32 * 2**20  # bytes of keys and values that stay in the second-level cache
 
 
-def refuses(w: Work) -> list[str]:
+def refuses(w: KernelArgs) -> list[str]:
     """Why the kernel cannot do this work; empty if it can."""
     q, k, v = w.query, w.key, w.value
     reasons = []
@@ -47,17 +48,17 @@ def refuses(w: Work) -> list[str]:
     return reasons
 
 
-def tile_for(w: Work) -> Tile:
+def tile_for(w: KernelArgs) -> Tile:
     """The tile of a work: by its dims and by what is held beside the logits."""
     return config(max(w.query.shape[3], w.value.shape[3]), w.kind != PLAIN or w.drop.keys is not None)
 
 
-def attend(w: Work, entropy: bool, tile: Tile | None = None, section: int | None = None) -> Found:
+def attend(w: KernelArgs, entropy: bool, tile: Tile | None = None, section: int | None = None) -> Rows:
     """The forward pass."""
     L, H, N = w.rows
     output = w.value.new_empty(L, H, N, w.value.shape[3])
-    lse, peak, spread = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
-    found = Found(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), peak, spread)
+    lse, row_max, log_row_sum = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
+    found = Rows(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), row_max, log_row_sum)
     tile = tile or tile_for(w)
     key = launch_cache.like(w, entropy, tile) if section is None else None
     call = launch_cache.remembered(key, w)
@@ -73,21 +74,21 @@ def attend(w: Work, entropy: bool, tile: Tile | None = None, section: int | None
     return found
 
 
-def _where(w: Work, tile: Tile) -> Where:
+def _where(w: KernelArgs, tile: Tile) -> BlockLists:
     """What the mask's layout says of the tile's blocks; waits for the stream that made it."""
-    return w.layout.by_rows(tile.BM, tile.BN, tile.before(w.rows[2]))
+    return w.block_mask.by_rows(tile.BM, tile.BN, tile.before(w.rows[2]))
 
 
-def _counter(w: Work, tile: Tile) -> Tensor | None:
+def _counter(w: KernelArgs, tile: Tile) -> Tensor | None:
     """Where programs that take one block of rows after the other count them, and behind it, of each head, those that came again."""
     L, H, _ = w.rows
     return torch.zeros(1 + L * H, dtype=torch.int32, device=w.query.device) if tile.persistent else None
 
 
-def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def forward_arguments(w: KernelArgs, found: Rows, entropy: bool, tile: Tile, section: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the kernel is called with."""
-    if w.layout.kind == BITS and SIDE % tile.BN:
-        raise ValueError(f"blocks of bits have {SIDE} keys; {tile.BN} do not divide them")
+    if w.block_mask.kind == BITS and MASK_BLOCK % tile.BN:
+        raise ValueError(f"blocks of bits have {MASK_BLOCK} keys; {tile.BN} do not divide them")
     (L, H, N), E = w.rows, w.value.shape[3]
     (DA, DB), (EA, EB) = chunks(w.query.shape[3]), chunks(E)
     stored = (DA, DB) == (EA, EB) and describable(found.output)  # by the copy engine
@@ -95,7 +96,7 @@ def forward_arguments(w: Work, found: Found, entropy: bool, tile: Tile, section:
     blocks = cdiv(N, tile.BM)
     args = (
         *described(w.query, ROWS, DA, DB), *described(w.key, tile.BN, DA, DB), *described(w.value, tile.BN, EA, EB), *out,
-        found.output, found.lse, found.max_logit, found.spread, found.entropy, found.output.stride()[:3], w.scale, w.scales, w.softcap or 0.0,
+        found.output, found.lse, found.max_logit, found.log_row_sum, found.entropy, found.output.stride()[:3], w.scale, w.scales, w.softcap or 0.0,
         w.sink, w.bias, _where(w, tile), w.drop, N, w.m, E, blocks, L * H, H, w.groups, section or room(w),
         _counter(w, tile),
     )  # fmt: skip
@@ -114,7 +115,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def room(w: Work) -> int:
+def room(w: KernelArgs) -> int:
     """How many heads are worked on together: as many as have their keys and values in the cache."""
     size = w.m * (w.key.shape[3] + w.value.shape[3]) * w.key.element_size()
     return max(1, min(w.query.shape[0] * w.heads, _CACHED // size * w.groups))

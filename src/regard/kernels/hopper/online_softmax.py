@@ -95,12 +95,12 @@ def fold(S, m, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, HIDES: gl.
     RARELY: m rises only for a weight above 2^MUCH, told from it. Of rows for which it stays all is to the bit as from `weigh`.
     """
     high = gl.max(S, 1)  # [ROWS]
-    peak = high
+    row_max = high
     if FAST:
-        peak = high * unit  # log2 units; else natural ones
-    m_new = gl.maximum(m, peak)
+        row_max = high * unit  # log2 units; else natural ones
+    m_new = gl.maximum(m, row_max)
     if RARELY:
-        m_new = gl.where(gl.exp2(high * unit - m).to(gl.int32, bitcast=True) > MUCH_BITS, peak, m)
+        m_new = gl.where(gl.exp2(high * unit - m).to(gl.int32, bitcast=True) > MUCH_BITS, row_max, m)
     if FAST:
         T = S * unit - m_new[:, None]  # [ROWS, BN]
         down = m - m_new  # [ROWS]

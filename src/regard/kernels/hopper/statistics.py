@@ -137,12 +137,12 @@ def begin(i, stage, parity, none, head, given, KIND: gl.constexpr):
     """S = Q Kᵀ of a stage [ROWS, BN], begun; and what the forward pass found of its rows i, on its way."""
     Q, QB, K, KB = given.X
     k_ready, ready, free = given.barriers
-    peak, spread = given.facts
+    row_max, log_row_sum = given.facts
     DA: gl.constexpr = KIND.DA
     DB: gl.constexpr = KIND.DB
     BN: gl.constexpr = KIND.BN
-    top = gl.load(peak + head.rows + i, mask=i < given.n, other=float("-inf"))  # [ROWS]
-    above = gl.load(spread + head.rows + i, mask=i < given.n, other=0.0)
+    top = gl.load(row_max + head.rows + i, mask=i < given.n, other=float("-inf"))  # [ROWS]
+    above = gl.load(log_row_sum + head.rows + i, mask=i < given.n, other=0.0)
     mbarrier.wait(ready.index(stage), parity)
     S = warpgroup_mma(flat(Q.index(stage), ROWS, DA), flat(K, BN, DA).permute((1, 0)), none, use_acc=False, is_async=True)
     if DB > 0:
@@ -282,12 +282,12 @@ def rooms(q, qb, k, kb, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, ST
 
 
 @gluon.jit(do_not_specialize=["where", "n", "M", "blocks", "owners", "heads", "groups", "section"])
-def received(q, qb, k, kb, out, peak, spread, scale, scales, cap, bias, where, n, M, blocks, owners, heads, groups, section,
+def received(q, qb, k, kb, out, row_max, log_row_sum, scale, scales, cap, bias, where, n, M, blocks, owners, heads, groups, section,
              DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
              CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
     """Σ over rows of the weight of each key: program (block of keys, item and query head)."""
     X, barriers = rooms(q, qb, k, kb, DA, DB, BN, STAGES)
-    given = Given((q, qb, k, kb), X, barriers, (peak, spread), out, scale, scales, cap, bias, where, n, M, blocks, owners, heads, groups, section)
+    given = Given((q, qb, k, kb), X, barriers, (row_max, log_row_sum), out, scale, scales, cap, bias, where, n, M, blocks, owners, heads, groups, section)
     KIND: gl.constexpr = kind_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST)
     gl.warp_specialize([(sum_received, (given, KIND)), (copy_received, (given, KIND))], [1], [COPYING])
 
@@ -469,7 +469,7 @@ def sum_pooled(given, grid, KIND: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["where", "n", "M", "height", "width", "cells", "parts", "bands", "key_blocks", "columns_", "owners", "heads", "groups", "section"])
-def pooled(q, qb, k, kb, out, peak, spread, scale, scales, cap, bias, where, n, M, height, width, cells, parts, bands, key_blocks, columns_, owners,
+def pooled(q, qb, k, kb, out, row_max, log_row_sum, scale, scales, cap, bias, where, n, M, height, width, cells, parts, bands, key_blocks, columns_, owners,
            heads, groups, section, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
            BIAS: gl.constexpr, CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
     """The mean weight in each cell of a grid over n × M: program (some columns of cells or a part of one, some rows, item and head).
@@ -479,6 +479,6 @@ def pooled(q, qb, k, kb, out, peak, spread, scale, scales, cap, bias, where, n, 
     """
     X, barriers = rooms(q, qb, k, kb, DA, DB, BN, STAGES)
     grid = Grid(height, width, cells, parts, bands, key_blocks)
-    given = Given((q, qb, k, kb), X, barriers, (peak, spread), out, scale, scales, cap, bias, where, n, M, columns_, owners, heads, groups, section)
+    given = Given((q, qb, k, kb), X, barriers, (row_max, log_row_sum), out, scale, scales, cap, bias, where, n, M, columns_, owners, heads, groups, section)
     KIND: gl.constexpr = kind_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST)
     gl.warp_specialize([(sum_pooled, (given, grid, KIND)), (copy_pooled, (given, grid, KIND))], [1], [COPYING])

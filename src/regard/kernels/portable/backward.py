@@ -41,7 +41,7 @@ from .tile_ops import (
 
 
 @triton.jit(do_not_specialize=["n", "heads"])
-def prepare(o, do, g_lse, peak, spread, delta, level, strides, do_item, do_head, do_row, do_dim, n, heads,
+def prepare(o, do, g_lse, row_max, log_row_sum, delta, level, strides, do_item, do_head, do_row, do_dim, n, heads,
             DV: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, LSE: tl.constexpr,
             FAST: tl.constexpr):
     """δ = Σ dO ∘ O − g_lse, and lse as exponents are told from it (+inf where nothing is seen): [BM] for each block of rows."""
@@ -57,23 +57,23 @@ def prepare(o, do, g_lse, peak, spread, delta, level, strides, do_item, do_head,
     if LSE:
         d -= tl.load(g_lse + row, mask=i < n, other=0.0)
     tl.store(delta + row, d, mask=i < n)
-    at = level_of(tl.load(peak + row, mask=i < n, other=0.0), FAST)
-    above = tl.load(spread + row, mask=i < n, other=0.0)
+    at = level_of(tl.load(row_max + row, mask=i < n, other=0.0), FAST)
+    above = tl.load(log_row_sum + row, mask=i < n, other=0.0)
     tl.store(level + row, at + (above * LOG2E if FAST else above), mask=i < n)
 
 
 @triton.jit
-def row_facts(rows, peak, spread, delta, g_entropy, mean, i, n, ENTROPY: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr):
+def row_facts(rows, row_max, log_row_sum, delta, g_entropy, mean, i, n, ENTROPY: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr):
     """The level of rows i, lse above it in log2 units, δ, g_H, and E[S] above the level: each [BM].
 
     EXACT (float32) tells exponents from the largest logit, then from lse, which keeps all digits; otherwise the level is
     lse at once, which saves an operation and a register for each number.
     """
     if EXACT:
-        level = level_of(tl.load(peak + rows + i, mask=i < n, other=float("-inf")), FAST)
-        above = tl.load(spread + rows + i, mask=i < n, other=0.0) * LOG2E
-    else:  # `peak` holds lse here
-        level = tl.load(peak + rows + i, mask=i < n, other=float("inf"))
+        level = level_of(tl.load(row_max + rows + i, mask=i < n, other=float("-inf")), FAST)
+        above = tl.load(log_row_sum + rows + i, mask=i < n, other=0.0) * LOG2E
+    else:  # `row_max` holds lse here
+        level = tl.load(row_max + rows + i, mask=i < n, other=float("inf"))
         above = level
     d = tl.load(delta + rows + i, mask=i < n, other=0.0)
     g, e = d, d
@@ -113,7 +113,7 @@ def weights_and_slopes(S, dP, raw, show, level, above, d, g, e, keep, factor, sc
 
 
 @triton.jit
-def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, slot, rows, peak, spread, delta, g_entropy, mean, scale, unit, cap,
+def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, slot, rows, row_max, log_row_sum, delta, g_entropy, mean, scale, unit, cap,
               bias, where, drop, vector, heads, n, M,
               D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
               MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
@@ -147,7 +147,7 @@ def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, s
         lo, hi = span_rows(where, item, h, i, n, M, MASK)
         masked = (S != float("-inf")) & tl.trans(shown(where, lo, hi, slot, i, j, MASK))
         show = masked if BIAS == _PLAIN else show & masked
-    level, above, d, g, e = row_facts(rows, peak, spread, delta, g_entropy, mean, i, n, ENTROPY, FAST, EXACT)
+    level, above, d, g, e = row_facts(rows, row_max, log_row_sum, delta, g_entropy, mean, i, n, ENTROPY, FAST, EXACT)
     if HIDES and HIDDEN == 0:  # a row that sees nothing leaves no trace, not even a NaN
         Q = tl.where((level < float("inf"))[:, None], Q, 0.0)
     keep = j
@@ -176,7 +176,7 @@ def rows_step(K, V, dK, dV, q, k, do, item, h, strides, do_row, do_dim, i0, j, s
 
 
 @triton.jit(do_not_specialize=["n", "M", "where", "drop", "heads", "groups"])
-def keys(q, k, v, do, dk, dv, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where, drop,
+def keys(q, k, v, do, dk, dv, row_max, log_row_sum, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where, drop,
          vector, n, M, heads, groups,
          D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
          MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
@@ -216,13 +216,13 @@ def keys(q, k, v, do, dk, dv, peak, spread, delta, g_entropy, mean, strides, do_
         first, full, until, rest = met(where, seat(where, item, h, MASK), block, tl.cdiv(n, BM), tl.cdiv(n, BM), MASK)
         for t in range(full, until):
             b = whole_block(where, t, MASK)
-            dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, item, h, strides, do_row, do_dim, b * BM, j, 0, rows, peak, spread, delta,
+            dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, item, h, strides, do_row, do_dim, b * BM, j, 0, rows, row_max, log_row_sum, delta,
                                g_entropy, mean, scale, unit, cap, bias, where, drop, vector, heads, n, M, D, DV, DP, DVP, BM, BN,
                                MASK, BIAS, CAP, FAST, EXACT, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION, False)
         if MASK != _NONE:
             for t in range(rest):
                 b, slot = partial(where, t, first, full, until, MASK)
-                dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, item, h, strides, do_row, do_dim, b * BM, j, slot, rows, peak, spread, delta,
+                dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, item, h, strides, do_row, do_dim, b * BM, j, slot, rows, row_max, log_row_sum, delta,
                                    g_entropy, mean, scale, unit, cap, bias, where, drop, vector, heads, n, M, D, DV, DP, DVP, BM, BN,
                                    MASK, BIAS, CAP, FAST, EXACT, ENTROPY, DROP, TMA, HIDDEN, APPROXIMATE, PRECISION, True)
     if FAST:
@@ -291,7 +291,7 @@ def keys_step(Q, dO, dQ, dW, q, k, v, item, h, kv_head, strides, i, j0, lo, hi, 
 
 
 @triton.jit(do_not_specialize=["n", "M", "where", "drop", "blocks", "heads", "groups"])
-def queries(q, k, v, do, dq, dw, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
+def queries(q, k, v, do, dq, dw, row_max, log_row_sum, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
             drop, vector, n, M, blocks, heads, groups,
             D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
             MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
@@ -321,7 +321,7 @@ def queries(q, k, v, do, dq, dw, peak, spread, delta, g_entropy, mean, strides, 
             Q = load(q, wide * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
         dO = load(do, wide * do_row, i < n, DV, do_dim, DVP, True)  # [BM, DVP]
     rows = (item.to(tl.int64) * heads + h) * n
-    level, above, d, g, e = row_facts(rows, peak, spread, delta, g_entropy, mean, i, n, ENTROPY, FAST, EXACT)
+    level, above, d, g, e = row_facts(rows, row_max, log_row_sum, delta, g_entropy, mean, i, n, ENTROPY, FAST, EXACT)
     at = bias_rows(bias, item, h, i, BIAS)
     lo, hi = span_rows(where, item, h, i, n, M, MASK)
     halves = (i, i)

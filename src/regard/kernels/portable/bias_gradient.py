@@ -39,7 +39,7 @@ def slot_of(where, l, h, ib, jb, key_blocks, PER: tl.constexpr):
 
 
 @triton.jit
-def slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where, drop, vector,
+def slopes(q, k, v, do, row_max, log_row_sum, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where, drop, vector,
            l, h, i, j, slot, n, M, heads, groups,
            D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
            MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr, DROP: tl.constexpr,
@@ -67,14 +67,14 @@ def slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, 
     if DROP:
         low, high = drop_keys(drop, l, h, heads, i, n)
         keep = kept(low, high, j, drop.bound)
-    level, above, d, g, e = row_facts((wide * heads + h) * n, peak, spread, delta, g_entropy, mean, i, n, ENTROPY, False, EXACT)
+    level, above, d, g, e = row_facts((wide * heads + h) * n, row_max, log_row_sum, delta, g_entropy, mean, i, n, ENTROPY, False, EXACT)
     _, dS, _ = weights_and_slopes(S, dP, S, show, level[:, None], above[:, None], d[:, None], g[:, None], e[:, None], keep,
                                   drop.factor, scale, scale * LOG2E, cap, ENTROPY, False, EXACT, False, DROP, True)
     return dS
 
 
 @triton.jit(do_not_specialize=["n", "M", "turns", "per", "where", "drop", "key_blocks", "heads", "groups", "parts", "shared_heads"])
-def bias_gradient(q, k, v, do, out, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
+def bias_gradient(q, k, v, do, out, row_max, log_row_sum, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
                   drop, vector, n, M, heads, groups, parts, key_blocks, shared_heads, turns, per,
                   D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr,
                   MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr, DROP: tl.constexpr,
@@ -117,7 +117,7 @@ def bias_gradient(q, k, v, do, out, peak, spread, delta, g_entropy, mean, stride
             lo, hi = span_rows(where, l, h, i, n, M, MASK)
             visible = visible & (tl.max(tl.where(hi > lo, hi, 0), 0) > jb * BLOCK) & (tl.min(tl.where(hi > lo, lo, M), 0) < (jb + 1) * BLOCK)
         if visible:
-            dS = slopes(q, k, v, do, peak, spread, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
+            dS = slopes(q, k, v, do, row_max, log_row_sum, delta, g_entropy, mean, strides, do_item, do_head, do_row, do_dim, scale, scales, cap, bias, where,
                         drop, vector, l, h, i, j, slot, n, M, heads, groups, D, DV, DP, DVP, BLOCK, BLOCK, MASK, BIAS, CAP,
                         EXACT, ENTROPY, DROP, SCALES, HIDDEN, APPROXIMATE, PRECISION)
             if MODE == _PAIRS:

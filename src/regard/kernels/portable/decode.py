@@ -104,7 +104,7 @@ def split(q, k, v, parts, facts, strides, scale, scales, cap, bias, where, drop,
 
 
 @triton.jit(do_not_specialize=["n", "splits", "count", "drop", "heads"])
-def merge(parts, facts, o, lse, peak, spread, entropy, strides, sinks, drop, n, splits, count, heads,
+def merge(parts, facts, o, lse, row_max, log_row_sum, entropy, strides, sinks, drop, n, splits, count, heads,
           DV: tl.constexpr, DVP: tl.constexpr, SP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
           DROP: tl.constexpr, SINK: tl.constexpr):
     """One row: program (query, item and head)."""
@@ -138,8 +138,8 @@ def merge(parts, facts, o, lse, peak, spread, entropy, strides, sinks, drop, n, 
     ln_l = tl.log2(l_all) * LN2
     above = ln_l + off_by(m_all, top, empty, FAST)
     tl.store(lse + at, tl.where(empty, float("-inf"), top + above))
-    tl.store(peak + at, tl.where(empty, float("-inf"), top))
-    tl.store(spread + at, above)
+    tl.store(row_max + at, tl.where(empty, float("-inf"), top))
+    tl.store(log_row_sum + at, above)
     if ENTROPY:
         e = tl.load(facts + 2 * count + row, mask=s < splits, other=0.0)
         tl.store(entropy + at, ln_l - tl.sum(a * (e + down * l), 0) / l_all * LN2)

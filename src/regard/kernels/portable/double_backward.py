@@ -45,10 +45,10 @@ from .tile_ops import (
 def facts(rows, row, i, n, ENTROPY: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr):
     """Of rows i, each [BM]: the level, lse above it in log2 units, δ, δ˙, u; and for the entropy g, g˙, mean, mean˙."""
     if EXACT:
-        level = level_of(tl.load(row.peak + rows + i, mask=i < n, other=float("-inf")), FAST)
-        above = tl.load(row.spread + rows + i, mask=i < n, other=0.0) * LOG2E
-    else:  # `peak` holds lse here
-        level = tl.load(row.peak + rows + i, mask=i < n, other=float("inf"))
+        level = level_of(tl.load(row.row_max + rows + i, mask=i < n, other=float("-inf")), FAST)
+        above = tl.load(row.log_row_sum + rows + i, mask=i < n, other=0.0) * LOG2E
+    else:  # `row_max` holds lse here
+        level = tl.load(row.row_max + rows + i, mask=i < n, other=float("inf"))
         above = level
     d = tl.load(row.delta + rows + i, mask=i < n, other=0.0)
     dd = tl.load(row.delta_dot + rows + i, mask=i < n, other=0.0)

@@ -124,7 +124,7 @@ def walk(Q, q, k, v, item, h, kv_head, strides, i, lo, hi, at, keys, scale, unit
 
 
 @triton.jit(do_not_specialize=["n", "M", "where", "drop", "blocks", "heads", "groups"])
-def forward(q, k, v, o, lse, peak, spread, entropy, strides, scale, scales, cap, sinks, bias, where, drop, vector,
+def forward(q, k, v, o, lse, row_max, log_row_sum, entropy, strides, scale, scales, cap, sinks, bias, where, drop, vector,
             n, M, blocks, heads, groups,
             D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
             MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
@@ -174,7 +174,7 @@ def forward(q, k, v, o, lse, peak, spread, entropy, strides, scale, scales, cap,
     ln_l = tl.log2(l) * LN2
     above = ln_l + off_by(m, top, empty, FAST)
     tl.store(lse + row, tl.where(empty, float("-inf"), top + above), mask=i < n)
-    tl.store(peak + row, tl.where(empty, float("-inf"), top), mask=i < n)
-    tl.store(spread + row, above, mask=i < n)
+    tl.store(row_max + row, tl.where(empty, float("-inf"), top), mask=i < n)
+    tl.store(log_row_sum + row, above, mask=i < n)
     if ENTROPY:
         tl.store(entropy + row, ln_l - e / l * LN2, mask=i < n)

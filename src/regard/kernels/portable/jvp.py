@@ -142,7 +142,7 @@ def meet(Q, dQ, k, v, dk, dv, item, h, kv_head, strides, moves, O, A, m, l, e, u
 
 
 @triton.jit(do_not_specialize=["n", "M", "where", "drop", "blocks", "heads", "groups"])
-def push(q, k, v, dq, dk, dv, o, lse, peak, spread, entropy, d_o, d_lse, d_entropy, strides, moves, scale, scales, d_scales, cap, bias, d_bias,
+def push(q, k, v, dq, dk, dv, o, lse, row_max, log_row_sum, entropy, d_o, d_lse, d_entropy, strides, moves, scale, scales, d_scales, cap, bias, d_bias,
          where, drop, n, M, blocks, heads, groups,
          D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
          MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
@@ -219,8 +219,8 @@ def push(q, k, v, dq, dk, dv, o, lse, peak, spread, entropy, d_o, d_lse, d_entro
     ln_l = tl.log2(l) * LN2
     above = ln_l + off_by(m, top, empty, FAST)
     tl.store(lse + row, tl.where(empty, float("-inf"), top + above), mask=i < n)
-    tl.store(peak + row, tl.where(empty, float("-inf"), top), mask=i < n)
-    tl.store(spread + row, above, mask=i < n)
+    tl.store(row_max + row, tl.where(empty, float("-inf"), top), mask=i < n)
+    tl.store(log_row_sum + row, above, mask=i < n)
     tl.store(d_lse + row, u, mask=i < n)
     if ENTROPY:
         tl.store(entropy + row, ln_l - e / l * LN2, mask=i < n)

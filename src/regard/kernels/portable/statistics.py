@@ -49,10 +49,10 @@ def scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi
 
 
 @triton.jit
-def weights(S, peak, spread, rows, i, n, unit, FAST: tl.constexpr):
+def weights(S, row_max, log_row_sum, rows, i, n, unit, FAST: tl.constexpr):
     """The weights [BM, BN] of logits; 0 in a row that sees nothing."""
-    level = level_of(tl.load(peak + rows + i, mask=i < n, other=float("-inf")), FAST)  # [BM]
-    above = tl.load(spread + rows + i, mask=i < n, other=0.0) * LOG2E
+    level = level_of(tl.load(row_max + rows + i, mask=i < n, other=float("-inf")), FAST)  # [BM]
+    above = tl.load(log_row_sum + rows + i, mask=i < n, other=0.0) * LOG2E
     T = S * unit - level[:, None] if FAST else (S - level[:, None]) * LOG2E
     return tl.exp2(T - above[:, None])
 
@@ -67,7 +67,7 @@ def queries(q, strides, i, n, D: tl.constexpr, DP: tl.constexpr, HIDDEN: tl.cons
 
 
 @triton.jit
-def turned_weights(K, q, k, peak, spread, rows, strides, scale, unit, cap, bias, where, vector, l, h, i0, j, slot, n, M,
+def turned_weights(K, q, k, row_max, log_row_sum, rows, strides, scale, unit, cap, bias, where, vector, l, h, i0, j, slot, n, M,
                    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
                    CAP: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
                    PRECISION: tl.constexpr, MASKED: tl.constexpr):
@@ -81,8 +81,8 @@ def turned_weights(K, q, k, peak, spread, rows, strides, scale, unit, cap, bias,
         else:
             Q = load(q, i.to(tl.int64) * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
         S = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # [BN, BM]
-    level = level_of(tl.load(peak + rows + i, mask=i < n, other=float("-inf")), FAST)  # [BM]
-    above = tl.load(spread + rows + i, mask=i < n, other=0.0) * LOG2E
+    level = level_of(tl.load(row_max + rows + i, mask=i < n, other=float("-inf")), FAST)  # [BM]
+    above = tl.load(log_row_sum + rows + i, mask=i < n, other=0.0) * LOG2E
     if FAST:
         T = S * unit - level[None, :]
     else:
@@ -98,7 +98,7 @@ def turned_weights(K, q, k, peak, spread, rows, strides, scale, unit, cap, bias,
 
 
 @triton.jit(do_not_specialize=["n", "M", "where", "heads", "groups"])
-def received(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups,
+def received(q, k, out, row_max, log_row_sum, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups,
              D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
              CAP: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr,
              APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr):
@@ -123,12 +123,12 @@ def received(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, 
     first, full, until, rest = met(where, seat(where, l, h, MASK), block, tl.cdiv(n, BM), tl.cdiv(n, BM), MASK)
     for t in range(full, until):
         b = whole_block(where, t, MASK)
-        total += turned_weights(K, q, k, peak, spread, rows, strides, scale, unit, cap, bias, where, vector, l, h, b * BM, j, 0, n, M,
+        total += turned_weights(K, q, k, row_max, log_row_sum, rows, strides, scale, unit, cap, bias, where, vector, l, h, b * BM, j, 0, n, M,
                                 D, DP, BM, BN, MASK, BIAS, CAP, FAST, TMA, HIDDEN, APPROXIMATE, PRECISION, False)
     if MASK != _NONE:
         for t in range(rest):
             b, slot = partial(where, t, first, full, until, MASK)
-            total += turned_weights(K, q, k, peak, spread, rows, strides, scale, unit, cap, bias, where, vector, l, h, b * BM, j, slot, n, M,
+            total += turned_weights(K, q, k, row_max, log_row_sum, rows, strides, scale, unit, cap, bias, where, vector, l, h, b * BM, j, slot, n, M,
                                     D, DP, BM, BN, MASK, BIAS, CAP, FAST, TMA, HIDDEN, APPROXIMATE, PRECISION, True)
     tl.store(out + (l.to(tl.int64) * heads + h) * M + j, tl.sum(total, 1), mask=j < M)
 
@@ -140,7 +140,7 @@ def apart(i, j, n, M):
 
 
 @triton.jit(do_not_specialize=["n", "M", "where", "heads", "groups"])
-def moments(q, k, health, distance, peak, spread, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups,
+def moments(q, k, health, distance, row_max, log_row_sum, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups,
             D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
             CAP: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
             PRECISION: tl.constexpr):
@@ -164,7 +164,7 @@ def moments(q, k, health, distance, peak, spread, strides, scale, scales, cap, b
         j = b * BN + tl.arange(0, BN)
         S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, 0, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
                    FAST, HIDDEN, APPROXIMATE, PRECISION, False)
-        P = weights(S, peak, spread, rows, i, n, scale * LOG2E, FAST)
+        P = weights(S, row_max, log_row_sum, rows, i, n, scale * LOG2E, FAST)
         free += tl.sum(P - P * P, 1)
         far += tl.sum(P * apart(i, j, n, M), 1)
     for t in range(rest):
@@ -172,7 +172,7 @@ def moments(q, k, health, distance, peak, spread, strides, scale, scales, cap, b
         j = b * BN + tl.arange(0, BN)
         S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, slot, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
                    FAST, HIDDEN, APPROXIMATE, PRECISION, True)
-        P = weights(S, peak, spread, rows, i, n, scale * LOG2E, FAST)
+        P = weights(S, row_max, log_row_sum, rows, i, n, scale * LOG2E, FAST)
         free += tl.sum(P - P * P, 1)
         far += tl.sum(P * apart(i, j, n, M), 1)
     tl.store(health + rows + i, free, mask=i < n)
@@ -180,7 +180,7 @@ def moments(q, k, health, distance, peak, spread, strides, scale, scales, cap, b
 
 
 @triton.jit(do_not_specialize=["n", "M", "height", "width", "where", "key_blocks", "heads", "groups"])
-def pooled(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups, key_blocks, height, width,
+def pooled(q, k, out, row_max, log_row_sum, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups, key_blocks, height, width,
            D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
            CAP: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr):
     """The mean weight of one cell of a grid over n × M: program (cell, item and head).
@@ -216,7 +216,7 @@ def pooled(q, k, out, peak, spread, strides, scale, scales, cap, bias, where, ve
                 S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, 0, n, M, D, DP, BM, BN, MASK, BIAS,
                            CAP, FAST, HIDDEN, APPROXIMATE, PRECISION, False)
                 show = shown_anywhere(where, l, h, lo, hi, i, j, key_blocks, MASK) & (j < right)[None, :] & some[:, None]
-                total += tl.where(show, weights(S, peak, spread, rows, i, n, scale * LOG2E, FAST), 0.0)
+                total += tl.where(show, weights(S, row_max, log_row_sum, rows, i, n, scale * LOG2E, FAST), 0.0)
     area = (bottom - top).to(tl.float32) * (right - left).to(tl.float32)
     cell = ((l.to(tl.int64) * heads + h) * height + y) * width + x
     tl.store(out + cell, tl.sum(tl.sum(total, 1), 0) / area)

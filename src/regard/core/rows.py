@@ -1,0 +1,25 @@
+"""The result of a forward pass, row by row: one named tuple from the kernels up to the caller."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Rows"]
+
+_MISSING: Any = None  # in results without statistics: the call is not observed, or the backend has none
+
+
+class Rows(NamedTuple):
+    """Output and statistics of every row.
+
+    The leading dimensions are those of the layer: (L, K, G, N) in tiles, (L, H, N) in kernels, the caller's dimensions
+    in backends. The statistics that callers get include the sink; those of tiles and kernels do not.
+    """
+
+    output: Tensor  # (…, N, E)
+    lse: Tensor = _MISSING  # (…, N)
+    entropy: Tensor = _MISSING  # zeros in tiles and kernels if the call is not observed
+    max_logit: Tensor = _MISSING
+    log_row_sum: Tensor = _MISSING  # lse − max_logit, to all digits even where the logits are large
