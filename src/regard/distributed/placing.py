@@ -43,7 +43,7 @@ class Where:
         over = self._over(dim)
         if over is None or -dim > len(self.shape):
             return slice(None)
-        held = tile_sizes(self.shape[dim], self.mesh.size(over), CONTIGUOUS)[self.mesh.get_local_rank(over)]
+        held = cut(self.shape[dim], self.mesh.size(over), CONTIGUOUS)[self.mesh.get_local_rank(over)]
         return slice(held[0].start, held[0].stop)
 
     @property
