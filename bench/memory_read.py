@@ -108,9 +108,9 @@ def main() -> None:
     note = (
         f"{QUERIES:,} queries, keys and values of d {DIM}, float32; medians of {chosen.rounds} round(s) after a "
         f"warm-up, taken in turns. Plain torch: softmax(q kᵀ/√d) v for {COLUMNS:,} keys at a time, added up as if that "
-        f"were the answer (the same work), or exactly, {ROWS} queries at a time; for top, the product and topk alone. faiss "
-        f"gives indices; Memory also reads the values behind them. KeOps runs with {FEW:,} keys only. A dash means "
-        f"not installed here. Bound: reading everything takes at most 1.3 × plain torch."
+        f"were the answer (the same work), or exactly, {ROWS} queries at a time; for top, the product and topk alone. "
+        f"faiss gives indices; Memory also reads the values behind them. KeOps runs with {FEW:,} keys only. A dash "
+        f"means not installed here. Bound: reading everything takes at most 1.3 × plain torch."
     )
     report("memory_read", "Time to read a memory, against plain torch", rows, note)
 

@@ -46,25 +46,25 @@ def row(name: str, model: Any, data: Made, dtype: type = np.float64) -> Row:
     x, y, asked, _ = data
     x, asked = x.astype(dtype), asked.astype(dtype)
     _, fitting = timed(lambda: model.fit(x, y))
-    told, predicting = timed(lambda: model.predict(asked))
-    return _row(name, data, fitting, predicting, told) | {"told": told}
+    predicted, predicting = timed(lambda: model.predict(asked))
+    return _row(name, data, fitting, predicting, predicted) | {"predicted": predicted}
 
 
-def _row(name: str, data: Made, fitting: Taken | None, predicting: Taken, told: np.ndarray) -> Row:
+def _row(name: str, data: Made, fitting: Taken | None, predicting: Taken, predicted: np.ndarray) -> Row:
     sizes = f"{len(data[0]):,} × {len(data[2]):,}"
-    error = float(np.sqrt(np.mean((told - data[3]) ** 2)))
+    error = float(np.sqrt(np.mean((predicted - data[3]) ** 2)))
     found: Row = {"points × queries": sizes, "method": name, "error (RMSE)": error}
     found["fit, s"] = fitting and fitting[0]
     return found | {"predict, s": predicting[0], "predict, processor s": predicting[1]}
 
 
-def by_statsmodels(data: Made, bandwidth: np.ndarray, told: np.ndarray) -> tuple[Row, float]:
+def by_statsmodels(data: Made, bandwidth: np.ndarray, predicted: np.ndarray) -> tuple[Row, float]:
     """KernelReg at our bandwidths, and the largest difference from our predictions."""
     x, y, asked, _ = data
     model = KernelReg(y, x, "c" * FEATURES, reg_type="lc", bw=bandwidth)
     (mean, _), seconds = timed(lambda: model.fit(asked))
     found = _row("statsmodels KernelReg, our bandwidths", data, None, seconds, mean)
-    return found, float(np.abs(mean - told).max())
+    return found, float(np.abs(mean - predicted).max())
 
 
 def ridge() -> GridSearchCV:
@@ -82,13 +82,13 @@ def main(large: tuple[int, int], small: tuple[int, int]) -> None:
     few = made(small)
     mine = KernelRegressor("cv-per-feature")
     rows.append(row("regard, one bandwidth per feature, float64", mine, few))
-    told = rows[-1]["told"]
-    theirs, apart = by_statsmodels(few, mine.bandwidth_, told)
+    predicted = rows[-1]["predicted"]
+    theirs, apart = by_statsmodels(few, mine.bandwidth_, predicted)
     rows.append(theirs)
     rows.append(row("scikit-learn KernelRidge, rbf by grid", ridge(), few))
     rows.append(row("scikit-learn KNeighborsRegressor, k = 10", KNeighborsRegressor(10, n_jobs=-1), few))
     for one in rows:
-        one.pop("told", None)
+        one.pop("predicted", None)
         same = next(other for other in rows if other["points × queries"] == one["points × queries"])
         one["÷ regard's"] = one["predict, processor s"] / same["predict, processor s"]
     note = (

@@ -58,11 +58,9 @@ def main() -> int:
         print(f"R² on unseen patients, {name:30} {score:.3f}")
     wide = [name for name, h in zip(load_diabetes().feature_names, each.bandwidth_, strict=True) if h > 3 * x.std()]
     print(f"measurements that the search found uninformative: {', '.join(wide) or 'none'}")
-    told, deviation = each.predict(test[:1], return_std=True)
+    predicted, deviation = each.predict(test[:1], return_std=True)
     behind = each.explain(test[:1], k=5)
-    print(
-        f"one patient: {told[0]:.0f} ± {deviation[0]:.0f} predicted, {hidden[0]:.0f} measured; the patients behind it:"
-    )
+    print(f"one patient: {predicted[0]:.0f} ± {deviation[0]:.0f} predicted, {hidden[0]:.0f} measured, based on:")
     for weight, index, target in zip(*(part[0] for part in behind), strict=True):
         print(f"  patient {index:3}  weight {weight:.3f}  progression {target:.0f}")
     where = Path(tempfile.mkdtemp(prefix="regard-")) / "regression.png"

@@ -95,8 +95,8 @@ def judged(critic: Critic, distance: float) -> tuple[float, float, float]:
     values = critic(crowds)
     slope = slopes(crowds, values, learn=False).mean().item()
     values, best = values.detach(), from_centre(crowds.detach()).flatten(1).norm(dim=1)
-    told = (values[JUDGED:].mean() - values[:JUDGED].mean()).item()
-    return told, slope, torch.corrcoef(torch.stack([values, best]))[0, 1].item()
+    estimate = (values[JUDGED:].mean() - values[:JUDGED].mean()).item()
+    return estimate, slope, torch.corrcoef(torch.stack([values, best]))[0, 1].item()
 
 
 def refused() -> str:
@@ -119,10 +119,10 @@ def main() -> int:
     for distance in DISTANCES:
         print(f"the true distance is {distance:g}   the critic's estimate   mean slope        corr. with best")
         for name, way in ways.items():
-            told, slope, like = judged(trained(distance, **way), distance)
-            print(f"  {name:20}{told:>24.3g}{slope:>13.3g}{like:>23.3f}", flush=True)
-        answers.append(told)
-    off = max(abs(told / distance - 1) for told, distance in zip(answers, DISTANCES, strict=True))
+            estimate, slope, like = judged(trained(distance, **way), distance)
+            print(f"  {name:20}{estimate:>24.3g}{slope:>13.3g}{like:>23.3f}", flush=True)
+        answers.append(estimate)
+    off = max(abs(estimate / distance - 1) for estimate, distance in zip(answers, DISTANCES, strict=True))
     print(f"with the penalty the critic is off by at most {off:.0%}; without it nothing keeps the slope at 1")
     print(f"torch's scaled_dot_product_attention {refused()}")
     return 0 if off < 0.25 else 1

@@ -15,7 +15,7 @@ HEIGHT, AT = 30.0, 0.73  # of the outlier, above all other logits, and its key a
 FEW = 1024
 LEAPS = {
     "no row": lambda q: q[:, :, :0],
-    f"a row of {FEW:,}": lambda q: q[:, :, 7::FEW],
+    f"one row in {FEW:,}": lambda q: q[:, :, 7::FEW],
     "one head": lambda q: q[:, :1],
     "every row": lambda q: q,
 }
@@ -25,8 +25,8 @@ def main() -> None:
     rows = each(CASES)
     note = (
         f"Milliseconds of `observe`; medians by CUDA events, calls taken in turns. In the rows of each column one "
-        f"logit is {HEIGHT:g}, the others are about 1 in magnitude. It is at key {AT} n, so with a causal mask the rows "
-        "before that do not see it. cuDNN is the plain forward on the tensors of `every row`."
+        f"logit is {HEIGHT:g}, the others are about 1 in magnitude. It is at key {AT} n, so with a causal mask the "
+        "rows before that do not see it. cuDNN is the plain forward on the tensors of `every row`."
     )
     question = f"Outlier logits, bf16, {TOKENS:,} tokens, hidden {HIDDEN:,}: milliseconds"
     report("leaps", question, rows, note, Bars([*LEAPS, "cuDNN"], "ms"))
