@@ -60,7 +60,7 @@ def main() -> int:
     print(f"measurements that the search found uninformative: {', '.join(wide) or 'none'}")
     predicted, deviation = each.predict(test[:1], return_std=True)
     behind = each.explain(test[:1], k=5)
-    print(f"one patient: {predicted[0]:.0f} ± {deviation[0]:.0f} predicted, {hidden[0]:.0f} measured, based on:")
+    print(f"a patient: {predicted[0]:.0f} ± {deviation[0]:.0f} predicted from those below, {hidden[0]:.0f} measured:")
     for weight, index, target in zip(*(part[0] for part in behind), strict=True):
         print(f"  patient {index:3}  weight {weight:.3f}  progression {target:.0f}")
     where = Path(tempfile.mkdtemp(prefix="regard-")) / "regression.png"
