@@ -1,4 +1,4 @@
-"""How measurements are taken and written down: ratios in one run, side by side with the peer, on a named machine."""
+"""How measurements are taken and recorded: ratios within one run, next to the peer, on a named machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def machine() -> str:
 
 
 def nvidia(field: str) -> str | None:
-    """What nvidia-smi says about the first GPU, if it is there to ask."""
+    """What nvidia-smi reports about the first GPU, if it is installed."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
@@ -57,7 +57,7 @@ def _triton() -> str:
 
 
 def side_by_side(calls: dict[str, Callable[[], object]], rounds: int = 7, inner: int = 1) -> dict[str, float]:
-    """The median time in seconds of each call, taken in turns, so that a busy machine is busy for all of them."""
+    """The median time of each call in seconds, taken in turns, so that load on the machine affects all of them."""
     for call in calls.values():
         call()
     taken: dict[str, list[float]] = {name: [] for name in calls}
@@ -71,7 +71,7 @@ def side_by_side(calls: dict[str, Callable[[], object]], rounds: int = 7, inner:
 
 
 def ratio(calls: dict[str, Callable[[], object]], rounds: int = 7, inner: int = 1) -> tuple[float, dict[str, float]]:
-    """The median over rounds of (first call's time / second call's time), and both medians."""
+    """The median over rounds of (first call's time / second call's time), and both median times."""
     (a, first), (b, second) = calls.items()
     first(), second()
     ratios, times = [], {a: [], b: []}  # type: ignore[var-annotated]
@@ -86,7 +86,7 @@ def ratio(calls: dict[str, Callable[[], object]], rounds: int = 7, inner: int = 
 
 
 def report(name: str, question: str, rows: Sequence[Row], note: str = "", **more: Any) -> Path:
-    """Print a table and write it as Markdown and JSON, which holds `more` too, under RESULTS; the JSON's path."""
+    """Print a table and write it to RESULTS as Markdown and JSON (with `more`); return the path of the JSON."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     columns = list(rows[0])
     lines = [[_cell(row[c]) for c in columns] for row in rows]
@@ -111,7 +111,7 @@ def _show(title: str, columns: list[str], lines: list[list[str]]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
-    except ImportError:  # the machine with the GPU need not have it
+    except ImportError:  # the GPU machine may not have it
         widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
         aligned = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in (columns, *lines))
         print(title, *aligned, machine(), sep="\n", flush=True)
@@ -124,7 +124,7 @@ def _show(title: str, columns: list[str], lines: list[list[str]]) -> None:
 
 
 def _followed(turns: range) -> Iterable[int]:
-    """The same turns, with a bar of progress where there is somebody to see it."""
+    """The same turns, with a progress bar on a terminal."""
     try:
         from rich.console import Console
         from rich.progress import track

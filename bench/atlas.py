@@ -1,4 +1,4 @@
-"""Does an attention map of 100,000 × 100,000 stay fluid? A tile at each level, the coarse levels, and their memory."""
+"""Does an attention map of 100,000 × 100,000 stay responsive? Tiles at each level, the coarse levels, their memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tile_ms(pyramid: Pyramid, level: int, row: int, col: int, rounds: int = 9) -
 
 
 def peak() -> float:
-    """The largest memory that this process had, in MiB."""
+    """The peak memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -49,13 +49,13 @@ def main(n: int) -> None:
         middle = (pyramid.shape(level)[0] - 1) // SIDE // 2
         below, on = tile_ms(pyramid, level, middle, middle // 2), tile_ms(pyramid, level, middle, middle)
         row: Row = {"level": level, "pairs": f"{SIDE << level:,} × {SIDE << level:,}"}
-        row["computed"] = "when asked for" if level < pyramid.base else "from the sums"
+        row["computed"] = "on demand" if level < pyramid.base else "from the sums"
         row |= {"below the diagonal, ms": below, "on it, ms": on}
         rows.append(row | {"bound": f"≤ {BOUND:.0f}", "holds": "yes" if max(below, on) <= BOUND else "no"})
     note = (
         f"One causal head of {n:,} × {n:,}, d {DIM}, float32; tiles of {SIDE} × {SIDE} cells. Levels {pyramid.base} to "
-        f"{pyramid.top} rest on sums that are computed once: {seconds:.1f} s, {memory:,.0f} MiB above what observe "
-        f"took ({observing:.1f} s); all weights would be {n * n * 4 / 2**30:,.1f} GiB."
+        f"{pyramid.top} use sums that are computed once: {seconds:.1f} s, {memory:,.0f} MiB on top of observe "
+        f"({observing:.1f} s); all weights would take {n * n * 4 / 2**30:,.1f} GiB."
     )
     more = {"coarse_seconds": seconds, "coarse_mib": memory, "observe_seconds": observing}
     report("atlas", f"A tile of an attention map of {n:,} × {n:,}", rows, note, **more)

@@ -22,11 +22,11 @@ LONGER = LENGTHS[len(LENGTHS) // 2 :]
 HEADS, DIM = 2, 64
 ROWS, KEYS = 128, 512
 ROUNDS = 9
-SQUARE, LINEAR = (1.7, 2.3), (0.0, 1.2)  # powers of n; a part that is the same for every n leaves less than 1
+SQUARE, LINEAR = (1.7, 2.3), (0.0, 1.2)  # powers of n; buffers of constant size keep it below 1
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend block by block of rows and of keys, with the running max, denominator and numerator of `online`."""
+    """Attend by blocks of rows and keys, with the row max, row sum and numerator of `online`."""
     output = torch.empty_like(q)
     for rows, found in zip(q.split(ROWS, -2), output.split(ROWS, -2), strict=True):
         own = rows * q.shape[-1] ** -0.5
@@ -57,24 +57,24 @@ def main() -> None:
         peak = {n: peak_bytes(calls[way, n]) / 2**20 for n in LENGTHS}
         rows.append(_row(way, "peak, MiB", peak, peak, SQUARE if way == "matrix" else LINEAR))
     note = (
-        f"One item, {HEADS} heads, d {DIM}, float32, forward. Time is a processor's own on one thread, so that waiting "
-        f"for other jobs does not count: the median of {ROUNDS} calls in turns. `matrix` is the backend reference; "
-        f"`chunked` has {ROWS} rows in flight, each with all its keys; `tiled` has {ROWS} rows and {KEYS} keys, and a "
-        "running max, denominator and numerator; `fused` is torch's kernel. Memory is the most that "
-        "torch's allocator has out, above the inputs. The power of n is that of the time itself and of the peak, from "
-        f"{LONGER[0]:,} tokens to {LONGER[-1]:,}; buffers that are the same for every n leave it below 1."
+        f"One item, {HEADS} heads, d {DIM}, float32, forward. Times are CPU time on one thread, so waiting for "
+        f"other jobs does not count: the median of {ROUNDS} calls taken in turns. `matrix` is the backend reference; "
+        f"`chunked` has {ROWS} rows in flight, each with all its keys; `tiled` has {ROWS} rows and {KEYS} keys, with "
+        "an online row max, row sum and numerator; `fused` is torch's kernel. Memory is the peak of torch's "
+        "allocator above the inputs. The power of n is that of the time and of the peak between "
+        f"{LONGER[0]:,} and {LONGER[-1]:,} tokens; buffers of constant size keep it below 1."
     )
     report("complexity", "Time and memory against the length of the sequence", rows, note)
 
 
 def _taken(calls: dict[tuple[str, int], Callable[[], Tensor]]) -> dict[tuple[str, int], float]:
-    """The median processor time of each call, taken in turns over ways and lengths."""
+    """The median CPU time of each call, taken in turns over methods and lengths."""
     taken: dict[tuple[str, int], list[float]] = {case: [] for case in calls}
     for turn in range(ROUNDS + 1):
         for case, call in calls.items():
             start = time.thread_time()
             call()
-            if turn:  # the first only warms up
+            if turn:  # the first is a warm-up
                 taken[case].append(time.thread_time() - start)
     return {case: statistics.median(times) for case, times in taken.items()}
 

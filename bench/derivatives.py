@@ -1,4 +1,4 @@
-"""What do tangents and second derivatives cost on a CPU, in units of the forward and of the backward pass?"""
+"""What do tangents and second derivatives cost on a CPU, relative to the forward and the backward pass?"""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def main() -> None:
     torch.manual_seed(0)
     rows = [row("full", None), row("causal", regard.causal())]
     note = (
-        "Medians of calls in turns. `tangent` is torch.func.jvp with q, k and v moving (the forward "
-        "included), `of q` with the queries moving alone; `double` the backward of a backward; `product` a "
-        "Hessian times a vector by forward over reverse (forward, backward and their tangents). `dense` is "
-        "the tangent with the matrix in memory, by plain torch."
+        "Medians of calls taken in turns. `tangent` is torch.func.jvp in q, k and v (the forward included), "
+        "`of q` in the queries alone; `double` is the backward of a backward; `product` a Hessian-vector "
+        "product by forward over reverse (forward, backward and their tangents). `dense` is the tangent "
+        "with the matrix in memory, in plain torch."
     )
     report("derivatives", f"Derivatives at {SHAPE}, float32, backend chunked", rows, note)
 

@@ -1,4 +1,4 @@
-"""Do blocks that a mask hides cost nothing?"""
+"""Do hidden blocks cost nothing?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does memory grow with the sequence, and not with its square?"""
+"""Does memory grow linearly with the sequence, not with its square?"""
 
 from __future__ import annotations
 

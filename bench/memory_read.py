@@ -1,4 +1,4 @@
-"""How long does a read of a memory take, beside the product it cannot do without?"""
+"""How long does reading a memory take, compared with the matrix product it needs?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.memory import Memory
 
 QUERIES, DIM, TOP = 1_000, 64, 10
-FEW = 50_000  # keys, for the peer that would take minutes a round with all
+FEW = 50_000  # keys, for the peer that would take minutes per round with all of them
 ROWS, COLUMNS = 64, 4096  # queries, or keys, in flight in the plain computations
 
 
@@ -25,7 +25,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def plain_work(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same products and softmax in chunks of keys: as much work, though what it adds up is not the answer."""
+    """The same products and softmax in chunks of keys: the same work, although the sum is not the answer."""
     total = torch.zeros(len(q), v.shape[-1])
     for keys, values in zip(k.split(COLUMNS), v.split(COLUMNS), strict=True):
         total += torch.softmax(q @ keys.T * DIM**-0.5, -1) @ values
@@ -37,7 +37,7 @@ def plain_top(q: Tensor, k: Tensor) -> Tensor:
 
 
 def keops(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor] | None:
-    """The same read by KeOps, where it is installed and finds a compiler."""
+    """The same read with KeOps, if it is installed and finds a compiler."""
     try:
         from pykeops.torch import LazyTensor
     except ImportError:
@@ -47,7 +47,7 @@ def keops(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor] | None:
 
 
 def faiss_top(q: Tensor, k: Tensor) -> Callable[[], Tensor] | None:
-    """The strongest keys by faiss's exact index, where it is installed."""
+    """The strongest keys from faiss's exact index, if it is installed."""
     try:
         import faiss
     except ImportError:
@@ -61,7 +61,7 @@ def faiss_top(q: Tensor, k: Tensor) -> Callable[[], Tensor] | None:
 
 @torch.inference_mode()
 def measure(keys: int, rounds: int, folder: Path, with_keops: bool) -> list[Row]:
-    """Time reads of everything and of the strongest, all peers in turns."""
+    """Time reads of everything and of the strongest keys, all peers in turns."""
     torch.manual_seed(0)
     q, k, v = torch.randn(QUERIES, DIM), torch.randn(keys, DIM), torch.randn(keys, DIM)
     memory = Memory(DIM, DIM)
@@ -106,13 +106,13 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
     note = (
-        f"{QUERIES:,} queries, keys and values of d {DIM}, float32; medians of {chosen.rounds} round(s) after one to "
-        f"warm up, in turns. Plain torch: softmax(q kᵀ/√d) v for {COLUMNS:,} keys at a time, added up as if that were "
-        f"the answer (the same work), or exactly, {ROWS} queries at a time; for top, the product and topk alone. faiss "
-        f"gives indices; Memory also reads the values behind them. KeOps is asked with {FEW:,} keys only. A dash: not "
-        f"installed here. Bound: reading everything takes at most 1.3 × plain torch."
+        f"{QUERIES:,} queries, keys and values of d {DIM}, float32; medians of {chosen.rounds} round(s) after a "
+        f"warm-up, taken in turns. Plain torch: softmax(q kᵀ/√d) v for {COLUMNS:,} keys at a time, added up as if that "
+        f"were the answer (the same work), or exactly, {ROWS} queries at a time; for top, the product and topk alone. "
+        f"faiss gives indices; Memory also reads the values behind them. KeOps runs with {FEW:,} keys only. A dash "
+        f"means not installed here. Bound: reading everything takes at most 1.3 × plain torch."
     )
-    report("memory_read", "The time of a read of a memory, beside plain torch", rows, note)
+    report("memory_read", "Time to read a memory, against plain torch", rows, note)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What does it cost to monitor a training?"""
+"""What does it cost to monitor training?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS, HEADS, DIM, WORDS, BATCH, LENGTH, EVERY = 4, 4, 128, 512, 4, 128, 100
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after a norm, as in GPT-2."""
+    """Attention and an MLP, each after a norm, as in GPT-2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next of its tokens."""
+    """Predicts the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Transformer(nn.Module):
 
 
 def training(every: int | None) -> Callable[[], None]:
-    """One step of training, of a model of its own; monitored every so many steps, or not at all."""
+    """One training step of a separate model; monitored every so many steps, or not at all."""
     torch.manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -63,8 +63,8 @@ def training(every: int | None) -> Callable[[], None]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # threads that wait for one another on a busy machine cost more than what is measured
-    plain, observed, between = training(None), training(1), training(1 << 40)  # whose first step alone is observed
+    torch.set_num_threads(1)  # on a busy machine, threads waiting for one another would cost more than what is measured
+    plain, observed, between = training(None), training(1), training(1 << 40)  # only its first step is observed
     between()
     costs, times = ratio({"observed": observed, "plain": plain}, rounds=201)
     idles, _ = ratio({"between": between, "plain": plain}, rounds=201)
@@ -73,17 +73,17 @@ def main() -> None:
     rows: list[Row] = [
         {"case": "an observed step / a step without a Monitor", "measured": costs, "bound": "", "holds": ""},
         {"case": "a step in between / a step without a Monitor", "measured": idles, "bound": "", "holds": ""},
-        {"case": "an observed step takes longer by, ms", "measured": extra, "bound": "", "holds": ""},
+        {"case": "extra time of an observed step, ms", "measured": extra, "bound": "", "holds": ""},
         {
-            "case": f"Monitor(every={EVERY}), in % of the training",
+            "case": f"Monitor(every={EVERY}), in % of training time",
             "measured": overhead,
             "bound": "≤ 3",
             "holds": "yes" if overhead <= 3 else "no",
         },
     ]
     shape = f"{LAYERS} layers, {HEADS} heads, dim {DIM}, batch {BATCH} × {LENGTH} tokens"
-    note = "Medians over 201 steps, taken in turns with steps of a model without a Monitor."
-    report("monitor", f"A training that is monitored: {shape}, float32", rows, note)
+    note = "Medians over 201 steps, alternating with steps of a model without a Monitor."
+    report("monitor", f"Monitored training: {shape}, float32", rows, note)
 
 
 if __name__ == "__main__":

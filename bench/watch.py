@@ -1,4 +1,4 @@
-"""What does it cost to see a whole model, against its eager attention that returns the weights?"""
+"""What does it cost to observe a whole model, compared with eager attention that returns the weights?"""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def main() -> None:
             }
         )
     note = (
-        f"A causal model of {LAYERS} layers with {HEADS} heads of 64, float32, each run in a process of its own. "
-        f"`plain` is the model with our attention, `watch` sees every statistic, map and finding, `eager` returns the "
-        f"weights with `output_attentions=True` and computes nothing from them."
+        f"A causal model of {LAYERS} layers with {HEADS} heads of 64, float32, each run in its own process. "
+        f"`plain` is the model with our attention, `watch` computes every statistic, map and finding, `eager` returns "
+        f"the weights with `output_attentions=True` and computes nothing from them."
     )
-    report("watch", "Seeing a whole model", rows, note)
+    report("watch", "Observing a whole model", rows, note)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Examples in docstrings as blocks of code: Markdown would take their >>> for quotations."""
+"""Put docstring examples into code blocks: Markdown would read >>> as quotations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import griffe
 
 
 class Doctests(griffe.Extension):
-    """Put a fence around every example of a docstring."""
+    """Fence every example in a docstring."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object."""
@@ -18,7 +18,7 @@ class Doctests(griffe.Extension):
 
 
 def fenced(text: str) -> str:
-    """Give a docstring with its examples in fences."""
+    """Return a docstring with its examples fenced."""
     pieces, session = [], ""
     for piece in doctest.DocTestParser().parse(text):
         if isinstance(piece, doctest.Example):

@@ -1,4 +1,4 @@
-"""An experiment of the laboratory as a section of a page: claim, verdict, test, table, figure."""
+"""An experiment as a section of a page: claim, verdict, test, table, figure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from figures import svg
 from regard.lab import Experiment, Row
 from regard.lab.cells import cell, is_number, tables
 
-MANY = 8  # rows that are shown at once; more are folded away
+MANY = 8  # rows shown directly; longer tables are collapsed
 
 
 def section(experiment: Experiment) -> str:
-    """Give an experiment as Markdown."""
+    """Return an experiment as Markdown."""
     kind, words = ("holds", "✓ supported") if experiment.verdict else ("fails", "✗ not supported at this size")
     drawn = svg(experiment.figure(), experiment.study.caption).replace("\n", " ")
     rows = "\n\n".join(map(table, tables(experiment.rows)))
@@ -30,7 +30,7 @@ def section(experiment: Experiment) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Give rows of the same columns as a table in Markdown."""
+    """Return rows with the same columns as a Markdown table."""
     numbers = {key: all(is_number(row[key]) for row in rows) for key in rows[0]}
     lines = [
         [_escaped(key) for key in numbers],

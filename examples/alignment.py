@@ -1,7 +1,7 @@
-"""Which word of the source does each word of a translation look at? The textbook's first picture of attention.
+"""Which source word does each word of a translation attend to? The classic picture of attention.
 
-Words are small vectors of meaning; nothing is trained. The weights show that the order of adjective and noun turns
-around, and the entropy shows where the alignment is unsure.
+Words are small vectors of meaning; nothing is trained. The weights show that adjective and noun swap places, and the
+entropy shows where the alignment is uncertain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
     found = {word: SOURCE[j] for word, j in zip(TARGET, weights.argmax(-1).tolist(), strict=True)}
     sure = all(found[word] == wanted for word, wanted in EXPECTED.items())
     unsure = TARGET[int(entropy.argmax())]
-    print(f"each word looks at its translation: {sure}; the least sure is {unsure!r}, which has none")
+    print(f"each word attends to its translation: {sure}; the least certain is {unsure!r}, which has none")
     return 0 if sure and unsure == "du" else 1
 
 

@@ -1,9 +1,9 @@
-"""Attention as a regressor on real data: how far a disease goes in a year, told from the patients most alike.
+"""Attention as a regressor on real data: predict the progression of a disease from the most similar patients.
 
 The diabetes data of scikit-learn: 442 patients, ten measurements, and the progression a year later. The bandwidths are
-found by leave-one-out: one for all measurements, or one for each, which is more than 331 patients can settle. A model
-of one measurement alone shows the fit, its band and the weights behind one prediction; the picture is written to a
-folder of its own, which is printed.
+found by leave-one-out: one for all measurements, or one for each, which is more than 331 patients can determine. A
+model of one measurement alone shows the fit, its band and the weights behind one prediction; the picture is written to
+a temporary folder, and its path is printed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sklearn.model_selection import train_test_split
 
 from regard.memory import KernelRegressor
 
-ASKED = 0.05  # the body-mass index, in the data's own units, whose prediction is explained
+ASKED = 0.05  # the body-mass index, in the data's own units, at which the prediction is explained
 
 
 def draw(model: KernelRegressor, x: np.ndarray, y: np.ndarray) -> Figure:
-    """The points, the fit with its band, and how much each point weighs at ASKED."""
+    """Plot the points, the fit with its band, and the weight of each point at ASKED."""
     line = np.linspace(x.min(), x.max(), 300)[:, None]
     mean, deviation = model.predict(line, return_std=True)
     behind = model.explain([[ASKED]], k=len(x))
@@ -55,14 +55,12 @@ def main() -> int:
         "all ten, one bandwidth each": each.score(test, hidden),
     }
     for name, score in scores.items():
-        print(f"R² on patients not seen, {name:28} {score:.3f}")
+        print(f"R² on unseen patients, {name:30} {score:.3f}")
     wide = [name for name, h in zip(load_diabetes().feature_names, each.bandwidth_, strict=True) if h > 3 * x.std()]
-    print(f"measurements that the search found to tell little: {', '.join(wide) or 'none'}")
-    told, deviation = each.predict(test[:1], return_std=True)
+    print(f"measurements that the search found uninformative: {', '.join(wide) or 'none'}")
+    predicted, deviation = each.predict(test[:1], return_std=True)
     behind = each.explain(test[:1], k=5)
-    print(
-        f"one patient: {told[0]:.0f} ± {deviation[0]:.0f} foretold, {hidden[0]:.0f} in truth; the patients behind it:"
-    )
+    print(f"a patient: {predicted[0]:.0f} ± {deviation[0]:.0f} predicted from those below, {hidden[0]:.0f} measured:")
     for weight, index, target in zip(*(part[0] for part in behind), strict=True):
         print(f"  patient {index:3}  weight {weight:.3f}  progression {target:.0f}")
     where = Path(tempfile.mkdtemp(prefix="regard-")) / "regression.png"

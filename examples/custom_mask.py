@@ -1,8 +1,7 @@
-"""Compose masks and write one of your own: draw them, count what they show, and measure the time that they save.
+"""Compose masks and write your own: draw them, count the visible pairs, and measure the time they save.
 
-A long text with a few global tokens and a sliding window is what many long-context models attend. The last mask is a
-new one, made by a class of its own: each row sees the keys at distances that are powers of two, so that any two tokens
-are a few hops apart.
+Many long-context models use a sliding window with a few global tokens. The last mask is a new one, defined by its own
+class: each row sees the keys at distances that are powers of two, so any two tokens are a few hops apart.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ TOKENS, HEADS, DIM, DRAWN = 4096, 2, 64, 24
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Powers(regard.Mask):
-    """Row i sees itself and the keys 1, 2, 4, 8, … places before; `allows` is all that a mask needs."""
+    """Row i sees itself and the keys 1, 2, 4, 8, … positions before it; `allows` is all that a mask needs."""
 
     factory: ClassVar[str] = "powers"
 
@@ -52,7 +51,7 @@ def seconds(mask: regard.Mask | None, q: Tensor) -> float:
 
 
 def right(mask: regard.Mask) -> bool:
-    """Whether attention with the mask equals the textbook's formula with its tensor of bools."""
+    """Whether attention with the mask equals the textbook formula with a boolean tensor."""
     q, k, v = torch.randn(3, HEADS, 96, DIM, dtype=torch.float64).unbind()
     hidden = ~mask.dense(96, 96)
     weights = (q @ k.mT / DIM**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
@@ -67,13 +66,13 @@ def main() -> int:
     print(f"{small}\n{small.picture(DRAWN, DRAWN)}\n\n{ours}\n{ours.picture(DRAWN, DRAWN)}\n")
     q = torch.randn(1, HEADS, TOKENS, DIM)
     full = seconds(None, q)
-    print(f"{TOKENS:,} tokens{'':24}  visible    time, of the full pass's")
+    print(f"{TOKENS:,} tokens{'':24}  visible    time / full pass")
     for name, mask in MASKS.items():
         print(f"{name:35} {mask.density(TOKENS, TOKENS):8.2%}   {seconds(mask, q) / full:5.2f}")
     agree = all(
         right(mask) for mask in (small, ours, ~ours, ours | regard.blocks(8), regard.packed([40, 56]) & regard.causal())
     )
-    print(f"each equals the formula with a tensor of bools: {agree}")
+    print(f"each equals the formula with a boolean tensor: {agree}")
     return 0 if agree else 1
 
 

@@ -1,7 +1,7 @@
 """Decode token by token with a cache of keys and values, and compare with the full pass over the whole text.
 
-A small causal model of random weights: two layers, eight heads of queries that share two heads of keys and values,
-rotary positions. What it writes must not depend on how it is run.
+A small causal model with random weights: two layers, eight query heads that share two key and value heads, rotary
+positions. What it generates must not depend on how it is run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Model(nn.Module):
         self.head = nn.Linear(DIM, VOCABULARY)
 
     def forward(self, tokens: Tensor, mask: regard.Mask | None = None, caches: list[KVCache] | None = None) -> Tensor:
-        """Give the logits of the next token after each token; with caches, `tokens` are the new ones only."""
+        """Return the next-token logits at each token; with caches, `tokens` are only the new ones."""
         x = self.embed(tokens)
         for layer, cache in zip(self.layers, caches or [None] * LAYERS, strict=True):
             x = layer(x, mask, cache)
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def decode(model: Model, prompt: Tensor, caches: list[KVCache]) -> tuple[Tensor, Tensor, float]:
-    """Write NEW tokens, each from the one before; give the text, the logits, and the seconds."""
+    """Generate NEW tokens one by one; return the text, the logits, and the seconds."""
     start = time.perf_counter()
     text, logits = prompt, [model(prompt, caches=caches)]
     for _ in range(NEW):
@@ -58,8 +58,8 @@ def decode(model: Model, prompt: Tensor, caches: list[KVCache]) -> tuple[Tensor,
     return text, torch.cat(logits, 1), time.perf_counter() - start
 
 
-def decode_anew(model: Model, prompt: Tensor, mask: regard.Mask) -> tuple[Tensor, float]:
-    """Write NEW tokens with a full pass for each."""
+def decode_without_cache(model: Model, prompt: Tensor, mask: regard.Mask) -> tuple[Tensor, float]:
+    """Generate NEW tokens with a full pass for each."""
     start = time.perf_counter()
     text = prompt
     for _ in range(NEW):
@@ -76,19 +76,19 @@ def main() -> int:
         ("all the past", regard.causal(), {"capacity": PROMPT + NEW}),
         (f"a window of {WINDOW}", regard.window(WINDOW - 1), {"window": WINDOW}),
     ):
-        model(prompt, mask)  # the first call of a kind imports and allocates
+        model(prompt, mask)  # the first call imports and allocates
         caches = [KVCache(**limits) for _ in range(LAYERS)]
         text, logits, cached = decode(model, prompt, caches)
-        again, anew = decode_anew(model, prompt, mask)
+        again, full = decode_without_cache(model, prompt, mask)
         difference = (logits - model(text, mask)).abs().max().item()
         same = torch.equal(text, again)
         right = right and same and difference < 1e-4
-        print(f"{name}: {PROMPT} tokens read, {NEW} written")
+        print(f"{name}: {PROMPT} tokens read, {NEW} generated")
         print(
             f"  with a cache        {cached:6.2f} s, {sum(c.nbytes for c in caches) / 1024:.0f} KiB held: {caches[0]}"
         )
-        print(f"  a full pass a token {anew:6.2f} s, the same text: {same}")
-        print(f"  largest difference of the logits from one full pass: {difference:.1e}")
+        print(f"  full pass per token {full:6.2f} s, the same text: {same}")
+        print(f"  largest difference of the logits from a single full pass: {difference:.1e}")
     print("decoding equals the full pass" if right else "decoding differs from the full pass")
     return 0 if right else 1
 

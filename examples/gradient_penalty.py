@@ -1,11 +1,11 @@
-"""Measure how far apart two kinds of crowds are, with a critic that attends and whose slope is penalised.
+"""Measure how far apart two kinds of crowds are, with an attention critic and a gradient penalty.
 
 The Wasserstein distance is the most that a function of slope at most 1 can rise from one distribution to the other. A
-critic learns that function; nothing but a penalty on its gradient holds its slope, so training differentiates a
-gradient: double backward, through attention. The crowds are sets of points. In the second kind everybody has stepped
-away from the crowd's centre, by a given length in all. Then the distance is that length, and the best critic is the
-norm of the crowd about its centre, so that what is learnt can be judged. Two critics without the penalty stand beside
-it: one is free, and one has its weights clipped, which was the remedy before.
+critic learns that function. Only a penalty on its gradient limits its slope, so training differentiates a gradient:
+double backward, through attention. The crowds are sets of points. In the second kind every point has moved away from
+the crowd's centre, by a given length in total. Then the distance is that length, and the best critic is the norm of the
+crowd about its centre, so the result can be checked. Two critics without the penalty are trained for comparison: one is
+unconstrained, and one has its weights clipped, which was the earlier remedy.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import regard
 
 POINTS, DIM, HEADS, HIDDEN = 6, 32, 2, 64
 STEPS, BATCH, RATE, JUDGED = 200, 64, 1e-2, 20_000
-PENALTY = 30.0  # a slope g gains g · distance − PENALTY · (g − 1)², so it passes 1 by distance / (2 · PENALTY)
+PENALTY = 30.0  # a slope g gains g · distance − PENALTY · (g − 1)², so it exceeds 1 by distance / (2 · PENALTY)
 CLIP = 0.1
 DISTANCES = (1.0, 2.0)
 
 
 class Critic(nn.Module):
-    """One number for a set of points in the plane, whatever their order."""
+    """Map a set of points in the plane to one number, independent of their order."""
 
     def __init__(self, attend: Callable[..., Tensor] = regard.attention) -> None:
         super().__init__()
@@ -89,23 +89,23 @@ def trained(distance: float, *, penalty: float = 0.0, clip: float | None = None,
 
 
 def judged(critic: Critic, distance: float) -> tuple[float, float, float]:
-    """On crowds never seen: the distance it tells, its mean slope, and how it correlates with the best critic."""
+    """On unseen crowds: the estimated distance, the mean slope, and the correlation with the best critic."""
     torch.manual_seed(1)
     crowds = torch.cat([gathered(JUDGED), dispersed(JUDGED, distance)]).requires_grad_()
     values = critic(crowds)
     slope = slopes(crowds, values, learn=False).mean().item()
     values, best = values.detach(), from_centre(crowds.detach()).flatten(1).norm(dim=1)
-    told = (values[JUDGED:].mean() - values[:JUDGED].mean()).item()
-    return told, slope, torch.corrcoef(torch.stack([values, best]))[0, 1].item()
+    estimate = (values[JUDGED:].mean() - values[:JUDGED].mean()).item()
+    return estimate, slope, torch.corrcoef(torch.stack([values, best]))[0, 1].item()
 
 
 def refused() -> str:
-    """What torch's own function says to the same loss."""
+    """What torch's own function does with the same loss."""
     try:
         loss(Critic(F.scaled_dot_product_attention), 1.0, PENALTY).backward()
     except RuntimeError as error:
         return f"refuses the same loss: {str(error).splitlines()[0]}"
-    return "takes the same loss here, by a path of its own that has this derivative"
+    return "handles the same loss here, on a path that has this derivative"
 
 
 def main() -> int:
@@ -117,13 +117,13 @@ def main() -> int:
     }
     answers = []
     for distance in DISTANCES:
-        print(f"the true distance is {distance:g}" + " " * 5 + "told by the critic   mean slope   like the best critic")
+        print(f"the true distance is {distance:g}   the critic's estimate   mean slope        corr. with best")
         for name, way in ways.items():
-            told, slope, like = judged(trained(distance, **way), distance)
-            print(f"  {name:20}{told:>24.3g}{slope:>13.3g}{like:>23.3f}", flush=True)
-        answers.append(told)
-    off = max(abs(told / distance - 1) for told, distance in zip(answers, DISTANCES, strict=True))
-    print(f"with the penalty the critic is off by {off:.0%} at most; without it nothing holds the slope at 1")
+            estimate, slope, like = judged(trained(distance, **way), distance)
+            print(f"  {name:20}{estimate:>24.3g}{slope:>13.3g}{like:>23.3f}", flush=True)
+        answers.append(estimate)
+    off = max(abs(estimate / distance - 1) for estimate, distance in zip(answers, DISTANCES, strict=True))
+    print(f"with the penalty the critic is off by at most {off:.0%}; without it nothing keeps the slope at 1")
     print(f"torch's scaled_dot_product_attention {refused()}")
     return 0 if off < 0.25 else 1
 

@@ -1,7 +1,7 @@
-"""Clean up corrupted digits with an autoassociative memory: modern Hopfield retrieval is attention that is asked again.
+"""Restore corrupted digits with an autoassociative memory: modern Hopfield retrieval is iterated attention.
 
-The memory's keys and values are the same pictures. A corrupted picture is a query; what is read is the next query, and
-after a few reads it rests at what was stored. The digits (8 × 8 pixels) ship with scikit-learn.
+The memory's keys and values are the same pictures. A corrupted picture is the query; what is read becomes the next
+query, and after a few reads it converges to what was stored. The digits (8 × 8 pixels) ship with scikit-learn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.memory import Memory
 
 STORED, SHOWN, SIDE, SHADES = 100, 5, 8, " .:-=+*#%@"
-TEMPERATURE = 0.03  # low enough for one of two like pictures to win; at 1 they blur into one
+TEMPERATURE = 0.03  # low enough for one of two similar pictures to win; at 1 they blur together
 
 
 def digits() -> Tensor:
@@ -45,7 +45,7 @@ def corruptions(x: Tensor) -> dict[str, Tensor]:
 
 
 def recall(memory: Memory, query: Tensor) -> tuple[Tensor, int]:
-    """Read until what is read no longer changes; give it, and how many reads it took."""
+    """Read until the result no longer changes; return it and the number of reads."""
     reads, found = 1, memory.read(query, TEMPERATURE)
     while (found - query).abs().max() > 1e-4 and reads < 50:
         reads, query, found = reads + 1, found, memory.read(found, TEMPERATURE)
@@ -53,12 +53,12 @@ def recall(memory: Memory, query: Tensor) -> tuple[Tensor, int]:
 
 
 def right(found: Tensor, truth: Tensor) -> float:
-    """The share of pictures that are nearer to the one they came from than to any other."""
+    """The share of pictures that are closest to the one they came from."""
     return (torch.cdist(found, truth).argmin(-1) == torch.arange(len(truth))).float().mean().item()
 
 
 def drawn(pictures: Tensor) -> str:
-    """Some pictures beside each other, in characters."""
+    """Draw some pictures side by side, in characters."""
     low, high = pictures.amin(-1, keepdim=True), pictures.amax(-1, keepdim=True)
     shade = ((pictures - low) / (high - low) * (len(SHADES) - 1)).round().int().view(-1, SIDE, SIDE)
     lines = (("".join(SHADES[s] * 2 for s in row) for row in shade[:, i].tolist()) for i in range(SIDE))
@@ -66,7 +66,7 @@ def drawn(pictures: Tensor) -> str:
 
 
 def painted(shown: list[tuple[str, Tensor]], path: Path) -> bool:
-    """Save the pictures, one row a stage, where matplotlib is there to draw them."""
+    """Save the pictures, one row per stage, if matplotlib is installed."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -99,7 +99,7 @@ def main() -> int:
         found, reads = recall(memory, query)
         shares.append(right(found, stored))
         print(f"{name}\n{drawn(query[some])}\n")
-        print(f"recalled in {reads} reads: {shares[-1]:.0%} of {STORED} are the right one\n{drawn(found[some])}\n")
+        print(f"recalled in {reads} reads: {shares[-1]:.0%} of {STORED} are correct\n{drawn(found[some])}\n")
         shown += [(name, query[some]), ("recalled", found[some])]
     path = Path(tempfile.mkdtemp()) / "hopfield_memory.png"
     if painted(shown, path):

@@ -1,10 +1,10 @@
-"""Measure how sharp the valley is in which gradient descent rests: the Hessian's largest eigenvalue, while it trains.
+"""Measure how sharp the minimum is that gradient descent settles in: the Hessian's largest eigenvalue, during training.
 
-Descent with step η cannot rest where the curvature is above 2/η: it is thrown out. Yet training tends to sharpen a
-model, so it ends at the edge of what its step allows, near 2/η (Cohen et al., 2021). The model here attends: it has to
-find the token with the largest mark and to tell the value beside it. Its Hessian is never laid out. Power iteration
-needs only products H·v, and attention gives them in two ways, forward over reverse and reverse over reverse. In the end
-both are held against the whole Hessian, computed through the plain formula, which so few parameters allow.
+Descent with step size η cannot settle where the curvature is above 2/η: it diverges. Yet training tends to increase the
+curvature, so it ends at the edge of stability, near 2/η (Cohen et al., 2021). The model here uses attention: it has to
+find the token with the largest mark and return the value next to it. Its Hessian is never formed. Power iteration needs
+only products H·v, and attention provides them in two ways, forward over reverse and reverse over reverse. At the end
+both are compared with the whole Hessian, computed by the plain formula, which so few parameters allow.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.func import functional_call, grad, hessian, jvp
 import regard
 
 EXAMPLES, TOKENS, FEATURES, DIM, HEADS = 32, 8, 4, 8, 2
-RATES, TIME, LOOKS = (0.2, 0.1, 0.05), 160, 8  # each rate η takes TIME/η steps, and looks LOOKS times
-MOST = 100  # products for one sharpness
+RATES, TIME, LOOKS = (0.2, 0.1, 0.05), 160, 8  # each rate η takes TIME/η steps, and measures LOOKS times
+MOST = 100  # products per sharpness
 Loss = Callable[[Tensor], Tensor]
 Product = Callable[[Loss, Tensor, Tensor], Tensor]
 
 
 class Finder(nn.Module):
-    """One number for a sequence of tokens."""
+    """Map a sequence of tokens to one number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ def forward_over_reverse(loss: Loss, weights: Tensor, v: Tensor) -> Tensor:
 
 
 def reverse_over_reverse(loss: Loss, weights: Tensor, v: Tensor) -> Tensor:
-    """H·v as the gradient of the gradient's part along v."""
+    """H·v as the gradient of the gradient's component along v."""
     weights = weights.detach().requires_grad_()
     (slope,) = torch.autograd.grad(loss(weights), weights, create_graph=True)
     return torch.autograd.grad(slope @ v, weights)[0]
 
 
 def sharpness(product: Product, loss: Loss, weights: Tensor, v: Tensor) -> tuple[float, Tensor, int]:
-    """Power iteration from v: the Hessian's eigenvalue of largest size, its vector, and how many products it took."""
+    """Power iteration from v: the Hessian's eigenvalue of largest magnitude, its vector, and the number of products."""
     value, count = torch.tensor(torch.inf), 0
     while count < MOST:
         image, last = product(loss, weights, v), value
@@ -87,7 +87,7 @@ def sharpness(product: Product, loss: Loss, weights: Tensor, v: Tensor) -> tuple
 
 
 def descended(loss: Loss, weights: Tensor, v: Tensor, rate: float) -> tuple[Tensor, float]:
-    """Train, and tell the sharpness on the way; give the weights and the last sharpness."""
+    """Train and print the sharpness along the way; return the weights and the last sharpness."""
     print(f"step η = {rate}: the edge is at 2/η = {2 / rate:g}\n   steps      loss   sharpness   of the edge")
     steps, sharp = round(TIME / rate), 0.0
     for step in range(steps + 1):
@@ -100,7 +100,7 @@ def descended(loss: Loss, weights: Tensor, v: Tensor, rate: float) -> tuple[Tens
 
 
 def checked(model: Finder, loss: Loss, weights: Tensor, v: Tensor) -> float:
-    """Measure the same sharpness in three ways; give by how much they differ, as a part of it."""
+    """Measure the same sharpness in three ways; return the relative difference."""
     print(f"the last model, {len(weights)} parameters: its sharpness in three ways")
     found = []
     for product in (forward_over_reverse, reverse_over_reverse):
@@ -112,7 +112,7 @@ def checked(model: Finder, loss: Loss, weights: Tensor, v: Tensor) -> float:
     print(f"   {'the whole Hessian':22}{values[-1]:12.6f}   {len(weights)} × {len(weights)} numbers")
     found.append(values[-1].item())
     a, b = (product(loss, weights, v) for product in (forward_over_reverse, reverse_over_reverse))
-    print(f"the two products differ by {(a - b).norm() / b.norm():.0e} of their size")
+    print(f"the two products differ by {(a - b).norm() / b.norm():.0e} of their norm")
     return (max(found) - min(found)) / max(found)
 
 

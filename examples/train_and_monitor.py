@@ -1,8 +1,7 @@
-"""Train a tiny GPT, and watch its heads learn: the entropy and the largest logit of every head, while it trains.
+"""Train a tiny GPT and watch its heads learn: the entropy and the largest logit of every head, during training.
 
-The task is to copy: a row of random letters, a bar, and the same letters again. To say the next letter the model must
-find the place it has reached in the first half, so its heads have to become sharp: entropy falls, and accuracy
-follows.
+The task is to copy: a row of random letters, a bar, and the same letters again. To predict the next letter the model
+must find its position in the first half, so its heads have to become sharp: entropy falls and accuracy rises.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def batch() -> Tensor:
 
 
 def loss_and_accuracy(model: GPT, text: Tensor) -> tuple[Tensor, float]:
-    logits, wanted = model(text[:, :-1])[:, HALF:], text[:, HALF + 1 :]  # only the second half can be known
+    logits, wanted = model(text[:, :-1])[:, HALF:], text[:, HALF + 1 :]  # only the second half is predictable
     return F.cross_entropy(logits.flatten(0, 1), wanted.flatten()), (logits.argmax(-1) == wanted).float().mean().item()
 
 
@@ -80,7 +79,9 @@ def main() -> int:
                 largest = max(x for name, x in scalars.items() if name.endswith("max_logit"))
                 print(f"step {step:3}  {accuracy:4.0%}   {entropy}   {largest:12.1f}")
     first, last = (min(x for n, x in logged[s].items() if n.endswith("entropy")) for s in (min(logged), max(logged)))
-    print(f"the sharpest head went from an entropy of {first:.2f} to {last:.2f}, and {accuracy:.0%} are copied right")
+    print(
+        f"the entropy of the sharpest head fell from {first:.2f} to {last:.2f}, and {accuracy:.0%} are copied correctly"
+    )
     return 0 if accuracy > 0.95 and last < first - 0.5 else 1
 
 

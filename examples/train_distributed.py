@@ -1,8 +1,8 @@
-"""Train a small model with its sequence spread over four processes, and compare with one process, step for step.
+"""Train a small model with its sequence split over four processes, and compare with one process, step by step.
 
 Two layers of `regard.nn.MultiheadAttention` learn the letters of this very file. Inside `regard.distributed.over` the
-same model takes a part of the sequence: keys and values go round, rotary positions and the causal mask speak of the
-whole sequence, and in the zigzag layout all ranks have the same work. The losses must be those of one process, to 1e-5.
+same model takes a part of the sequence: keys and values go round the ring, rotary positions and the causal mask refer
+to the whole sequence, and in the zigzag layout all ranks have the same work. The losses must agree to 1e-5.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from regard.nn import MultiheadAttention
 
 RANKS, LAYOUT = 4, "zigzag"
 LETTERS, DIM, HEADS, KV_HEADS, LAYERS = 128, 64, 4, 2, 2
-BATCH, LENGTH, STEPS = 2, 1023, 12  # a length that does not divide
+BATCH, LENGTH, STEPS = 2, 1023, 12  # a length that the ranks do not divide
 ALLOWED = 1e-5
 
 
@@ -58,7 +58,7 @@ def text() -> Tensor:
 
 
 def train(spread: bool) -> list[float]:
-    """Train for some steps, and give the loss of each: the mean over all tokens of the whole sequence."""
+    """Train for some steps and return each loss: the mean over all tokens of the whole sequence."""
     model = Model()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     tokens, losses = text(), []
@@ -71,7 +71,7 @@ def train(spread: bool) -> list[float]:
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum") / (BATCH * LENGTH)
         optimiser.zero_grad()
         loss.backward()
-        if spread:  # the weights are everywhere the same: their gradients, and the loss, are sums over the ranks
+        if spread:  # the weights are the same everywhere: their gradients and the loss are sums over the ranks
             for x in (loss.detach(), *(p.grad for p in model.parameters())):
                 dist.all_reduce(x)
         optimiser.step()
@@ -93,7 +93,7 @@ def main() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start = "forkserver"  # which imports torch once for all
+    start = "forkserver"  # imports torch once for all workers
     mp.set_forkserver_preload(["torch", "regard.distributed", "regard.nn"])
     answer = mp.get_context(start).SimpleQueue()
     workers = mp.start_processes(work, (port, answer), RANKS, join=False, start_method=start)
@@ -109,7 +109,7 @@ def main() -> int:
     how = {"batch": BATCH, "heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM // HEADS, "layout": LAYOUT}
     sent = [max(traffic(LENGTH, RANKS, mask=causal(), backward=back, **how)) for back in (False, True)]
     print(f"\nat most {apart:.0e} apart (allowed: {ALLOWED:.0e}); the loss fell from {alone[0]:.2f} to {alone[-1]:.2f}")
-    print(f"a rank sends at most {sent[0]:,} bytes a layer in a forward ring, and {sent[1]:,} in a backward one")
+    print(f"a rank sends at most {sent[0]:,} bytes per layer in the forward ring, and {sent[1]:,} in the backward ring")
     return 0 if apart <= ALLOWED and alone[-1] < alone[0] else 1
 
 

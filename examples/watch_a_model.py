@@ -1,8 +1,8 @@
-"""Look into a model that torch's own modules make, without changing it: what is each head doing, and what is wrong?
+"""Look into a model built from torch's own modules, without changing it: what does each head do, and what is wrong?
 
-A `torch.nn.TransformerEncoder` of random weights is watched while it reads. Then three of its heads are broken on
-purpose, in ways that happen in training: logits that run away, a head that copies another, a head that sees no
-difference between keys. The findings name them.
+A `torch.nn.TransformerEncoder` with random weights is watched while it runs. Then three of its heads are broken on
+purpose, in ways that happen in training: exploding logits, a head that copies another, a head that cannot tell keys
+apart. The findings name them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def encoder() -> nn.TransformerEncoder:
 
 
 def head(layer: nn.Module, part: int, number: int) -> Tensor:
-    """The rows of the input projection that make queries (part 0) or keys (part 1) of one head."""
+    """The rows of the input projection that give the queries (part 0) or keys (part 1) of one head."""
     start = part * DIM + number * SIZE
     return layer.self_attn.in_proj_weight.data[start : start + SIZE]
 
@@ -52,13 +52,13 @@ def look(model: nn.Module, x: Tensor) -> regard.models.Seen:
 def main() -> int:
     torch.manual_seed(0)
     model, x = encoder(), torch.randn(2, TOKENS, DIM)
-    print("as it was made")
+    print("as created")
     before = look(model, x)
     break_it(model)
     print("with three broken heads")
     after = look(model, x)
     strongest = before.diff(after).strongest()[0]
-    print(f"what changed most is head {strongest.head} of {strongest.layer}: entropy {strongest.entropy:+.2f}")
+    print(f"the largest change is in head {strongest.head} of {strongest.layer}: entropy {strongest.entropy:+.2f}")
     known, found = ({finding.rule for finding in seen.findings()} for seen in (before, after))
     expected = {"logits", "collapsed", "duplicate", "uniform"}
     print(f"new findings: {', '.join(sorted(found - known))}")

@@ -1,6 +1,6 @@
-"""How measurements are taken on a CUDA device: by its events, peers in turns in one run, memory above the inputs.
+"""How measurements are taken on a CUDA device: by events, peers in turns within one run, memory above the inputs.
 
-`python bench/gpu/_device.py` draws the plots of the results again, for a device's machine that has no matplotlib.
+`python bench/gpu/_device.py` redraws the plots of the results, for GPU machines without matplotlib.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _failed: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Peer:
-    """A call to measure; `kernel` is the one of torch's that it must take."""
+    """A call to measure; `kernel` is the torch kernel that it must use."""
 
     call: Callable[[], object]
     kernel: SDPBackend | None = None
@@ -46,7 +46,7 @@ class Peer:
             return self.call()
 
     def bound(self) -> AbstractContextManager[object]:
-        """Where torch's own function takes the kernel and no other."""
+        """A context in which torch's own function uses this kernel and no other."""
         return nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
 
 
@@ -54,17 +54,16 @@ Peers = Mapping[str, Peer | None]
 
 
 class Measured(NamedTuple):
-    """What a round of peers gave."""
+    """The result of measuring some peers."""
 
     ms: dict[str, float | None]  # the median of each; None where it failed
     apart: float | None  # the largest difference between their first results
 
 
 def start(main: Callable[[], None], ahead: Mapping[str, Callable[[], object]] | None = None) -> None:
-    """Run a benchmark where there is a device for it; before it, processes of their own run what `ahead` names once.
+    """Run a benchmark on the device; before it, separate processes run each case of `ahead` once.
 
-    They leave their compiled kernels on the disk, all at once and not one after the other. REGARD_COMPILED spares them
-    where the kernels are there already.
+    They fill the disk cache of compiled kernels in parallel. Set REGARD_COMPILED to skip them if it is filled already.
     """
     if not torch.cuda.is_available():
         sys.exit("bench/gpu: these measurements need a CUDA device, and torch sees none here.")
@@ -73,7 +72,7 @@ def start(main: Callable[[], None], ahead: Mapping[str, Callable[[], object]] | 
         for name in sys.argv[1:]:
             attempt(name, (ahead or {})[name])
         return
-    alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # there are enough processes
+    alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # there are enough processes already
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     names = [] if os.environ.get("REGARD_COMPILED") else ahead or {}
     begun = [subprocess.Popen([sys.executable, sys.argv[0], name], env=alone, **quiet) for name in names]
@@ -85,35 +84,35 @@ def start(main: Callable[[], None], ahead: Mapping[str, Callable[[], object]] | 
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
-    """A normal tensor on the device."""
+    """A normally distributed tensor on the device."""
     return torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=grad)
 
 
 def attempt(what: str, call: Callable[[], T]) -> T | None:
-    """What `call` gives, or None with the reason written down: a peer that fails stops no other."""
+    """What `call` returns, or None with the reason recorded: a failing peer does not stop the others."""
     try:
         return call()
-    except Exception as failure:  # noqa: BLE001  (a peer of others may fail in any way)
+    except Exception as failure:  # noqa: BLE001  (third-party peers may fail in any way)
         reason = (str(failure).strip() or "no reason given").splitlines()[0]
         _failed[what] = f"{type(failure).__name__}: {reason[:200]}"
         print(f"{what} failed:", traceback.format_exc(limit=-3)[-1500:], sep="\n", file=sys.stderr, flush=True)
     gc.collect()
-    with suppress(RuntimeError):  # a broken device has nothing to give back
+    with suppress(RuntimeError):  # a broken device has nothing to free
         torch.cuda.empty_cache()
     return None
 
 
 def each(cases: Mapping[str, Callable[[], Row]]) -> list[Row]:
-    """The rows of all cases; one that fails is left out, and the report says why."""
+    """The rows of all cases; a failing case is left out, and the report says why."""
     found = (attempt(name, case) for name, case in cases.items())
     return [row for row in found if row is not None]
 
 
 def measured(case: str, peers: Peers, rounds: int = 3, rep: int = 40) -> Measured:
-    """Median milliseconds by CUDA events, the peers taking turns so that a hot chip is hot for all of them.
+    """Median milliseconds by CUDA events, with the peers taking turns so that a hot chip is hot for all of them.
 
-    Over as many rounds as make each peer run behind each other one once, or more: one that spares the chip lends its
-    successor a faster clock.
+    There are enough rounds for each peer to run after each other one at least once: a peer that heats the chip less
+    leaves a faster clock to its successor.
     """
     first = {name: attempt(f"{case}, {name}", peer) for name, peer in peers.items() if peer is not None}
     left = {name: peers[name] for name, result in first.items() if result is not None}
@@ -146,7 +145,7 @@ def _median(peer: Peer, rep: int) -> float:
 
 
 def in_a_graph(case: str, peers: Peers) -> dict[str, float | None]:
-    """Median milliseconds of each peer captured in a CUDA graph: the kernels' own time, without the call's."""
+    """Median milliseconds of each peer captured in a CUDA graph: the time of the kernels, without the host's."""
     from triton.testing import do_bench_cudagraph
 
     def captured(peer: Peer) -> float:
@@ -162,7 +161,7 @@ def in_a_graph(case: str, peers: Peers) -> dict[str, float | None]:
 
 
 def wall(call: Callable[[], T]) -> tuple[T, float]:
-    """What a call gives, and the milliseconds by the clock on the wall until the device has it."""
+    """What a call returns, and the wall-clock milliseconds until the device is done."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     result = call()
@@ -170,8 +169,13 @@ def wall(call: Callable[[], T]) -> tuple[T, float]:
     return result, (time.perf_counter() - begin) * 1e3
 
 
+<<<<<<< HEAD
 def row_max(case: str, peers: Peers) -> dict[str, float | None]:
     """The most memory of each peer above what was there before, in MiB, with its kernels and workspaces warm."""
+=======
+def peak(case: str, peers: Peers) -> dict[str, float | None]:
+    """The peak memory of each peer above what was allocated before, in MiB, with kernels and workspaces warm."""
+>>>>>>> docs-words
 
     def above(peer: Peer) -> float:
         peer()
@@ -191,20 +195,20 @@ def row_max(case: str, peers: Peers) -> dict[str, float | None]:
 
 
 def forget_peak() -> int:
-    """Begin to watch memory: the bytes that are taken now."""
+    """Reset the peak; return the bytes allocated now."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 
 
 def peak_above(before: int) -> float:
-    """The most memory since then above `before`, in MiB."""
+    """The peak memory since then above `before`, in MiB."""
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def _tensor(result: Any) -> Tensor:
-    """The output among what a peer gives."""
+    """The output among what a peer returns."""
     result = getattr(result, "output", result)
     return result[0] if isinstance(result, tuple) else result
 
@@ -216,7 +220,7 @@ def _difference(tensors: list[Tensor]) -> float | None:
 
 
 def clock() -> float:
-    """The fastest clock of the multiprocessors, in Hz."""
+    """The maximum clock of the multiprocessors, in Hz."""
     said = nvidia("clocks.max.sm")
     if said is not None and said.replace(".", "").isdigit():
         return float(said) * 1e6
@@ -224,7 +228,7 @@ def clock() -> float:
 
 
 def over(a: float | None, b: float | None) -> float | None:
-    """a / b where there are both."""
+    """a / b if both are known."""
     return None if a is None or not b else a / b
 
 
@@ -237,7 +241,7 @@ def at_most(x: float | None, bound: float) -> bool | None:
 
 
 def verdict(checks: Mapping[str, bool | None]) -> str | None:
-    """Say yes, or no with what does not hold; None where it was not measured."""
+    """Yes, or no with what does not hold; None if not measured."""
     wrong = [name for name, holds in checks.items() if holds is False]
     if wrong:
         return "no" if len(checks) == 1 else f"no: {', '.join(wrong)}"
@@ -246,7 +250,7 @@ def verdict(checks: Mapping[str, bool | None]) -> str | None:
 
 @dataclass(frozen=True)
 class Bars:
-    """A plot of some columns: one group of bars a row."""
+    """A plot of some columns: one group of bars per row."""
 
     columns: Sequence[str]
     unit: str
@@ -254,7 +258,7 @@ class Bars:
 
 
 def report(name: str, question: str, rows: Sequence[Row], note: str = "", bars: Bars | None = None) -> None:
-    """Print the table; write it as gpu_<name>.md and .json, and .svg where there is something to draw."""
+    """Print the table; write it as gpu_<name>.md and .json, and .svg if there is something to plot."""
     lost = [f"- {what}: {reason}" for what, reason in _failed.items()]
     if lost:
         note = "\n".join([note, "", "Not measured (–):", "", *lost]).strip()
@@ -266,13 +270,13 @@ def report(name: str, question: str, rows: Sequence[Row], note: str = "", bars: 
 
 
 def _wrapped(label: str) -> str:
-    """A label in short lines: a new one at each comma, and before the width of its bars ends."""
+    """A label in short lines: a new line at each comma, and before it gets wider than its bars."""
     lines = [textwrap.wrap(part.replace("/", "/ "), 13) for part in label.split(", ")]
     return "\n".join(line.replace("/ ", "/") for part in lines for line in part)
 
 
 def draw(written: Path) -> None:
-    """Draw the plot that a JSON of results asks for beside it, as SVG."""
+    """Draw the plot that a results JSON asks for, as an SVG next to it."""
     facts = json.loads(written.read_text(encoding="utf-8"))
     plot, rows = facts["plot"], facts["rows"]
     if plot is None:

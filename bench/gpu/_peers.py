@@ -1,4 +1,4 @@
-"""The calls that ours are measured against: torch's kernels and FlexAttention, and ours, on the plain shapes."""
+"""Our calls and those they are compared with, torch's kernels and FlexAttention, on the plain shapes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SHAPES = {
     for d in (128, 64, 256)
     for n in (16384, 4096)
     for causal in (False, True)
-    if os.environ.get("REGARD_SHAPES", "") in f"d{d}, n{n}, "  # a part of a name takes the shapes that have it
+    if os.environ.get("REGARD_SHAPES", "") in f"d{d}, n{n}, "  # a part of a name selects the shapes that contain it
 }
 
 
-NARROW = 128  # dims up to which there is a must
+NARROW = 128  # dims up to which there is a requirement
 
 
 class Plain(NamedTuple):
-    """Attention without anything special, at one of the shapes."""
+    """Plain attention at one of the shapes."""
 
     name: str
     query: Tensor  # (B, H, N, D)
@@ -49,14 +49,14 @@ class Plain(NamedTuple):
 
 
 def plain(name: str, grad: bool = False) -> Plain:
-    """One of the shapes: all the tokens in sequences of n, all the hidden units in heads of d."""
+    """One of the shapes: all tokens in sequences of n, all hidden units in heads of d."""
     d, n, causal = SHAPES[name]
     q, k, v = (random(TOKENS // n, HIDDEN // d, n, d, grad=grad) for _ in range(3))
     return Plain(name, q, k, v, causal)
 
 
 def peers(x: Plain) -> dict[str, Peer | None]:
-    """Torch's kernels, FlexAttention (unless REGARD_NO_FLEX spares its compilations) and ours."""
+    """Torch's kernels, FlexAttention (unless REGARD_NO_FLEX skips it) and ours."""
     _, q, k, v, causal = x
     mask = regard.causal() if causal else None
     return {
@@ -68,12 +68,12 @@ def peers(x: Plain) -> dict[str, Peer | None]:
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor, kernel: SDPBackend, **kwargs: Any) -> Peer:
-    """Torch's function by one of its kernels."""
+    """Torch's function with one of its kernels."""
     return Peer(lambda: F.scaled_dot_product_attention(q, k, v, **kwargs), kernel)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, rule: Callable[..., Tensor] | None = None, batch: int | None = None) -> Peer:
-    """FlexAttention, its block mask made at the first call and kept."""
+    """FlexAttention, with its block mask built at the first call and kept."""
 
     @cache
     def blocks() -> Any:
@@ -86,12 +86,12 @@ def flex(q: Tensor, k: Tensor, v: Tensor, rule: Callable[..., Tensor] | None = N
 
 @cache
 def compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention compiled for each shape as it comes; its backward may be run again and again."""
+    """FlexAttention compiled per shape; its backward can be run repeatedly."""
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
     from torch.nn.attention.flex_attention import flex_attention
 
-    dynamo.recompile_limit = 64  # beyond the limit it would fall back to the matrix
+    dynamo.recompile_limit = 64  # beyond the limit it would fall back to the full matrix
     functorch.donated_buffer = False  # retain_graph is refused otherwise
     return torch.compile(flex_attention, dynamic=False)
 

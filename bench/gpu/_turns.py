@@ -1,4 +1,4 @@
-"""In which order peers take their turns: what ran before a kernel has warmed the chip for it."""
+"""The order in which peers take turns: what runs before a kernel affects the chip's temperature and clock."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ T = TypeVar("T")
 
 
 def balanced(names: Sequence[T]) -> list[list[T]]:
-    """Orders of names in which each comes once in every place and behind each other once (Williams's design).
+    """Orders of names in which each is once in every position and once after each other one (Williams's design).
 
     >>> balanced("abcd")
     [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd'], ['c', 'd', 'b', 'a'], ['d', 'a', 'c', 'b']]
 
-    Of an odd number of names it takes each order backwards too, and all comes twice.
+    For an odd number of names each order is also reversed, so everything occurs twice.
     """
     n = len(names)
     first = [(at + 1) // 2 if at % 2 else -(at // 2) for at in range(n)]

@@ -1,4 +1,4 @@
-"""How fast is the additive score without its n × n × hidden numbers, and how near to what the tanh alone takes?"""
+"""How fast is the additive score without its n × n × hidden numbers, and how close to the time of the tanh alone?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import Tensor
 import regard
 
 HEADS, N, D, HIDDEN = 8, 1024, 64, 64
-TANHS = 16  # a clock, on each multiprocessor
+TANHS = 16  # per clock and multiprocessor
 NAMES = ("regard", "compile", "eager")
 
 
@@ -54,9 +54,9 @@ def main() -> None:
         graphs = in_a_graph("forward", {name: calls[name] for name in ("compile", "regard")})
     forward |= {f"{name} in a graph, ms": ms for name, ms in graphs.items()}
     note = (
-        "Milliseconds, medians by CUDA events, in turns; memory is the most above the inputs. In a captured graph a "
-        f"call's own work on the host does not count. The floor is the forward's {HEADS * N * N * HIDDEN:,} tanh at "
-        f"{TANHS} a clock on each multiprocessor. Must: the forward ≥ 2 × faster than torch.compile."
+        "Milliseconds, medians by CUDA events, taken in turns; memory is the peak above the inputs. A captured graph "
+        f"excludes the host's work per call. The floor is the forward's {HEADS * N * N * HIDDEN:,} tanh at "
+        f"{TANHS} per clock on each multiprocessor. Must: the forward ≥ 2 × faster than torch.compile."
     )
     question = f"Additive score, hidden {HIDDEN}, n {N:,}, {HEADS} heads, d {D}, bf16"
     report("additive", question, rows, note, Bars([f"{name}, ms" for name in NAMES], "ms", log=True))

@@ -15,9 +15,9 @@ MUST = 1.15  # of FlexAttention's speed
 def main() -> None:
     rows = each(CASES)
     note = (
-        "TFLOP/s of 2.5 times the forward's work, the backward alone, medians by CUDA events, the kernels in turns. "
-        "`apart` is the largest difference of the queries' gradients. "
-        f"Must: regard ≥ {MUST} × FlexAttention up to d{NARROW}; the aim is to pass cuDNN."
+        "TFLOP/s for 2.5 times the forward's work, the backward alone, medians by CUDA events, kernels taken in turns. "
+        "`apart` is the largest difference between the queries' gradients. "
+        f"Must: regard ≥ {MUST} × FlexAttention up to d{NARROW}; the aim is to beat cuDNN."
     )
     question = f"Backward, bf16, {TOKENS:,} tokens, hidden {HIDDEN:,}: TFLOP/s"
     report("backward", question, rows, note, Bars(KERNELS, "TFLOP/s"))
@@ -43,11 +43,11 @@ def row(shape: str) -> Row:
 
 
 def slopes(x: Plain, name: str, forward: Peer | None, dO: torch.Tensor) -> Peer | None:
-    """The backward of a forward that was run once."""
+    """The backward of a forward that ran once."""
     output = None if forward is None else attempt(f"{x.name}, forward of {name}", forward)
     if not isinstance(output, torch.Tensor):
         return None
-    slope = torch.empty_like(output).copy_(dO)  # in the output's own layout, so that nobody pays for another
+    slope = torch.empty_like(output).copy_(dO)  # in the output's own layout, so that no peer pays for a copy
     return Peer(lambda: torch.autograd.grad(output, (x.query, x.key, x.value), slope, retain_graph=True))
 
 

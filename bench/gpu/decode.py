@@ -1,4 +1,4 @@
-"""How near is decoding one token to the time that reading the keys and values takes?"""
+"""How close is decoding one token to the time of reading the keys and values?"""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def main() -> None:
         "cuDNN": torchs(q, k, v, SDPBackend.CUDNN_ATTENTION, enable_gqa=True),
     }
     ms, apart = measured("decode", calls | {"copy": Peer(lambda: there.copy_(here))}, rounds=5)
-    copying = over(2 * COPIED, ms["copy"])  # bytes a millisecond, read and written
+    copying = over(2 * COPIED, ms["copy"])  # bytes per millisecond, read and written
     floor = over((k.numel() + v.numel()) * k.element_size(), copying)
     graphs = in_a_graph("decode", dict(reversed(calls.items())))
     rows: list[Row] = [row(name, ms[name], graphs[name], floor, apart) for name in calls]
     rows.append(row("memory floor", floor, None, floor, None))
     tera = "unknown" if copying is None else f"{copying / 1e9:.2f}"
     note = (
-        f"Medians by CUDA events, the kernels in turns. The floor is the bytes of keys and values over {tera} TB/s: "
-        f"what a copy of {COPIED / 2**30:.0f} GiB on the device reads and writes in the same run. In a captured graph "
-        f"a call's own work on the host does not count. `apart` is the largest difference of the outputs. "
+        f"Medians by CUDA events, kernels taken in turns. The floor is the bytes of keys and values at {tera} TB/s, "
+        f"the rate at which a copy of {COPIED / 2**30:.0f} GiB on the device reads and writes in the same run. A "
+        f"captured graph excludes the host's work per call. `apart` is the largest difference between the outputs. "
         f"Must: regard ≤ {MOST} × the floor."
     )
     question = f"One query, {HEADS}/{SHARED} heads, batch {BATCH}, {KEYS:,} keys, d {D}, bf16"

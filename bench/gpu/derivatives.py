@@ -1,4 +1,4 @@
-"""What do tangents and second derivatives cost, in units of the forward and of the backward pass?"""
+"""What do tangents and second derivatives cost, relative to the forward and the backward pass?"""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SHAPES = {f"d{d}, {'causal' if causal else 'full'}": (d, causal) for d in (128, 
 def main() -> None:
     rows = each({name: partial(row, name) for name in SHAPES})
     note = (
-        "Milliseconds by CUDA events, in turns. `tangent` is torch.func.jvp with q, k and v moving: output "
-        "and tangent in one pass, three times the matrix products of the forward. `of q` moves the queries "
-        "alone: twice. `double` is the backward of a backward, `product` a Hessian times a vector by forward "
-        "over reverse (forward, backward and their tangents). `dense` is the tangent by plain torch, which "
+        "Milliseconds by CUDA events, taken in turns. `tangent` is torch.func.jvp in q, k and v: output and "
+        "tangent in one pass, three times the matrix products of the forward. `of q` is the jvp in the queries "
+        "alone: twice. `double` is the backward of a backward, `product` a Hessian-vector product by forward "
+        "over reverse (forward, backward and their tangents). `dense` is the tangent in plain torch, which "
         "holds the matrix. MiB above the inputs. Must: tangent ≤ 2.2 × forward, double ≤ 4 × backward."
     )
     report("derivatives", f"Derivatives, bf16, n {N:,}, {ITEMS} × hidden {HIDDEN:,}, backend triton: ms", rows, note)

@@ -1,4 +1,4 @@
-"""How fast is our forward with the statistics of the weights against torch's kernels without them?"""
+"""How fast is our forward with statistics of the weights, compared with torch's kernels without them?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AUTO = 0.98  # of the best of torch's kernels
 def main() -> None:
     rows = each(CASES)
     note = (
-        "TFLOP/s, medians by CUDA events, the kernels in turns. `regard` gives lse and max logit with the output, "
+        "TFLOP/s, medians by CUDA events, kernels taken in turns. `regard` returns lse and max logit with the output, "
         "`regard, entropy` (`observe`) the entropy too, `regard, auto` is the plain call. Must: regard ≥ 0.97 × cuDNN, "
         "with entropy ≥ 0.92 × cuDNN; at n16384 ≥ 1.02 and ≥ 0.98; auto ≥ 0.98 × the best of torch's kernels; "
         f"all up to d{NARROW}."

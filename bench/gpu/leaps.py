@@ -1,4 +1,4 @@
-"""What do logits cost that leap far above the level of their rows, which our forward on Hopper takes twice?"""
+"""What do outlier logits cost, for which our Hopper forward has to retry a block of rows?"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn.attention import SDPBackend
 
 import regard
 
-HEIGHT, AT = 30.0, 0.73  # of the needle, above all other logits, and at which key of n
+HEIGHT, AT = 30.0, 0.73  # of the outlier, above all other logits, and its key as a fraction of n
 FEW = 1024
 LEAPS = {
     "no row": lambda q: q[:, :, :0],
-    f"a row of {FEW:,}": lambda q: q[:, :, 7::FEW],
+    f"one row in {FEW:,}": lambda q: q[:, :, 7::FEW],
     "one head": lambda q: q[:, :1],
     "every row": lambda q: q,
 }
@@ -24,11 +24,11 @@ LEAPS = {
 def main() -> None:
     rows = each(CASES)
     note = (
-        f"Milliseconds of `observe`; medians by CUDA events, the calls in turns. In the rows that are named one logit "
-        f"is {HEIGHT:g}, the others are about 1 in size. It is at key {AT} n, so with a causal mask the rows before "
-        "that do not see it. cuDNN has the plain forward of the last column's tensors."
+        f"Milliseconds of `observe`; medians by CUDA events, calls taken in turns. In the rows of each column one "
+        f"logit is {HEIGHT:g}, the others are about 1 in magnitude. It is at key {AT} n, so with a causal mask the "
+        "rows before that do not see it. cuDNN is the plain forward on the tensors of `every row`."
     )
-    question = f"Logits that leap, bf16, {TOKENS:,} tokens, hidden {HIDDEN:,}: milliseconds"
+    question = f"Outlier logits, bf16, {TOKENS:,} tokens, hidden {HIDDEN:,}: milliseconds"
     report("leaps", question, rows, note, Bars([*LEAPS, "cuDNN"], "ms"))
 
 
@@ -50,7 +50,7 @@ def row(shape: str) -> Row:
 
 
 def leaping(query: Tensor, name: str) -> Tensor:
-    """Queries whose logits are about 1 in size, but for the needle in the rows that are named."""
+    """Queries whose logits are about 1 in magnitude, except for the outlier in the chosen rows."""
     q = query * query.shape[3] ** -0.5
     q[..., 0] = 0
     LEAPS[name](q)[..., 0] = 1

@@ -1,4 +1,4 @@
-"""Do blocks that a mask hides cost nothing on the device, and how soon does a mask never seen before give a result?"""
+"""Do hidden blocks cost nothing on the device, and how soon does a new mask give a result?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import regard
 HEADS, D = 16, 128
 LONG, WINDOW = 16384, 1024
 SHORT, LENGTHS = 4096, (4096, 3000, 2000, 1000)
-NEW, WARM = 5, 2  # masks that are timed, and those of their kind before them
+NEW, WARM = 5, 2  # masks that are timed, after so many warm-up masks of the same kind
 SOON = 20.0  # milliseconds
 NARROW = 0.33  # milliseconds with the window
 COLUMNS = ("regard", "regard, entropy", "FlexAttention", "cuDNN")
@@ -41,11 +41,11 @@ def main() -> None:
     rows = each({"window": window, "padding": padding})
     rows += first_results()
     note = (
-        f"Milliseconds; medians by CUDA events, the kernels in turns. Must: with a window at most {NARROW} ms, with "
-        "padding faster than FlexAttention. A first result is timed on the wall, from the call of `observe` with a "
-        f"mask object never seen before until the device has it: the slowest of {NEW}, after {WARM} others of the "
-        f"kind, n {SHORT}, one sequence of {HEADS} heads. FlexAttention's is `create_block_mask` and the first call "
-        "with a new rule."
+        f"Milliseconds; medians by CUDA events, kernels taken in turns. Must: with a window at most {NARROW} ms, with "
+        "padding faster than FlexAttention. A first result is wall-clock time, from the call of `observe` with a new "
+        f"mask object until the device is done: the slowest of {NEW}, after {WARM} others of the same kind, "
+        f"n {SHORT}, one sequence of {HEADS} heads. For FlexAttention it is `create_block_mask` and the first call "
+        "with a new mask_mod."
     )
     question = f"Masks, bf16, d {D}, {HEADS} heads: milliseconds"
     report("masks", question, rows, note, Bars(COLUMNS, "ms", log=True))
@@ -112,7 +112,7 @@ def first_results() -> Iterator[Row]:
 
 
 def kinds() -> dict[str, Callable[[int], regard.Mask]]:
-    """How to make the masks of each kind, none of them equal to another."""
+    """How to make distinct masks of each kind."""
 
     def ids(at: int) -> Tensor:
         cuts = torch.rand(SHORT, generator=torch.Generator().manual_seed(at)) < 16 / SHORT
@@ -134,13 +134,13 @@ def slowest(q: Tensor, k: Tensor, v: Tensor, make: Callable[[int], regard.Mask])
 
 
 def first_of_flex(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """A rule that FlexAttention never saw, after another one at the same shape."""
+    """A mask_mod that is new to FlexAttention, after another one at the same shape."""
     flex(q, k, v, before)()
     return wall(flex(q, k, v, lambda b, h, i, j: (j <= i) & (i - j <= 100)))[1]
 
 
 def known() -> None:
-    """One mask of each kind: what they compile is no part of a first result."""
+    """One mask of each kind, so that compilation is not part of a first result."""
     q, k, v = (random(1, HEADS, SHORT, D) for _ in range(3))
     for make in kinds().values():
         regard.observe(q, k, v, mask=make(0), backend="triton")

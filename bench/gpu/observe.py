@@ -1,4 +1,4 @@
-"""What does it cost to see the weights, against the matrix, and how far does it go?"""
+"""What does it cost to observe the weights, compared with the full matrix, and how long can sequences be?"""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def main() -> None:
     rows += [*late(), *long(LONG)]
     note = (
         "The first row is output + entropy + max logit + received; eager is plain torch with the matrix of weights in "
-        "float32. Memory is the most above the inputs. Must: 12 × faster in 1/30 of the memory; and the long sequence "
-        "(timed once on the wall, memory since its start) in less than 4 GiB."
+        "float32. Memory is the peak above the inputs. Must: 12 × faster in 1/30 of the memory; and the long sequence "
+        "(wall-clock time of one run, peak memory since its start) in less than 4 GiB."
     )
-    question = f"Seeing the weights, bf16, {SHAPE[1]} heads, n {SHAPE[2]:,}, d {SHAPE[3]}"
+    question = f"Observing the weights, bf16, {SHAPE[1]} heads, n {SHAPE[2]:,}, d {SHAPE[3]}"
     report("observe", question, rows, note, Bars(COLUMNS, "ms", log=True))
 
 
 def row(case: str, ms: float | None, mib: float | None = None, **others: object) -> Row:
-    """A row with what there is to say; the columns are the same for all."""
+    """A row with what was measured; all rows have the same columns."""
     empty = dict.fromkeys(("eager, ms", "eager / regard", "regard, MiB", "eager, MiB", "MiB, eager / regard", "apart"))
     return {"case": case, "regard, ms": ms, **empty, "must": None, "holds": None} | {"regard, MiB": mib} | others
 
@@ -101,7 +101,7 @@ def late() -> list[Row]:
 
 
 def long(*lengths: int) -> list[Row]:
-    """One head of many tokens, causal, after a first walk over fewer."""
+    """One causal head with many tokens, after a warm-up with fewer."""
     q, k, v = (random(1, 1, max((WARM, *lengths)), SHAPE[3]) for _ in range(3))
     mask = regard.causal()
     rows: list[Row] = []
