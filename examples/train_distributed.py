@@ -20,8 +20,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.distributed import over, shard
-from regard.distributed import traffic
+from regard.distributed import over, shard, traffic
 from regard.masks import causal
 from regard.nn import MultiheadAttention
 

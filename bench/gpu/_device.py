@@ -169,13 +169,8 @@ def wall(call: Callable[[], T]) -> tuple[T, float]:
     return result, (time.perf_counter() - begin) * 1e3
 
 
-<<<<<<< HEAD
-def row_max(case: str, peers: Peers) -> dict[str, float | None]:
-    """The most memory of each peer above what was there before, in MiB, with its kernels and workspaces warm."""
-=======
 def peak(case: str, peers: Peers) -> dict[str, float | None]:
     """The peak memory of each peer above what was allocated before, in MiB, with kernels and workspaces warm."""
->>>>>>> docs-words
 
     def above(peer: Peer) -> float:
         peer()
@@ -293,9 +288,7 @@ def draw(written: Path) -> None:
     label = next(iter(rows[0]))
     columns = [c for c in plot["columns"] if any(row[c] is not None for row in rows)]
     width = 0.8 / len(columns)
-    figure, axes = pyplot.subplots(
-        figsize=(max(6.0, 1.0 + 0.25 * len(rows) * len(columns)), 4.5), block_mask="constrained"
-    )
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.0 + 0.25 * len(rows) * len(columns)), 4.5), layout="constrained")
     for at, column in enumerate(columns):
         there = [(x, row[column]) for x, row in enumerate(rows) if row[column] is not None]
         axes.bar(

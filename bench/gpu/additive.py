@@ -13,9 +13,9 @@ from _device import (
     in_a_graph,
     measured,
     over,
+    peak,
     random,
     report,
-    row_max,
     start,
     verdict,
 )
@@ -70,7 +70,7 @@ def floor() -> float:
 
 def row(case: str, calls: dict[str, Peer], least: float | None) -> Row:
     ms, apart = measured(case, calls, rounds=5)
-    mib = row_max(case, calls)
+    mib = peak(case, calls)
     faster = over(ms["compile"], ms["regard"])
     return {
         "case": case,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from _device import Peer, Row, at_most, each, measured, over, random, report, row_max, start, verdict
+from _device import Peer, Row, at_most, each, measured, over, peak, random, report, start, verdict
 from torch import Tensor
 
 import regard
@@ -47,7 +47,7 @@ def row(name: str) -> Row:
     }
     peers = {what: Peer(call) for what, call in calls.items()}
     ms, _ = measured(name, peers)
-    memory = row_max(name, {what: peers[what] for what in ("tangent", "double", "dense")})
+    memory = peak(name, {what: peers[what] for what in ("tangent", "double", "dense")})
     tangent, double = over(ms["tangent"], ms["forward"]), over(ms["double"], ms["backward"])
     return {
         "case": name,

@@ -14,10 +14,10 @@ from _device import (
     forget_peak,
     measured,
     over,
+    peak,
     peak_above,
     random,
     report,
-    row_max,
     start,
     verdict,
     wall,
@@ -67,7 +67,7 @@ def against_the_matrix() -> Row:
     case = "observe + received"
     calls = {"regard": Peer(ours), "eager": Peer(lambda: eager(q, k, v))}
     ms, apart = measured(case, calls)
-    mib = row_max(case, calls)
+    mib = peak(case, calls)
     faster, smaller = over(ms["eager"], ms["regard"]), over(mib["eager"], mib["regard"])
     return row(
         case,
