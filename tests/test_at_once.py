@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import regard
-from regard.backends.sdpa import at_once
+from regard.backends.sdpa import fast_path
 
 MASKS = {
     "no mask": None,
@@ -28,7 +28,7 @@ def tensors() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_it_gives_the_bits_of_the_straight_line(name: str) -> None:
-    answer = at_once(*tensors(), MASKS[name])
+    answer = fast_path(*tensors(), MASKS[name])
     assert answer is not None
     assert torch.equal(answer, regard.attention(*tensors(), mask=MASKS[name], backend="sdpa"))
 
@@ -62,20 +62,20 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_leaves_everything_else_to_the_straight_line(name: str) -> None:
     given, mask = REFUSED[name]()
-    assert at_once(*given, mask) is None
+    assert fast_path(*given, mask) is None
 
 
 def test_it_stands_back_from_autocast_transforms_and_forward_mode() -> None:
     q, k, v = tensors()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert at_once(q, k, v, None) is None
+        assert fast_path(q, k, v, None) is None
         assert regard.attention(q, k, v).dtype == torch.bfloat16
     seen: list[object] = []
-    torch.func.grad(lambda q: (seen.append(at_once(q, k, v, None)), q.sum())[1])(q)
+    torch.func.grad(lambda q: (seen.append(fast_path(q, k, v, None)), q.sum())[1])(q)
     with torch.autograd.forward_ad.dual_level():
-        seen.append(at_once(q, k, v, None))
+        seen.append(fast_path(q, k, v, None))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        seen.append(at_once(q, k, v, None))
+        seen.append(fast_path(q, k, v, None))
     assert seen == [None, None, None]
 
 

@@ -278,13 +278,13 @@ def test_attention_runs_the_backend_that_why_tells(backend: str, monkeypatch: py
         run = type(known).run
         monkeypatch.setattr(type(known), "run", lambda self, p, run=run: ran.append(self.name) or run(self, p))
 
-    def at_once(*given: object) -> torch.Tensor | None:
-        answer = sdpa.at_once(*given)  # type: ignore[arg-type]
+    def fast_path(*given: object) -> torch.Tensor | None:
+        answer = sdpa.fast_path(*given)  # type: ignore[arg-type]
         if answer is not None:
             ran.append("sdpa")  # the shortcut takes torch's kernel too
         return answer
 
-    monkeypatch.setattr(functional, "at_once", at_once)
+    monkeypatch.setattr(functional, "fast_path", fast_path)
     for arguments, _, _ in CASES.values():
         if arguments.get("observe"):
             continue

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from .backends import Backend
 from .backends.dispatch import Plan, choose, plan, run
-from .backends.sdpa import at_once
+from .backends.sdpa import fast_path
 from .biases import Bias
 from .core.contexts import ACTIVE, active_context, refuse_in_context
+from .core.options import Options
 from .core.problem import Problem
 from .core.validation import pose
 from .errors import ArgumentError, DtypeError, ShapeError
@@ -51,8 +52,8 @@ def attention(
 
     - `mask`: a regard mask, or a tensor in which True means "may attend", broadcast to (…, Hq, N, M);
     - `bias`: a tensor that is added, broadcast likewise, or `regard.biases.alibi(…)`, `regard.biases.relative(…)`;
-    - `score`: a module of `regard.scores`; without one, q·k times `scale` (1/√D; a number, or a tensor one a head);
-    - `softcap`: c gives c·tanh(x/c); `sink`: one more logit a head, in the denominator alone;
+    - `score`: a module of `regard.scores`; without one, q·k times `scale` (1/√D; a number, or a tensor, one per head);
+    - `softcap`: c gives c·tanh(x/c); `sink`: one more logit per head, in the denominator only;
     - `dropout`: the probability that a weight is dropped; `backend`: "auto", a name, or a backend object.
 
     >>> import torch, regard
@@ -61,20 +62,23 @@ def attention(
     tensor([[10.],
             [20.]])
     """
-    if ACTIVE or type(query) is not Tensor:
-        far = active_context(query)
-        if far is not None:
-            given = {"mask": mask, "bias": bias, "score": score, "scale": scale, "softcap": softcap, "sink": sink}
-            return far.attention(query, key, value, **given, dropout=dropout, backend=backend)
+    options: Options = {
+        "mask": mask,
+        "bias": bias,
+        "score": score,
+        "scale": scale,
+        "softcap": softcap,
+        "sink": sink,
+        "dropout": dropout,
+    }
+    if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
+        return context.attention(query, key, value, **options, backend=backend)
     plain = bias is None and score is None and scale is None and softcap is None and sink is None
     if plain and type(dropout) is float and not dropout and backend == "auto" and not WATCHERS:
-        answer = at_once(query, key, value, mask)
+        answer = fast_path(query, key, value, mask)
         if answer is not None:
             return answer
-    problem = pose(
-        query, key, value, mask=mask, bias=bias, score=score, scale=scale, softcap=softcap, sink=sink, dropout=dropout
-    )
-    return _answer(problem, backend)
+    return _answer(pose(query, key, value, **options), backend)
 
 
 def observe(
@@ -91,7 +95,7 @@ def observe(
     dropout: float = 0.0,
     backend: str | Backend = "auto",
 ) -> Observation:
-    """Attend, and see what the weights say: the output with statistics of every row, in linear memory.
+    """Attend, and return the output with statistics of the weights of every row, in linear memory.
 
     >>> import torch, regard
     >>> x = torch.zeros(1, 4, 8)
@@ -99,27 +103,19 @@ def observe(
     >>> seen.perplexity
     tensor([[1.0000, 2.0000, 3.0000, 4.0000]])
     """
-    if ACTIVE or type(query) is not Tensor:
-        far = active_context(query)
-        if far is not None:
-            given = {"mask": mask, "bias": bias, "score": score, "scale": scale, "softcap": softcap, "sink": sink}
-            seen: Observation = far.observe(query, key, value, **given, dropout=dropout, backend=backend)
-            return seen
-    problem = pose(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        score=score,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout=dropout,
-        observed=True,
-        who="observe",
-    )
-    return _seen(problem, backend)
+    options: Options = {
+        "mask": mask,
+        "bias": bias,
+        "score": score,
+        "scale": scale,
+        "softcap": softcap,
+        "sink": sink,
+        "dropout": dropout,
+    }
+    if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
+        observation: Observation = context.observe(query, key, value, **options, backend=backend)
+        return observation
+    return _observe(pose(query, key, value, **options, observed=True, who="observe"), backend)
 
 
 def why(
@@ -137,28 +133,23 @@ def why(
     backend: str | Backend = "auto",
     observe: bool = False,
 ) -> Plan:
-    """Tell which backend a call takes, and why each other is refused; no attention is computed.
+    """Explain which backend a call takes, and why each other one refuses; no attention is computed.
 
     >>> import torch, regard
     >>> x = torch.zeros(1, 2, 4, 8)
     >>> print(regard.why(x, x, x, softcap=30.0).backend)
     chunked
     """
-    problem = pose(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        score=score,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout=dropout,
-        observed=observe,
-        who="why",
-    )
-    return plan(problem, backend)
+    options: Options = {
+        "mask": mask,
+        "bias": bias,
+        "score": score,
+        "scale": scale,
+        "softcap": softcap,
+        "sink": sink,
+        "dropout": dropout,
+    }
+    return plan(pose(query, key, value, **options, observed=observe, who="why"), backend)
 
 
 def steps(
@@ -216,7 +207,7 @@ def posed_as_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Problem:
-    """The problem that torch's arguments mean."""
+    """Pose a problem given by torch's arguments."""
     who = "scaled_dot_product_attention"
     if is_causal and attn_mask is not None:
         raise ArgumentError(
@@ -246,7 +237,7 @@ def posed_as_torch(
 def _as_torch_broadcasts(
     query: Tensor, key: Tensor, value: Tensor, grouped: bool, who: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the tensors one rank and, but for grouped heads, one number of heads, as torch's broadcasting does."""
+    """Give the tensors one rank and, unless heads are grouped, one number of heads, as torch broadcasts them."""
     q, k, v = query.shape[:-2], key.shape[:-2], value.shape[:-2]
     if q == k == v:
         return query, key, value
@@ -280,7 +271,7 @@ def attention_with_weights(
     """
     who = "attention_with_weights"
     dropout = dropout_p if training else 0.0
-    seen = _seen(pose(query, key, value, mask=mask, dropout=dropout, observed=True, who=who), "auto")
+    seen = _observe(pose(query, key, value, mask=mask, dropout=dropout, observed=True, who=who), "auto")
     return seen.output, seen.weights()
 
 
@@ -291,8 +282,8 @@ def _answer(problem: Problem, backend: str | Backend) -> Tensor:
     return run(problem, choose(problem, backend)).output
 
 
-def _seen(problem: Problem, backend: str | Backend) -> Observation:
+def _observe(problem: Problem, backend: str | Backend) -> Observation:
     refuse_in_context(problem.who)
-    seen = observed(problem, backend)
-    notify(seen)
-    return seen
+    observation = observed(problem, backend)
+    notify(observation)
+    return observation

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
 from .backends import Backend
 from .backends.dispatch import choose, run
 from .chunked.statistics import logits_at
+from .compat.torch import is_wrapped, version_of
 from .core.problem import Problem
 from .core.rows import Rows
 from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
@@ -182,7 +182,7 @@ class Observation:
 
     def _passable(self, member: str) -> Problem:
         """The problem for a pass over tiles, which works on plain tensors."""
-        if any(map(_functorch.is_functorch_wrapped_tensor, self._problem.tensors)):
+        if any(map(is_wrapped, self._problem.tensors)):
             raise ArgumentError(
                 f"{member}: it has no rule inside torch.func transforms. Return output, lse, entropy or weights() from "
                 f"the transformed function, or observe outside of it."
@@ -204,7 +204,7 @@ class Observation:
 
 def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
     """Run a problem, and look."""
-    problem = problem if problem.observed else problem._replace(observed=True, notes={})
+    problem = problem if problem.observed else problem._replace(observed=True)
     chosen = choose(problem, backend)
     return Observation(problem, chosen, run(problem, chosen))
 
@@ -214,7 +214,7 @@ def _copy(x: Any) -> Any:
 
 
 def _version(x: Tensor) -> int:
-    return -1 if torch.compiler.is_compiling() or x.is_inference() else int(x._version)
+    return -1 if torch.compiler.is_compiling() else version_of(x)
 
 
 def _picked(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:

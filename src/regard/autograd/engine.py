@@ -21,10 +21,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from ..compat.torch import cached_signature, call_function, is_recording, may_need_grad
+from ..compat.torch import (
+    cached_signature,
+    call_function,
+    forward_mode_is_active,
+    innermost_transform_is_jvp,
+    is_legacy_batched,
+    is_recording,
+    legacy_batch,
+    legacy_unbatch,
+    may_need_grad,
+)
 from ..core.rows import Rows
 from ..errors import ArgumentError
 from .strip_map import jvp_of, vjp_of
@@ -110,10 +119,9 @@ def jvp(engine: Engine, x: MaybeTensors, w: MaybeTensors) -> tuple[Tensor, ...]:
 
 def _only_forward_mode(x: MaybeTensors) -> bool:
     """Whether forward mode is the innermost transform, and no graph is recorded, which needs the dual tensors."""
-    if forward_ad._current_level < 0 or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)):
+    if not forward_mode_is_active() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)):
         return False
-    innermost = _functorch.peek_interpreter_stack()
-    return innermost is None or innermost.key() == _functorch.TransformType.Jvp
+    return innermost_transform_is_jvp()
 
 
 @cached_signature
@@ -424,15 +432,13 @@ def _folded(t: Any, d: int | None, size: int, at: int) -> Any:
 
 def _derived(function: Any, fixed: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
     """Apply a derivative; `torch.autograd.grad(…, is_grads_batched=True)` batches tensors without telling us."""
-    batched = [t is not None and _functorch.is_legacy_batchedtensor(t) for t in given]
+    batched = [t is not None and is_legacy_batched(t) for t in given]
     if not any(batched):
         result: tuple[Tensor | None, ...] = call_function(function, *fixed, *given)
         return result
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    plain = tuple(torch._remove_batch_dim(t, level, 1, 0) if b else t for t, b in zip(given, batched, strict=True))
+    plain = tuple(legacy_unbatch(t) if b else t for t, b in zip(given, batched, strict=True))
     size = next(t.shape[0] for t, b in zip(plain, batched, strict=True) if b)
     in_dims = tuple(0 if b else None for b in batched)
     inputs = len(given) // 2 if function is Jvp else len(fixed[1])
     found, at = _batched(function, size, in_dims, fixed, plain, inputs)
-    return tuple(None if r is None else torch._add_batch_dim(r, d, level) for r, d in zip(found, at, strict=True))
+    return tuple(None if r is None else legacy_batch(r, d) for r, d in zip(found, at, strict=True))

@@ -8,7 +8,7 @@ import torch
 
 from ..autograd.engine import attend
 from ..chunked.engine import ChunkedEngine
-from ..compat.torch import without_autocast
+from ..compat.torch import not_traced, without_autocast
 from ..core.dropout import draw_seed
 from ..core.folded import fold, unfold
 from ..core.problem import Problem
@@ -48,7 +48,7 @@ class Chunked(Backend):
     def run(self, p: Problem) -> Rows:
         return self._untraced(p) if torch.compiler.is_compiling() else self._run(p)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # it imports the compiler, so only what is compiled asks it
+    @not_traced
     def _untraced(self, p: Problem) -> Rows:
         return self._run(p)
 

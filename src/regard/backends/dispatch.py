@@ -6,9 +6,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
-from ..compat.torch import autocast_enabled, is_capturing, is_exporting, may_need_grad, no_autocast
+from ..compat.torch import (
+    any_autocast_enabled,
+    autocast_enabled,
+    forward_mode_is_active,
+    is_capturing,
+    is_exporting,
+    may_need_grad,
+    no_autocast,
+)
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..errors import BackendError
@@ -64,7 +71,7 @@ def order(p: Problem) -> Order:
     if is_exporting():
         return EXPORTED if unmasked or isinstance(p.mask, Causal) else EXPORTED_MASKS
     if not p.query.is_cuda:
-        return ON_CPU if forward_ad._current_level < 0 else MOVING_ON_CPU
+        return ON_CPU if not forward_mode_is_active() else MOVING_ON_CPU
     if not (unmasked or causal) or p.observed or (p.bias is not None and _captured()):
         return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
     if p.rows < LONG:
@@ -137,7 +144,7 @@ def choose(p: Problem, backend: str | Backend = "auto") -> Backend:
 
 def run(p: Problem, backend: Backend) -> Rows:
     """Run a problem on a backend in the dtypes that the problem has, whatever autocast would make of them."""
-    if torch._C._is_any_autocast_enabled() and autocast_enabled(p.query.device):
+    if any_autocast_enabled() and autocast_enabled(p.query.device):
         with no_autocast(p.query.device):
             return backend.run(p)
     return backend.run(p)

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..chunked.foreign import AttentionFormula, ForeignKernel
-from ..compat.torch import call_function, may_need_grad
+from ..compat.torch import call_function, forward_mode_is_active, may_need_grad, transforms_are_active
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..masks.causal import Causal
@@ -49,7 +48,7 @@ class Flash4(Backend):
             reasons.append("it gives no statistics of the weights")
         if p.dropout:
             reasons.append("it has no dropout")
-        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        if forward_mode_is_active() or transforms_are_active():
             reasons.append("it has no rules for forward mode and torch.func")
         if not reasons and (missing := _missing()):
             reasons.append(missing)

@@ -1,7 +1,6 @@
 """`triton`: our own GPU kernels, with the statistics of the weights at the speed of a fused kernel.
 
-This file turns a problem into the tensors that kernels take, and gives their results derivatives; the kernels are in
-`regard.kernels`, behind `launch`. A kernel made for one chip is one more function there.
+This file turns a problem into an engine and the tensors that it takes. The kernels are in `regard.kernels`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,20 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..autograd.engine import attend
 from ..biases import Alibi, Bias, Relative
 from ..chunked import statistics
-from ..compat.torch import is_capturing, outside_transforms, without_autocast
+from ..compat.torch import (
+    forward_mode_is_active,
+    is_capturing,
+    outside_transforms,
+    transforms_are_active,
+    without_autocast,
+)
 from ..compat.triton import INTERPRETED
 from ..core.dropout import draw_seed
+from ..core.folded import group_bias
 from ..core.nonfinite import zero_unseen
 from ..core.problem import Problem
 from ..core.rows import Rows
@@ -27,7 +32,7 @@ from ..core.spec import Spec
 from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
 from ..kernels.block_lists import BlockMask
 from ..kernels.block_mask import block_mask, most_bytes, traceable, traceable_spans
-from ..kernels.engine import Inputs, KernelSpec, TritonEngine, kernel_args
+from ..kernels.engine import Inputs, TritonEngine
 from ..masks import Mask
 from ..masks.dense import Dense
 from ..scores.additive import Additive
@@ -66,41 +71,41 @@ class Triton(Backend):
         return reasons + _about_sizes(p) + _about_parts(p)
 
     def run(self, p: Problem) -> Rows:
-        found = _traced(p) if torch.compiler.is_compiling() else _eager(p)
-        output = p.shaped(found[0].to(p.dtype))
-        return Rows(output, *map(p.shaped, found[1:])) if p.observed else Rows(output)
+        rows = _traced(p) if torch.compiler.is_compiling() else _eager(p)
+        output = p.shaped(rows.output.to(p.dtype))
+        return Rows(output, *map(p.shaped, rows[1:])) if p.observed else Rows(output)
 
-    def received(self, p: Problem, found: Rows) -> Tensor:
+    def received(self, p: Problem, rows: Rows) -> Tensor:
         from ..kernels.launch import received
 
-        return p.shaped(received(*_looking(p, found)))
+        return p.shaped(received(*_late_pass(p, rows)))
 
-    def pooled(self, p: Problem, found: Rows, height: int, width: int) -> Tensor:
+    def pooled(self, p: Problem, rows: Rows, height: int, width: int) -> Tensor:
         from ..kernels.launch import pooled
 
         if p.rows * p.keys < _COARSE * height * width:
-            return statistics.pooled(p, found, height, width, self.tile_sizes)
-        w, row_max, log_row_sum = _looking(p, found)
+            return statistics.pooled(p, rows, height, width, self.tile_sizes)
+        w, row_max, log_row_sum = _late_pass(p, rows)
         return p.shaped(pooled(w, row_max, log_row_sum, height, width))
 
-    def top(self, p: Problem, found: Rows, k: int) -> tuple[Tensor, Tensor]:
+    def top(self, p: Problem, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
         from ..kernels.launch import strongest
 
         if k > _MOST:
-            return statistics.top(p, found, k, self.tile_sizes)
-        w, row_max, log_row_sum = _looking(p, found)
+            return statistics.top(p, rows, k, self.tile_sizes)
+        w, row_max, log_row_sum = _late_pass(p, rows)
         logits, index = strongest(w, k)
         weights = (logits - row_max[..., None] - log_row_sum[..., None]).exp().masked_fill(index < 0, 0.0)
         return p.shaped(weights.to(p.dtype)), p.shaped(index)
 
-    def moments(self, p: Problem, found: Rows) -> tuple[Tensor, Tensor]:
+    def moments(self, p: Problem, rows: Rows) -> tuple[Tensor, Tensor]:
         from ..kernels.launch import moments
 
-        health, distance = moments(*_looking(p, found))
+        health, distance = moments(*_late_pass(p, rows))
         return p.shaped(health), p.shaped(distance)
 
-    def survey(self, p: Problem, found: Rows, height: int, width: int) -> statistics.Survey:
-        return statistics.Survey(self.pooled(p, found, height, width), self.received(p, found), *self.moments(p, found))
+    def survey(self, p: Problem, rows: Rows, height: int, width: int) -> statistics.Survey:
+        return statistics.Survey(self.pooled(p, rows, height, width), self.received(p, rows), *self.moments(p, rows))
 
     def visible(self, p: Problem) -> Tensor:
         if p.bias is not None:
@@ -146,7 +151,7 @@ def _about_parts(p: Problem) -> list[str]:
 
 def _about_tracing(p: Problem) -> list[str]:
     reasons = []
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if forward_mode_is_active() or transforms_are_active():
         reasons.append("under torch.compile it is an operator, which has no rules for forward mode and torch.func")
     if p.mask is not None and not traceable(p.mask):
         reasons.append("under torch.compile it takes masks that are intervals by their kind")
@@ -159,36 +164,38 @@ def _about_tracing(p: Problem) -> list[str]:
 
 
 @without_autocast
-def _eager(p: Problem) -> tuple[Tensor, ...]:
-    with outside_transforms():  # what a layout keeps must not be wrapped
-        seen = block_mask(p.mask, p.rows, p.keys, p.device, _inner(p))
-    kernel_spec, inputs = _terms(p, seen)
-    return attend(TritonEngine(kernel_spec), inputs)
+def _eager(p: Problem) -> Rows:
+    with outside_transforms():  # a block mask is cached, so it must not hold wrapped tensors
+        mask = block_mask(p.mask, p.rows, p.keys, p.device, p.items_per_mask)
+    engine, inputs = _engine(p, mask)
+    return attend(engine, inputs)
 
 
-def _traced(p: Problem) -> tuple[Tensor, ...]:
+def _traced(p: Problem) -> Rows:
     """Under torch.compile: operators, and the spans of the mask by operations that are traced with them."""
-    from ..kernels.custom_ops import attend
+    from ..kernels.custom_ops import Settings
+    from ..kernels.custom_ops import attend as attend_operator
 
-    kernel_spec, x = _terms(p, None)
+    engine, inputs = _engine(p, None)
     lo, hi = traceable_spans(p.mask, p.rows, p.keys, p.device)
-    cap = 0.0 if p.softcap is None else p.softcap
-    found: tuple[Tensor, ...] = attend(
-        *x, lo, hi, kernel_spec.scale, cap, kernel_spec.kind, kernel_spec.offset, kernel_spec.spec.inner, p.observed
+    settings = Settings(
+        lo,
+        hi,
+        engine.scale,
+        0.0 if p.softcap is None else p.softcap,
+        engine.bias_kind,
+        engine.bias_offset,
+        engine.spec.inner,
+        p.observed,
     )
-    return found
+    return Rows(*attend_operator(*inputs, *settings))
 
 
-def _inner(p: Problem) -> int:
-    """How many flattened batch items share one item of the mask."""
-    return p.query.shape[0] // p.mask.lead[0] if p.mask is not None and p.mask.lead[0] > 1 else 1
-
-
-def _terms(p: Problem, seen: BlockMask | None) -> tuple[KernelSpec, Inputs]:
-    """Fold the score, and take the problem apart."""
+def _engine(p: Problem, mask: BlockMask | None) -> tuple[TritonEngine, Inputs]:
+    """Fold the score, and split the problem into an engine and its inputs."""
     seed = draw_seed(p.who) if p.dropout else 0
-    query, key, scale, vector = _scored(p)
-    if INTERPRETED and p.dtype == torch.bfloat16:  # which Triton's interpreter cannot multiply
+    query, key, scale, vector = _folded(p)
+    if INTERPRETED and p.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply it
         query, key = query.float(), key.float()
     kind, offset, table = PLAIN, 0, None
     if isinstance(p.bias, Tensor):
@@ -198,35 +205,21 @@ def _terms(p: Problem, seen: BlockMask | None) -> tuple[KernelSpec, Inputs]:
         offset = p.keys - p.rows if p.bias.offset is None else p.bias.offset
         table = p.bias.tensors[0].float()
         table = table[None] if kind == RELATIVE and table.dim() == 1 else table
-    spec = _spec(p, seed)
+    spec = Spec.of(p, seed)
     if vector is not None:
         spec = replace(spec, pair=Additive.pair, cost=query.shape[-1], paired=1)
     number = 1.0 if isinstance(scale, Tensor) else float(scale)
-    kernel_spec = KernelSpec(
-        spec, BlockMask(p.rows, p.keys) if seen is None else seen, kind, offset, number, p.observed
-    )
-    factor = scale.float().reshape(-1) if isinstance(scale, Tensor) else None
+    mask = BlockMask(p.rows, p.keys) if mask is None else mask
+    engine = TritonEngine(spec, mask, kind, offset, number, p.observed)
+    scales = scale.float().reshape(-1) if isinstance(scale, Tensor) else None
     sink = None if p.sink is None else p.sink.float()
-    # A score that was folded in leaves float32; then the values are multiplied in it too.
+    # A folded score leaves float32 queries and keys; then the values are multiplied in float32 too.
     value = p.value.to(query.dtype) if vector is None or INTERPRETED else p.value
-    return kernel_spec, Inputs(query, key, value, table, factor, sink, vector)
+    return engine, Inputs(query, key, value, table, scales, sink, vector)
 
 
-def _spec(p: Problem, seed: int) -> Spec:
-    structured = p.bias if isinstance(p.bias, Bias) else None
-    lengths = (p.rows, p.keys, p.mask, p.softcap, p.dropout, seed)
-    return Spec(*lengths, bias=structured, inner=_inner(p), period=p.query.shape[0])
-
-
-def _grouped_bias(p: Problem) -> Tensor | None:
-    """A bias tensor as (L|1, K|1, G|1, N|1, M|1)."""
-    if not isinstance(p.bias, Tensor):
-        return None
-    return p.bias.unsqueeze(1) if p.bias.shape[1] == 1 else p.bias.unflatten(1, (p.key.shape[1], -1))
-
-
-def _scored(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
-    """Queries and keys with the score folded in, what their products are multiplied by, the additive score's vector."""
+def _folded(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
+    """Queries and keys with the score folded in, the scale of their products, and the additive score's vector."""
     query, key, scale = p.query, p.key, p.scale
     if p.score is None:
         return query, key, scale, None
@@ -235,22 +228,18 @@ def _scored(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
         return query, key, factor, None
     if (
         not torch.compiler.is_compiling()
-    ):  # what nobody sees must not pass through the score: its derivative would meet it
-        query, key, _ = zero_unseen(_spec(p, 0), query, key, p.value, _grouped_bias(p))
+    ):  # hidden NaN must not pass through the score, whose derivative would spread it
+        bias = group_bias(p.bias if isinstance(p.bias, Tensor) else None, key.shape[1])
+        query, key, _ = zero_unseen(Spec.of(p), query, key, p.value, bias)
     query, key, shared = p.score.prepare(query.float(), key.float())
     return query, key, 1.0, shared[0] if isinstance(p.score, Additive) else None
 
 
-def _looking(p: Problem, found: Rows) -> tuple[KernelArgs, Tensor, Tensor]:
-    """The problem without its graph, and what is known of its rows."""
+def _late_pass(p: Problem, rows: Rows) -> tuple[KernelArgs, Tensor, Tensor]:
+    """The problem without its graph, with the row max and the log of the row sum, for a pass after the forward."""
     with torch.no_grad():
-        seen = block_mask(p.mask, p.rows, p.keys, p.device, _inner(p))
-        w = kernel_args(*_terms(p._replace(dropout=0.0), seen))
-    if found.max_logit is None or found.log_row_sum is None:
-        raise RuntimeError("a pass needs what the forward pass found")
-    shape = w.rows
-    return (
-        w,
-        found.max_logit.detach().reshape(shape).contiguous(),
-        found.log_row_sum.detach().reshape(shape).contiguous(),
-    )
+        mask = block_mask(p.mask, p.rows, p.keys, p.device, p.items_per_mask)
+        engine, inputs = _engine(p._replace(dropout=0.0), mask)
+        args = engine.kernel_args(inputs)
+    row_max, log_row_sum = (t.detach().reshape(args.rows).contiguous() for t in (rows.max_logit, rows.log_row_sum))
+    return args, row_max, log_row_sum

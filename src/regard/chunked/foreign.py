@@ -1,4 +1,4 @@
-"""What a call means, for the derivatives that kernels of others do not have."""
+"""Kernels of others (torch's, FlashAttention-4's) with the derivatives that they lack, by the formula."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ..autograd.engine import jvp, vjp
 from ..compat.torch import call_function
+from ..core.folded import group_bias
 from ..core.spec import Spec
 from ..core.tiling import TileSizes
 from ..masks import Mask
@@ -22,22 +23,22 @@ __all__ = ["AttentionFormula", "ForeignKernel"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionFormula:
-    """softmax(scale · q·k + bias | mask) v, with derivatives by the formula, strip by strip."""
+    """softmax(scale · q·k + bias | mask) v, with derivatives by the formula, in strips of rows."""
 
     mask: Mask | None
     bias: Tensor | None
     scale: float
 
     def vjp(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        """Cotangents of q, k, v by the formula, differentiable in turn."""
+        """The cotangents of q, k and v, which can be differentiated again."""
         engine, x = self._engine(q, k, v)
         dq, dk, dv = vjp(engine, x, (grad.unflatten(1, x[0].shape[1:3]), None, None), (True, True, True, False))[:3]
         return (dq * self.scale).flatten(1, 2), dk, dv
 
-    def jvp(self, q: Tensor, k: Tensor, v: Tensor, moved: tuple[Tensor | None, ...]) -> Tensor:
-        """The tangent of the output by the formula."""
+    def jvp(self, q: Tensor, k: Tensor, v: Tensor, tangents: tuple[Tensor | None, ...]) -> Tensor:
+        """The tangent of the output."""
         engine, x = self._engine(q, k, v)
-        tq, tk, tv = moved
+        tq, tk, tv = tangents
         if tq is not None:
             tq = (tq * self.scale).unflatten(1, x[0].shape[1:3])
         return jvp(engine, x, (tq, tk, tv, None))[0].flatten(1, 2)
@@ -46,25 +47,22 @@ class AttentionFormula:
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[ChunkedEngine, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         batch, heads = k.shape[:2]
-        groups = q.shape[1] // max(heads, 1)
-        bias = self.bias
-        if bias is not None:
-            bias = bias.unflatten(1, (heads, groups)) if bias.shape[1] == heads * groups else bias.unsqueeze(1)
         spec = Spec(q.shape[2], k.shape[2], self.mask, period=batch)
-        return ChunkedEngine(spec, TileSizes(), False), ((q * self.scale).unflatten(1, (heads, groups)), k, v, bias)
+        query = (q * self.scale).unflatten(1, (heads, q.shape[1] // max(heads, 1)))
+        return ChunkedEngine(spec, TileSizes(), False), (query, k, v, group_bias(self.bias, heads))
 
 
 class ForeignKernel(torch.autograd.Function):
-    """A kernel of others with its own first derivative, a graph inside this node; the second by the formula.
+    """A kernel with its own first derivative, recorded as a graph inside this node; the formula gives the second.
 
-    The graph inside holds no tensors: what it saves is saved by this node, so that torch frees it after the backward,
-    checkpoints it and moves it to other memory as it does with its own.
+    The inner graph holds no tensors: this node saves them, so that torch frees, checkpoints and offloads them like
+    the tensors of its own functions.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        meaning: AttentionFormula,
+        formula: AttentionFormula,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         q: Tensor,
         k: Tensor,
@@ -79,11 +77,11 @@ class ForeignKernel(torch.autograd.Function):
         with torch.enable_grad(), saved_tensors_hooks(pack, kept.__getitem__):
             inside = call_function(Roots, torch.empty(0, requires_grad=True), q, k, v)
             output = attend(*inside)
-        ctx.meaning, ctx.kept = meaning, kept
+        ctx.formula, ctx.kept = formula, kept
         ctx.starts = [get_gradient_edge(x) if x.requires_grad else None for x in inside]
         ctx.end = get_gradient_edge(output)
         result = output.detach()
-        ctx.save_for_backward(q, k, v, result, *kept)  # the result too: torch then sees if it was changed in place
+        ctx.save_for_backward(q, k, v, result, *kept)  # with the result, torch notices in-place changes of it
         kept.clear()
         return result
 
@@ -91,7 +89,7 @@ class ForeignKernel(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, *kept = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, None, *ctx.meaning.vjp(q, k, v, grad)
+            return None, None, *ctx.formula.vjp(q, k, v, grad)
         wanted = [start for start in ctx.starts if start is not None]
         ctx.kept.extend(kept)
         try:
@@ -102,7 +100,7 @@ class ForeignKernel(torch.autograd.Function):
 
 
 class Roots(torch.autograd.Function):
-    """Begin a graph at tensors that the graph does not hold."""
+    """Start a graph at tensors that the graph does not hold."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

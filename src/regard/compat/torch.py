@@ -1,4 +1,7 @@
-"""What stands between a tensor and its numbers: autocast, which must not touch ours, torch.func's wrappers, export."""
+"""Every private or version-dependent symbol of torch that the package uses, behind one small function each.
+
+`tests/compat/test_torch.py` holds each of them: if a release of torch drops one, its test says so.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,36 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 
 __all__ = [
+    "any_autocast_enabled",
     "autocast_enabled",
     "cached_signature",
     "call_function",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
+    "cpu_multiplies_bfloat16",
+    "dynamo_is_loaded",
+    "forward_mode_is_active",
+    "fused_sdpa_kernel",
+    "in_backward",
+    "innermost_transform_is_jvp",
     "is_batched",
     "is_capturing",
     "is_exporting",
+    "is_legacy_batched",
     "is_recording",
+    "is_wrapped",
+    "legacy_batch",
+    "legacy_unbatch",
     "may_need_grad",
     "no_autocast",
     "not_compiled",
+    "not_traced",
     "outside_transforms",
+    "tensor_indices_in_vmap",
+    "transforms_are_active",
     "unwrap",
+    "unwrap_largest",
+    "version_of",
     "without_autocast",
 ]
 
@@ -35,15 +56,26 @@ R = TypeVar("R")
 F = TypeVar("F", bound=torch.autograd.Function)
 
 
+def any_autocast_enabled() -> bool:
+    """Whether autocast is on for some device: one fast call, where the public function asks about one device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def autocast_enabled(device: torch.device) -> bool:
+    """Whether autocast is on for a device; the public function raises for the meta device."""
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def no_autocast(device: torch.device | None = None) -> AbstractContextManager[object]:
-    """A context in which autocast casts nothing; a compiler, which cannot trace torch's own, needs the device."""
+    """A context without autocast on any device. A compiler cannot trace torch's own context, and needs the device."""
     if device is not None and torch.compiler.is_compiling():
         return torch.autocast(device.type, enabled=False)
     return torch._C._DisableAutocast()
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function in that context: a backward pass may be called from inside autocast too."""
+    """Run a function without autocast: a backward pass may be called from inside autocast too."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,24 +85,67 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def dynamo_is_loaded() -> bool:
+    """Whether torch.compile was used in this process: importing its module takes seconds, so we only look."""
+    return "torch._dynamo" in sys.modules
+
+
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of a function that starts kernels: behind a graph break it would trace their launcher."""
-    hidden: list[Callable[P, R]] = []
+    """Keep torch.compile out of a function that launches kernels: after a graph break it would trace the launcher."""
+    disabled: list[Callable[P, R]] = []
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:  # the import takes seconds, and without it nothing is traced
+        if not dynamo_is_loaded():
             return function(*args, **kwargs)
-        if not hidden:
-            hidden.append(torch._dynamo.disable(function))
-        return hidden[0](*args, **kwargs)
+        if not disabled:
+            disabled.append(torch._dynamo.disable(function))
+        return disabled[0](*args, **kwargs)
 
     return wrapped
 
 
+def not_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that torch.compile calls and does not trace. The first call imports the compiler."""
+    disabled: Callable[P, R] = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    return disabled
+
+
 def is_exporting() -> bool:
-    """Whether torch.export is at work: no value can be read, and every operator must be a plain one."""
-    return torch.compiler._is_exporting_flag  # what is_exporting() says, which torch.compile up to 2.12 takes for True
+    """Whether torch.export is at work; torch.compiler.is_exporting() is True under torch.compile up to torch 2.12."""
+    return torch.compiler._is_exporting_flag
+
+
+def is_recording() -> bool:
+    """Whether operations are recorded, as by `torch.func.linearize`: then no value can be read."""
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # while this is not imported, nothing is recorded
+    return tracer is not None and tracer.get_proxy_mode() is not None
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured; without a GPU the public function raises."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def forward_mode_is_active() -> bool:
+    """Whether tangents may be attached to tensors: inside torch.func.jvp or a dual level."""
+    return forward_ad._current_level >= 0
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of torch.func (grad, jvp, vmap, …) is at work."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def innermost_transform_is_jvp() -> bool:
+    """Whether jvp is the innermost transform of torch.func, or none is at work."""
+    innermost = _functorch.peek_interpreter_stack()
+    return innermost is None or innermost.key() == _functorch.TransformType.Jvp
 
 
 def outside_transforms() -> AbstractContextManager[object]:
@@ -78,48 +153,79 @@ def outside_transforms() -> AbstractContextManager[object]:
     return torch._C._DisableFuncTorch()
 
 
-def is_recording() -> bool:
-    """Whether operations are recorded, as by `torch.func.linearize`: then no value can be read."""
-    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # what is not imported records nothing
-    return tracer is not None and tracer.get_proxy_mode() is not None
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a tensor is a wrapper of a torch.func transform."""
+    return _functorch.is_functorch_wrapped_tensor(x)
 
 
 def unwrap(x: Tensor) -> Tensor:
     """The plain tensor under the wrappers of torch.func."""
-    while _functorch.is_functorch_wrapped_tensor(x):
+    while is_wrapped(x):
         x = _functorch.get_unwrapped(x)
+    return x
+
+
+def unwrap_largest(x: Tensor) -> Tensor:
+    """The plain tensor under the wrappers, and its largest value over each dimension that vmap added."""
+    while is_wrapped(x):
+        dim = _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else -1
+        x = _functorch.get_unwrapped(x)
+        x = x.amax(dim) if dim >= 0 else x
     return x
 
 
 def is_batched(x: Tensor) -> bool:
     """Whether vmap runs over a tensor, at any level."""
-    while _functorch.is_functorch_wrapped_tensor(x):
+    while is_wrapped(x):
         if _functorch.is_batchedtensor(x):
             return True
         x = _functorch.get_unwrapped(x)
     return False
 
 
-def autocast_enabled(device: torch.device) -> bool:
-    """Whether torch.autocast is on for a device."""
-    kind = device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
+def is_legacy_batched(x: Tensor) -> bool:
+    """Whether `torch.autograd.grad(…, is_grads_batched=True)` batched a tensor: it uses a vmap of its own."""
+    return _functorch.is_legacy_batchedtensor(x)
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _legacy_level() -> int:
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+def legacy_unbatch(x: Tensor) -> Tensor:
+    """Such a tensor with its batch as dimension 0."""
+    return torch._remove_batch_dim(x, _legacy_level(), 1, 0)
+
+
+def legacy_batch(x: Tensor, dim: int) -> Tensor:
+    """The inverse: hide dimension `dim` as the batch."""
+    return torch._add_batch_dim(x, dim, _legacy_level())
+
+
+def tensor_indices_in_vmap() -> AbstractContextManager[object]:
+    """A context in which vmap can index by tensors that it maps over, as mask functions of Hugging Face do."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    context: AbstractContextManager[object] = TransformGetItemToIndex()
+    return context
 
 
 def may_need_grad(*tensors: Tensor | None) -> bool:
     """Whether a derivative may be asked for, in any mode, or a transform of torch.func is at work."""
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if forward_mode_is_active() or transforms_are_active():
         return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def version_of(x: Tensor) -> int:
+    """How often a tensor was changed in place; -1 for tensors of inference mode, which are not counted."""
+    return -1 if x.is_inference() else int(x._version)
+
+
 def cached_signature(function: type[F]) -> type[F]:
-    """An autograd function with the signature of its forward written down: torch looks for it at every call."""
+    """Store the signature of an autograd function's forward: torch inspects it at every call."""
     function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
     return function
 
@@ -127,3 +233,36 @@ def cached_signature(function: type[F]) -> type[F]:
 def call_function(function: Any, *args: Any) -> Any:
     """Apply an autograd function; torch leaves `apply` without a type."""
     return function.apply(*args)
+
+
+def fused_sdpa_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, grouped: bool
+) -> int:
+    """The kernel that torch's attention would choose, by its own rules and switches; 0 is the matrix path."""
+    try:
+        return int(torch._fused_sdp_choice(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped))
+    except RuntimeError:  # every kernel is switched off
+        return 0
+
+
+def cpu_flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of torch's CPU kernel; the public function returns the output alone."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, lse = op(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    return output, lse
+
+
+def cpu_flash_attention_backward(
+    grad: Tensor, saved: tuple[Tensor, ...], mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value by torch's CPU kernel; `saved` is (query, key, value, output, lse)."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = op(grad, *saved, 0.0, causal, attn_mask=mask, scale=scale)
+    return dq, dk, dv
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 in hardware; torch has no public question for it."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

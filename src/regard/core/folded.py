@@ -1,7 +1,7 @@
-"""The problem as every tile sees it: scale and score folded into q and k, heads grouped, in exact arithmetic.
+"""The problem as tiles take it: scale and score folded into query and key, heads grouped, in exact arithmetic.
 
-Folding happens in plain differentiable torch, so the parameters of scores and scales get their derivatives, of every
-order, for nothing; so does the sink, which is applied to finished rows.
+Folding is plain differentiable torch, so parameters of scores and scales get derivatives of every order without more
+code. So does the sink, which is applied to finished rows.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..biases import Bias
 from .nonfinite import zero_unseen
 from .problem import Problem
 from .rows import Rows
 from .spec import Spec
 
-__all__ = ["FoldedProblem", "add_sink", "fold", "unfold"]
+__all__ = ["FoldedProblem", "add_sink", "fold", "group_bias", "unfold"]
 
 
 class FoldedProblem(NamedTuple):
-    """Tensors with derivatives, and the rule."""
+    """The tensors that have derivatives, and the spec."""
 
     query: Tensor  # (L, K, G, N, D): G query heads share one of K key heads
     key: Tensor  # (L, K, M, D)
@@ -32,24 +31,19 @@ class FoldedProblem(NamedTuple):
     spec: Spec
 
 
+def group_bias(bias: Tensor | None, heads: int) -> Tensor | None:
+    """A bias tensor (L|1, H|1, N|1, M|1) with its query heads grouped by key head: (L|1, K|1, G|1, N|1, M|1)."""
+    if bias is None:
+        return None
+    return bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (heads, bias.shape[1] // max(heads, 1)))
+
+
 def fold(p: Problem, seed: int = 0) -> FoldedProblem:
-    """Fold the score, cast, and group the heads; `seed` decides what dropout drops."""
+    """Fold the score into query and key, cast, and group the heads; `seed` decides what dropout drops."""
     exact = p.exact_dtype
-    batch, heads, groups = p.query.shape[0], p.key.shape[1], p.query.shape[1] // max(p.key.shape[1], 1)
-    structured, bias = (p.bias, None) if isinstance(p.bias, Bias) else (None, p.bias)
-    if bias is not None:
-        bias = bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (heads, groups))
-    spec = Spec(
-        n=p.rows,
-        m=p.keys,
-        mask=p.mask,
-        softcap=p.softcap,
-        dropout=p.dropout,
-        seed=seed,
-        bias=structured,
-        inner=batch // p.mask.lead[0] if p.mask is not None and p.mask.lead[0] > 1 else 1,
-        period=batch,
-    )
+    heads, groups = p.key.shape[1], p.query.shape[1] // max(p.key.shape[1], 1)
+    spec = Spec.of(p, seed)
+    bias = group_bias(p.bias if isinstance(p.bias, Tensor) else None, heads)
     parts = zero_unseen(spec, p.query, p.key, p.value, bias)
     query, key, value = (x.to(exact) for x in parts)
     shared: tuple[Tensor, ...] = ()
@@ -61,13 +55,13 @@ def fold(p: Problem, seed: int = 0) -> FoldedProblem:
         query = query * p.scale.to(exact).reshape(-1, 1, 1)
     else:
         query = query * p.scale
-    if structured is not None:
-        shared += tuple(t.to(exact) for t in structured.tensors)
+    if spec.bias is not None:
+        shared += tuple(t.to(exact) for t in spec.bias.tensors)
     return FoldedProblem(query.unflatten(1, (heads, groups)), key, value, bias, shared, spec)
 
 
 def add_sink(sink: Tensor, lse: Tensor, entropy: Tensor, row_max: Tensor, log_row_sum: Tensor) -> tuple[Tensor, ...]:
-    """Row statistics (L, H, N) with one more logit a head: log of what it leaves to the keys; lse, entropy, spread."""
+    """Row statistics (L, H, N) with one more logit per head: log of the keys' share, lse, entropy, log_row_sum."""
     sink = sink.to(lse.dtype)[:, None].expand_as(lse)
     seen = lse > -torch.inf
     alone = torch.where(seen, lse, 0.0)

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
-from ..compat.torch import is_exporting, unwrap
+from ..compat.torch import is_exporting, unwrap, unwrap_largest
 from ..softmax import arithmetic_dtype
 from .formula import bias_tile, hidden
 from .spec import Spec
@@ -50,7 +49,7 @@ def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor |
     rows = torch.zeros(batch, heads, groups, spec.n, dtype=torch.bool, device=key.device)
     keys = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
-        bias = _widest(bias)
+        bias = unwrap_largest(bias)  # under vmap, −inf hides only where every sample has it
     for tile, full in _tiles(spec, rows.shape):
         row, col = ROW.part(rows, tile), keys[tile.batch, tile.heads, tile.cols]
         shown = torch.ones((), dtype=torch.bool, device=key.device)
@@ -73,12 +72,3 @@ def _tiles(spec: Spec, shape: tuple[int, ...]) -> Iterator[tuple[Tile, bool]]:
         return
     for strip in strips(spec, shape, TileSizes()):
         yield from ((strip.tile(run), run.full) for run in strip.runs)
-
-
-def _widest(bias: Tensor) -> Tensor:
-    """A bias without torch.func's wrappers; where vmap runs over it, −inf only where every sample has it."""
-    while _functorch.is_functorch_wrapped_tensor(bias):
-        dim = _functorch.maybe_get_bdim(bias) if _functorch.is_batchedtensor(bias) else -1
-        bias = _functorch.get_unwrapped(bias)
-        bias = bias.amax(dim) if dim >= 0 else bias
-    return bias

@@ -24,14 +24,13 @@ class Problem(NamedTuple):
     mask: Mask | None
     bias: Tensor | Bias | None  # a tensor is (B|1, Hq|1, N|1, M|1)
     score: Score | None
-    scale: float | Tensor  # a tensor has one element, or one a head
+    scale: float | Tensor  # a tensor has one element, or one per head
     softcap: float | None
     sink: Tensor | None  # (Hq,)
     dropout: float
     lead: tuple[int, ...]  # the dimensions of the results before (N, …)
     observed: bool
     who: str  # the public function, for messages
-    notes: dict[str, object]  # what a backend found when it was asked, for its run
 
     @property
     def rows(self) -> int:
@@ -53,6 +52,11 @@ class Problem(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.query.device
+
+    @property
+    def items_per_mask(self) -> int:
+        """How many flattened batch items, one after the other, share one item of the mask."""
+        return self.query.shape[0] // self.mask.lead[0] if self.mask is not None and self.mask.lead[0] > 1 else 1
 
     @property
     def plain_scale(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..biases import Bias
 from ..masks import Mask
+from .problem import Problem
 
 __all__ = ["Spec"]
 
@@ -32,3 +33,19 @@ class Spec:
     copies: int = 1  # flattened items, one after the other, that share one fate under dropout (vmap puts them so)
     origin: tuple[int, int] = (0, 0)  # batch item and query head of the whole problem at which this part of it begins
     corner: tuple[int, int] = (0, 0)  # likewise row and key; what dropout drops is decided by places in the whole
+
+    @staticmethod
+    def of(p: Problem, seed: int = 0) -> Spec:
+        """The spec of a whole problem, its score left out; `seed` decides what dropout drops."""
+        batch = p.query.shape[0]
+        return Spec(
+            n=p.rows,
+            m=p.keys,
+            mask=p.mask,
+            softcap=p.softcap,
+            dropout=p.dropout,
+            seed=seed,
+            bias=p.bias if isinstance(p.bias, Bias) else None,
+            inner=p.items_per_mask,
+            period=batch,
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..biases import Bias
-from ..compat.torch import autocast_enabled, is_batched, unwrap
+from ..compat.torch import any_autocast_enabled, autocast_enabled, is_batched, transforms_are_active, unwrap
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, dense
 from ..masks.index import joint
@@ -37,7 +37,7 @@ def pose(
     who: str = "attention",
     names: tuple[str, str] = ("mask", "bias"),
 ) -> Problem:
-    """Check every argument and put the tensors into one layout."""
+    """Check every argument and put the tensors into one layout; `who` is the public function, for messages."""
     query, key, value = _tensors(query, key, value, who)
     _shapes(query, key, value, score, who)
     lead = tuple(query.shape[:-2])
@@ -53,7 +53,7 @@ def pose(
         mask = _mask(mask, full, batch, first, heads, headless, query.device, who, names[0])
     if bias is not None:
         bias = _bias(bias, full, batch, heads, headless, query.device, who, names[1])
-    if mask is not None and not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if mask is not None and not torch.compiler.is_compiling() and transforms_are_active():
         mask, bias = _unwrapped(mask, bias, rows, key.shape[2], batch, who)
     return Problem(
         query,
@@ -69,7 +69,6 @@ def pose(
         lead,
         observed,
         who,
-        {},
     )
 
 
@@ -90,7 +89,7 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tenso
             f"{who}: query, key and value must be on one device. Got query on {device}, key on {key.device}, "
             f"value on {value.device}; move them with .to(device)."
         )
-    if torch._C._is_any_autocast_enabled() and autocast_enabled(device):
+    if any_autocast_enabled() and autocast_enabled(device):
         query, key, value = (_autocast(x, device.type) for x in (query, key, value))
     dtype = query.dtype
     if dtype not in _FLOATS:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..backends import KNOWN, Backend, Triton
 from ..biases import Bias
+from ..compat.torch import forward_mode_is_active, transforms_are_active
 from ..core.dropout import draw_seed
 from ..core.nonfinite import all_finite
 from ..core.problem import Problem
@@ -98,7 +98,7 @@ class Asked:
 
 
 def _reverse_alone(who: str) -> None:
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if forward_mode_is_active() or transforms_are_active():
         raise ArgumentError(
             f"{who}: over a group there is reverse mode alone, without torch.func. Gather the sequence on one rank, "
             f"with regard.distributed.gather, and call regard.attention."
@@ -178,7 +178,7 @@ def against_kernels(p: Problem, bias: Tensor | Bias | None, backend: str | Backe
     if not named and not (backend == "auto" and p.query.is_cuda):
         return ["they are for GPUs, and for backend='auto' or 'triton'"]
     query, key, value = (x.new_empty(*x.shape[:-2], 1, x.shape[-1]) for x in (p.query, p.key, p.value))
-    return KNOWN["triton"].refuses(p._replace(query=query, key=key, value=value, bias=bias, notes={}))
+    return KNOWN["triton"].refuses(p._replace(query=query, key=key, value=value, bias=bias))
 
 
 def _seed(who: str, p: Problem, place: Place) -> int:

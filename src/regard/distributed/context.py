@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..compat.torch import not_traced
 from ..core.contexts import ACTIVE, ShardedContext
 from ..core.problem import Problem
 from ..core.rows import Rows
@@ -37,7 +38,7 @@ class Over(ShardedContext):
         answer = self._untraced if torch.compiler.is_compiling() else self._answer
         return GroupObservation(*answer("distributed.observe", query, key, value, observed=True, **given))
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # it imports the compiler, so only what is compiled asks it
+    @not_traced
     def _untraced(self, who: str, *tensors: Tensor, **given: Any) -> tuple[Asked, Problem, Rows]:
         return self._answer(who, *tensors, **given)
 

@@ -61,7 +61,6 @@ def by_heads(asked: Asked, p: Problem, lent: Lent) -> Rows:
         sink=None if lent.sink is None else lent.sink[share],
         dropout=0.0,
         lead=(q.shape[0], q.shape[1]),
-        notes={},
     )
     found = _attended(asked, problem, shared, share.start)
     back = [found.output.to(p.dtype)]

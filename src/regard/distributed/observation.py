@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..chunked.tile_ops import RowStats
+from ..compat.torch import version_of
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..errors import ArgumentError, ChangedError
@@ -164,4 +165,4 @@ def _whole(member: str, name: str, size: object, limit: int | None) -> None:
 
 
 def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else int(x._version)
+    return version_of(x)

@@ -17,7 +17,7 @@ from ..core.dropout import draw_seed
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..masks import Mask
 from .asking import Place
-from .layout import CONTIGUOUS
+from .layout import CONTIGUOUS, cut
 from .parts import share_of_bias
 from .ranks import Ranks
 

@@ -14,7 +14,7 @@ from ..core.rows import Rows
 from ..core.spec import Spec
 from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
 from ..kernels.block_mask import block_mask
-from ..kernels.engine import Inputs, KernelSpec, TritonEngine
+from ..kernels.engine import Inputs, TritonEngine
 from .blocks import Blocks, block_bias, block_spec
 from .layout import Piece
 
@@ -43,7 +43,7 @@ class Tiles(Blocks):
         spec = block_spec(self.spec, self.mask_rows, row, key, state)
         seen = block_mask(spec.mask, spec.n, spec.m, self.device, spec.inner)
         offset = spec.bias.offset if isinstance(spec.bias, Alibi | Relative) else None
-        return TritonEngine(KernelSpec(spec, seen, self.kind, offset or 0, self.scale, self.observed))
+        return TritonEngine(spec, seen, self.kind, offset or 0, self.scale, self.observed)
 
     def inputs(self, x: MaybeTensors, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> MaybeTensors:
         query, _, _, bias, *others = x

@@ -84,7 +84,7 @@ class BlockMask:
     _there: torch.cuda.Event | None = None  # … and when it is there
 
     def __post_init__(self) -> None:
-        self.made()
+        self.record()
 
     @property
     def kind(self) -> int:
@@ -98,13 +98,13 @@ class BlockMask:
         """For kernels that hold BN keys and walk over row blocks of BM."""
         return self._remembered(BM, BN, True, 0)
 
-    def made(self) -> None:
+    def record(self) -> None:
         """Note the stream that makes a part, so that others wait for it."""
         stream = self._current()
         if stream is not None:
             self._stream, self._there = stream.cuda_stream, stream.record_event()
 
-    def awaited(self, *parts: BlockLists | NamedTuple) -> None:
+    def wait(self, *parts: BlockLists | NamedTuple) -> None:
         """Let the stream that is current now wait for another that made this, and keep parts as long as it reads them."""
         stream = self._current()
         if stream is None or self._there is None or stream.cuda_stream == self._stream:
@@ -122,13 +122,13 @@ class BlockMask:
     def _remembered(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
         known = self._known.get((BM, BN, turned, before))
         if known is not None:
-            self.awaited(known)
+            self.wait(known)
             return known
-        self.awaited()
+        self.wait()
         made = self._where(BM, BN, turned, before)
         if not is_capturing():  # what a captured graph makes is there only while the graph runs
             self._known[BM, BN, turned, before] = made
-            self.made()
+            self.record()
         return made
 
     def _where(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:

@@ -16,6 +16,8 @@ from regard.masks.picture import draw
 from regard.masks.span import Span, interval
 from regard.masks.tiles import FULL, HIDDEN, PARTIAL, members, tiles, whole_cover
 
+from ..compat.torch import version_of
+
 __all__ = ["FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
 
 BLOCK = 1 << 20
@@ -151,7 +153,7 @@ class Mask(ABC):
         tensors = self.tensors
         if any(map(torch.Tensor.is_inference, tensors)):
             return make()  # such tensors do not count their changes
-        versions = tuple(t._version for t in tensors)
+        versions = tuple(version_of(t) for t in tensors)
         memory: dict[Hashable, tuple[object, Any]] = self.__dict__.setdefault("_memory", {})
         then, thing = memory.get(key, (None, None))
         if then != versions:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
+from ..compat.torch import forward_mode_is_active, transforms_are_active
 from ..distributed.agreement import word
 from ..distributed.ranks import Ranks, Told, digest
 from ..errors import ArgumentError, DistributedError
@@ -83,7 +83,7 @@ def read(ranks: Ranks, pose: Callable[[], Question]) -> Reading:
 
 
 def _agreed(ranks: Ranks, pose: Callable[[], Question]) -> tuple[Question, Circle]:
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if forward_mode_is_active() or transforms_are_active():
         raise ArgumentError(f"{ranks.who}: over a group there is no forward mode and no transform of torch.func.")
 
     def told() -> tuple[Told, Question]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, TracebackType
@@ -22,6 +21,8 @@ from regard.errors import BackendError, RegardError
 from regard.functional import posed_as_torch
 from regard.masks import causal
 from regard.observation import WATCHERS, Observation, Watcher, notify, observed
+
+from ..compat.torch import dynamo_is_loaded, transforms_are_active
 
 __all__ = ["Calls"]
 
@@ -51,7 +52,7 @@ class Calls(Watcher):
                     self._follow(stack, name, module)
             WATCHERS.append(self)
             stack.callback(WATCHERS.remove, self)
-            if "torch._dynamo" in sys.modules:  # compiled code would pass us by; without the compiler there is none
+            if dynamo_is_loaded():  # compiled code would pass us by; without the compiler there is none
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_Torch(self))
             self._leave = stack.pop_all()
@@ -96,7 +97,7 @@ class Calls(Watcher):
             Calls.busy = before
 
     def _answered(self, p: Problem, backend: str | Backend) -> Tensor:
-        if torch._C._are_functorch_transforms_active():
+        if transforms_are_active():
             self.miss("it is inside a torch.func transform")
             return run(p, choose(p, backend)).output
         try:
@@ -129,7 +130,7 @@ class Calls(Watcher):
         return output.view(*output.shape[:-3][: query.dim() - 2], *output.shape[-2:]) if query.dim() < 4 else output
 
     def _look(self, p: Problem) -> None:
-        if torch._C._are_functorch_transforms_active():
+        if transforms_are_active():
             self.miss("it is inside a torch.func transform")
             return
         with torch.no_grad():

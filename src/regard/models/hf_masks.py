@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compat.torch import tensor_indices_in_vmap
 from ..masks import Mask, causal, documents, everything, padding, predicate, window
 from ..masks.causal import Causal
 from ..masks.index import joint
@@ -293,11 +294,9 @@ def _asked(rule: Rule, frame: Frame, one_by_one: bool) -> Mask:
 
 def _each(rule: Rule, *indices: Tensor) -> Tensor:
     """Ask a function of single indices about many at once."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     shape = joint(*(x.shape for x in indices))
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.bool, device=indices[0].device)
-    with TransformGetItemToIndex():  # lets an index under vmap pick from a tensor
+    with tensor_indices_in_vmap():
         found: Tensor = torch.vmap(rule)(*(x.expand(shape).flatten() for x in indices))
     return found.reshape(shape)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..compat.torch import in_backward
 from ..errors import DtypeError
 from ..observation import Observation
 from ..scores.base import whole
@@ -170,7 +171,7 @@ class Monitor:
             self._report(self.last, self._number)
 
     def _before(self, module: nn.Module, args: object) -> None:
-        repeated = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        repeated = in_backward()
         if self._last is not None or repeated or not module.training:
             return
         self.open()

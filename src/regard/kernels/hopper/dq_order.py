@@ -47,13 +47,13 @@ def dq_order(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
     """The turns of a layout that is walked by keys, in blocks of BM rows and BN keys."""
     known = _KNOWN.setdefault(block_mask, {})
     if (BM, BN) in known:
-        block_mask.awaited(known[BM, BN])
+        block_mask.wait(known[BM, BN])
         return known[BM, BN]
-    block_mask.awaited()
+    block_mask.wait()
     made = DqOrder() if block_mask.kind == NONE else _listed(block_mask, BM, BN) if block_mask.kind == BITS else _of_spans(block_mask, BM, BN)
     if not is_capturing():  # what a captured graph makes is there only while the graph runs
         known[BM, BN] = made
-        block_mask.made()
+        block_mask.record()
     return made
 
 

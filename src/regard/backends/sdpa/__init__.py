@@ -1,0 +1,46 @@
+"""`sdpa`: torch's own fused kernels, where they do exactly what is asked."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ...compat.torch import may_need_grad
+from ...core.problem import Problem
+from ...core.rows import Rows
+from ..base import Backend
+from .call import KERNELS, call_of, kernel_of, probe_of
+from .derivatives import attend_with_derivatives
+from .fast_path import fast_path
+from .refusals import refusals
+
+__all__ = ["Sdpa", "fast_path"]
+
+
+class Sdpa(Backend):
+    """`torch.nn.functional.scaled_dot_product_attention`, by its fused kernels only."""
+
+    name: ClassVar[str] = "sdpa"
+    about: ClassVar[str] = "torch's fused kernels"
+
+    def refuses(self, p: Problem) -> list[str]:
+        reasons = refusals(p)
+        if not reasons and not torch.compiler.is_compiling() and kernel_of(probe_of(p)) not in KERNELS:
+            reasons.append(
+                "torch would take its matrix path: none of its fused kernels does this, or they are switched off"
+            )
+        return reasons
+
+    def detail(self, p: Problem) -> str:
+        return f"torch's {KERNELS.get(kernel_of(probe_of(p)), 'matrix')} kernel"
+
+    def run(self, p: Problem) -> Rows:
+        call = call_of(p)
+        if torch.compiler.is_compiling():
+            output = call.attend_traced()
+        elif may_need_grad(call.query, call.key, call.value):
+            output = attend_with_derivatives(p, call)
+        else:
+            output = call.attend()
+        return Rows(p.shaped(output if output.dtype == p.dtype else output.to(p.dtype)))

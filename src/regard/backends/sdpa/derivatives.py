@@ -1,0 +1,71 @@
+"""Torch's kernels with every derivative: the first by their own backward, the others by the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...chunked.foreign import AttentionFormula, ForeignKernel
+from ...compat.torch import cached_signature, call_function, cpu_flash_attention, cpu_flash_attention_backward
+from ...core.problem import Problem
+from .call import Call
+
+__all__ = ["attend_with_derivatives"]
+
+
+def attend_with_derivatives(p: Problem, call: Call) -> Tensor:
+    """The output of a call, as a node of the graph."""
+    formula = AttentionFormula(p.mask, call.mask if isinstance(p.bias, Tensor) else None, call.scale)
+    if not p.query.is_cpu:
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return call._replace(query=q, key=k, value=v).attend()
+
+        output: Tensor = call_function(ForeignKernel, formula, attend, call.query, call.key, call.value)
+        return output
+    mask = call.mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=call.query.dtype).masked_fill_(~mask, -torch.inf)
+    output, _ = call_function(CpuFlash, formula, mask, call.causal, call.query, call.key, call.value)
+    return output
+
+
+@cached_signature
+class CpuFlash(torch.autograd.Function):
+    """Torch's CPU kernel and its backward; every other derivative by the formula, in strips of rows."""
+
+    @staticmethod
+    def forward(
+        formula: AttentionFormula, mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return cpu_flash_attention(q, k, v, mask, causal, formula.scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.formula, mask, ctx.causal, q, k, v = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(q, k, v, mask, *output)
+        ctx.save_for_forward(q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, output, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, None, None, *ctx.formula.vjp(q, k, v, grad)
+        saved = (q, k, v, output, lse)
+        return None, None, None, *cpu_flash_attention_backward(grad, saved, mask, ctx.causal, ctx.formula.scale)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return ctx.formula.jvp(*ctx.saved_tensors[:3], tangents[3:]), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        """Item by item: the kernel has one batch dimension, and a mask may follow it."""
+        items = [
+            call_function(CpuFlash, *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(column) for column in zip(*items, strict=True)), (0, 0)
