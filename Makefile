@@ -32,8 +32,8 @@ test-gpu: ## run the tests that need a CUDA device, with the Python that has it
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/gpu
 
 sanitize-gpu: ## watch small cases of the Hopper kernels with compute-sanitizer, for memory and for races
-	PYTHONPATH=src:tests $(PYTHON) -m gpu.sanitized memcheck
-	PYTHONPATH=src:tests $(PYTHON) -m gpu.sanitized racecheck
+	PYTHONPATH=src:tests:tests/support $(PYTHON) -m gpu.sanitized memcheck
+	PYTHONPATH=src:tests:tests/support $(PYTHON) -m gpu.sanitized racecheck
 
 check: lint types examples docs ## run the linter, the type checker and the examples, and build the docs
 

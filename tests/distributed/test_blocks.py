@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mask_cases import CASES, Case
 from torch import Tensor
 
-from masks.cases import CASES, Case
 from regard.biases import Bias, alibi, relative
 from regard.core.rows import Rows
 from regard.distributed.merging import merged, nothing
@@ -87,10 +87,10 @@ def test_a_part_of_a_structured_bias_is_the_bias_there(bias: Bias) -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 2**31), st.floats(0, 3))
-def test_merged_rows_are_those_of_all_keys_at_once(n: int, widths: list[int], seed: int, log_row_sum: float) -> None:
+def test_merged_rows_are_those_of_all_keys_at_once(n: int, widths: list[int], seed: int, spread: float) -> None:
     torch.manual_seed(seed)
     m = sum(widths)
-    S = torch.randn(n, m, dtype=torch.float64) * 10**log_row_sum
+    S = torch.randn(n, m, dtype=torch.float64) * 10**spread
     S = S.masked_fill(torch.rand(n, m) < 0.4, -torch.inf)
     value = torch.randn(m, 3, dtype=torch.float64)
     true = whole(S, value)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import regard
-from gpu.test_hopper_levels_on_gpu import holed, needle, with_profile
+from gpu.test_hopper_lazy_row_max_on_gpu import holed, needle, with_profile
 from gpu.test_kernels_on_gpu import of_bits, random
 from regard import biases
 from regard.kernels.hopper import forward_launch

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from browser import chrome, complaints, opened, prefer, view
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
@@ -18,7 +19,6 @@ from regard.lab import Row, Study, page
 from regard.lab.base import Tell, canvas
 from regard.lab.cells import cell, is_number, tables
 from regard.lab.saved import Saved
-from report.browser import chrome, complaints, opened, prefer, view
 
 EVIL = '<script>alert(1)</script> & "quotes" \x1b[31m'
 

@@ -10,6 +10,7 @@ import pkgutil
 
 import pytest
 import torch
+from mask_cases import CASES, Case, written_out
 from torch import Tensor
 
 import regard.masks
@@ -18,8 +19,6 @@ from regard.masks import *  # noqa: F403  (reprs are read back by their names)
 from regard.masks import Mask
 from regard.masks.base import FULL, HIDDEN, And, Not, Or
 from regard.masks.predicate import Predicate
-
-from .cases import CASES, Case, written_out
 
 every_mask = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.mask!r} {c.n} {c.m}")
 

@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from memory_over_group import CASES, RANKS
+from world import World
 
-from memory.over_group import CASES, RANKS
 from regard.errors import ArgumentError, DtypeError
 from regard.memory import Memory
-from world import World
 
 FATAL = ["a_rank_that_dies_before_the_backward_pass", "a_rank_that_does_not_come"]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FATAL])
 def test_a_read_over_a_group_is_that_of_one_memory(name: str, world: Callable[[int], World], tmp_path: Path) -> None:
-    world(RANKS).run(f"memory.over_group:{name}", tmp_path)
+    world(RANKS).run(f"memory_over_group:{name}", tmp_path)
 
 
 @pytest.mark.parametrize("name", FATAL)
 def test_a_rank_that_is_gone_gives_the_others_one_error(name: str, tmp_path: Path) -> None:
     lost = World(RANKS, timeout=4.0)
-    lost.send(f"memory.over_group:{name}", tmp_path)
+    lost.send(f"memory_over_group:{name}", tmp_path)
     said = lost.answers(awaited=(0, 1))
     lost.close()
     assert list(map(str, said[:2])) == ["None", "None"]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import NAMED, build, drawn, of_today
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import regard
 from regard.errors import ArgumentError
 from regard.models.huggingface import register
-
-from .architectures import NAMED, build, drawn, of_today
 
 SHORT, LONG = torch.randn(3, 2, 4, 7, 8).unbind(), torch.randn(3, 3, 4, 12, 8).unbind()
 ANY_LENGTH = {0: Dim.DYNAMIC, 2: Dim.DYNAMIC}

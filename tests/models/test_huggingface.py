@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from regard.masks import Mask
-from regard.models.hf_handed import Handed
-
-from .architectures import (
+from architectures import (
     DECODERS,
     ENCODERS,
     LISTENERS,
@@ -25,6 +20,10 @@ from .architectures import (
     drawn,
     regarded,
 )
+from torch import Tensor
+
+from regard.masks import Mask
+from regard.models.hf_handed import Handed
 
 WORDS = drawn(2, 11)
 WHOLE = torch.ones(2, 11, dtype=torch.int64)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import NAMED, Architecture, build, drawn, of_today, regarded
 from torch import Tensor, nn
 
 import regard
@@ -17,8 +18,6 @@ from regard.errors import ArgumentError, MissingPackageError
 from regard.models import huggingface
 from regard.models.hf_handed import Handed
 from regard.models.hf_masks import MaskMaker
-
-from .architectures import NAMED, Architecture, build, drawn, of_today, regarded
 
 WORDS = drawn(2, 11)
 LEFT = torch.ones(2, 11, dtype=torch.int64)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from nn.over_group import CASES, RANKS
+from modules_over_group import CASES, RANKS
 from world import World
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_module_over_a_group_is_that_of_one_process(name: str, world: Callable[[int], World], tmp_path: Path) -> None:
-    world(RANKS).run(f"nn.over_group:{name}", tmp_path)
+    world(RANKS).run(f"modules_over_group:{name}", tmp_path)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from browser import chrome, complaints, prefer, view
 from torch import Tensor
 
 import regard
 from regard.observation import Observation
 from regard.report.atlas import Atlas, AtlasLayer, Serving, serve
-from report.browser import chrome, complaints, prefer, view
 
 N = 2100  # long enough for a level that is computed meanwhile
 HOSTILE = "<img src=x onerror=window.broken=1>"

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from looks import example, layer, synthetic, words
 
 import regard
 from regard.errors import ArgumentError, DtypeError, FileError, ShapeError
 from regard.report import page
 from regard.report.look import HeadLook, LayerLook, Look, Remark
-from regard.report.page_budget import LIMIT, log_row_sum
+from regard.report.page_budget import LIMIT, spread
 from regard.report.page_pack import coarser, edges, in_steps
-from report.looks import example, layer, synthetic, words
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +185,12 @@ def test_merged_cells_hold_the_mean_of_all_their_pairs() -> None:
 
 def test_parts_of_a_long_text_are_disjoint_and_reach_both_ends() -> None:
     for length, kept in [(1000, 999), (1000, 130), (100_000, 5_001), (5, 5)]:
-        parts = log_row_sum(length, kept)
+        parts = spread(length, kept)
         assert parts[0][0] == 0
         assert parts[-1][1] == length
         assert all(before[1] <= after[0] for before, after in pairwise(parts))
         assert kept - len(parts) < sum(stop - start for start, stop in parts) <= kept
-    assert log_row_sum(9, 0) == []
+    assert spread(9, 0) == []
 
 
 def test_the_same_look_gives_the_same_bytes(small: Look) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import chrome, complaints, opened, prefer, settle, view
+from looks import example, layer, synthetic, words
 
 from regard.report import page
 from regard.report.look import Look
-from report.browser import chrome, complaints, opened, prefer, settle, view
-from report.looks import example, layer, synthetic, words
 
 LEGIBLE = """
 const dot = Object.assign(document.createElement("canvas"), {width: 1, height: 1});

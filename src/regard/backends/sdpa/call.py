@@ -82,7 +82,9 @@ def call_of(p: Problem, probe: bool = False) -> Call:
         mask = hidden if probe else hidden.zero_().masked_fill_(~mask, -torch.inf)
     if query.stride(-1) != 1 or key.stride(-1) != 1 or value.stride(-1) != 1:
         query, key, value = _unit_stride(query), _unit_stride(key), _unit_stride(value)
-    return Call(query, key, value, mask, causal, scale, query.shape[1] != key.shape[1])
+    if query.shape[1] != key.shape[1]:  # a statement and not a value: torch takes no symbolic bool
+        return Call(query, key, value, mask, causal, scale, True)
+    return Call(query, key, value, mask, causal, scale, False)
 
 
 def probe_of(p: Problem) -> Call:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
+from gluon_in_python import MASKS, in_python, pointed
+
 import regard
 from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockMask
 from regard.kernels.block_mask import _mask_bits, block_mask
@@ -26,7 +28,6 @@ from regard.kernels.hopper import dq_order as module
 from regard.kernels.hopper import key_blocks
 from regard.kernels.hopper.configs import ROWS
 from regard.kernels.hopper.dq_order import dq_order
-from walking import MASKS, in_python, pointed
 
 CPU = torch.device("cpu")
 SIZES = [(64, 128), (64, 64), (128, 128)]

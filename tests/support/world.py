@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).resolve().parent / "distributed"
+HERE = Path(__file__).resolve().parent
 PATIENCE = 120.0  # seconds for one job
 Case = Callable[[int, Path], None]
 """What one rank does, given its number and a folder that all ranks share; nothing is raised where all is well."""
@@ -26,7 +26,7 @@ Case = Callable[[int, Path], None]
 class World:
     """So many ranks over gloo; `run` has all of them do one job.
 
-    A job is a function of `distributed/jobs_of_*.py`, by its name, or one of a module's CASES: "nn.over_group:dropout".
+    A job is a function of `jobs_of_*.py` by its name, or one of a module's CASES: "modules_over_group:dropout".
     """
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
@@ -98,7 +98,7 @@ class Failed:
 
 
 def _serve(pipe: Any, store: str, rank: int, size: int, timeout: float) -> None:
-    sys.path[:0] = [str(HERE.parent.parent / "src"), str(HERE.parent), str(HERE)]
+    sys.path[:0] = [str(HERE.parents[1] / "src"), str(HERE.parent), str(HERE)]
     import torch
     import torch.distributed as dist
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import BY_NAME, Case, as_double
 from torch import Tensor
 from torch.autograd import forward_ad, gradgradcheck
 
 import regard
-from contract_cases import BY_NAME, Case, as_double
+from autograd.test_derivatives import BY_ROWS, CHECKED, checkable, small
 from regard.autograd.engine import double_backward_of_formula, jvp_of_formula
 from regard.backends import Backend, Chunked
 from regard.chunked.engine import ChunkedEngine
-from test_derivatives import BY_ROWS, CHECKED, checkable, small
 
-SRC = Path(__file__).resolve().parents[1] / "src"
+SRC = Path(__file__).resolve().parents[2] / "src"
 THIRD = ["plain", "causal", "bias", "softcap", "sink", "Additive", "relative"]
 
 

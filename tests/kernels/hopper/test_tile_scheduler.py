@@ -15,12 +15,13 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
+from gluon_in_python import MASKS, in_python, pointed
+
 import regard
 from regard.kernels.block_lists import NONE, SPANS, BlockMask
 from regard.kernels.block_mask import _mask_bits, block_mask
 from regard.kernels.hopper import tile_scheduler
 from regard.kernels.hopper.configs import ROWS, Tile
-from walking import MASKS, in_python, pointed
 
 CPU = torch.device("cpu")
 walk_of, share_of, entry_at, row_of, blind_from, leap_often = (

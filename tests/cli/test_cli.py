@@ -191,7 +191,7 @@ def test_help_names_the_commands_and_every_option() -> None:
 
 def test_python_m_regard_prints_one_json_object_and_nothing_else() -> None:
     command = [sys.executable, "-m", "regard", "show", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent / "src")}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=env)
     assert json.loads(done.stdout)["query"]
     assert done.stderr == ""

@@ -153,9 +153,9 @@ def dtensors(kind: str, names: list[str]) -> dict[str, float]:
         tensors = [torch.randn(b, heads, 13, 4, dtype=torch.float64, requires_grad=True) for heads in (h, 2, 2)]
         torch.manual_seed(3)
         whole = regard.observe(*tensors, **given)
-        log_row_sum = [distribute_tensor(x.detach(), mesh, placements).requires_grad_() for x in tensors]
+        sharded = [distribute_tensor(x.detach(), mesh, placements).requires_grad_() for x in tensors]
         torch.manual_seed(3 + dist.get_rank())
-        seen = regard.observe(*log_row_sum, **given)
+        seen = regard.observe(*sharded, **given)
         for member in ("output", "lse", "entropy", "max_logit", "visible", "gradient_health", "received"):
             found = getattr(seen, member)
             far[f"{name} {member}"] = far_from(found.full_tensor(), getattr(whole, member))
@@ -164,11 +164,11 @@ def dtensors(kind: str, names: list[str]) -> dict[str, float]:
         slope = torch.linspace(-1, 1, whole.output.numel(), dtype=torch.float64).view(whole.output.shape)
         spread_slope = distribute_tensor(slope, mesh, placements)
         torch.manual_seed(3 + dist.get_rank())
-        output = regard.attention(*log_row_sum, **given)
+        output = regard.attention(*sharded, **given)
         far[f"{name} placements"] = 0.0 if list(output.placements) == placements else 1.0
         (output * spread_slope).sum().full_tensor().backward()
         true = torch.autograd.grad((whole.output * slope).sum(), tensors)
-        for what, x, y in zip(("query", "key", "value"), log_row_sum, true, strict=True):
+        for what, x, y in zip(("query", "key", "value"), sharded, true, strict=True):
             far[f"{name} gradient of {what}"] = far_from(x.grad.full_tensor(), y)
     torch.manual_seed(4)
     shared = torch.rand(h, dtype=torch.float64, requires_grad=True)

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
-import regard
 from uncompiled import noted
+
+import regard
 
 FORWARD, BACKWARD, PASSES = (
     "regard.kernels.portable.forward",

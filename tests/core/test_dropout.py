@@ -75,8 +75,8 @@ def test_the_share_of_survivors_is_within_five_deviations_of_binomial(p: float, 
     for dim in range(4):
         others = [d for d in range(4) if d != dim]
         shares = kept.double().mean(others)
-        log_row_sum = math.sqrt(p * (1 - p) * kept.shape[dim] / kept.numel())
-        assert ((shares - (1 - p)).abs() < 6 * log_row_sum).all(), f"dimension {dim} is uneven"
+        deviation = math.sqrt(p * (1 - p) * kept.shape[dim] / kept.numel())
+        assert ((shares - (1 - p)).abs() < 6 * deviation).all(), f"dimension {dim} is uneven"
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
