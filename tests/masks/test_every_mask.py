@@ -104,7 +104,7 @@ def test_hidden_tiles_hide_all_and_full_tiles_show_all(case: Case) -> None:
 @every_mask
 def test_density_and_visible_count_the_pairs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     mask, n, m = case
-    monkeypatch.setattr("regard.masks.base.BLOCK", 8)
+    monkeypatch.setattr("regard.masks.base.PAIRS_AT_ONCE", 8)
     dense = mask.dense(n, m)
     assert mask.density(n, m) == pytest.approx(dense.double().mean().item() if dense.numel() else 0.0)
     assert torch.equal(mask.visible(torch.arange(n).flip(0), n, m), dense.flip(-2).sum(-1))

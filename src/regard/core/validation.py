@@ -12,7 +12,7 @@ from ..biases import Bias
 from ..compat.torch import autocast_enabled, is_batched, unwrap
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, dense
-from ..masks.index import joint
+from ..masks.index import broadcast_shapes
 from ..scores import Score
 from .problem import Problem
 
@@ -149,7 +149,7 @@ def _one_batch(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Ten
     rank = query.dim()
     tail = 3 if rank >= 4 else 2
     try:
-        lead = joint(query.shape[:-tail], key.shape[:-tail], value.shape[:-tail])
+        lead = broadcast_shapes(query.shape[:-tail], key.shape[:-tail], value.shape[:-tail])
     except ShapeError:
         raise ShapeError(
             f"{who}: the leading dimensions of query, key and value must broadcast. Got {_got(query, key, value)}; "

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..masks import Mask, causal, documents, everything, padding, predicate, window
 from ..masks.causal import Causal
-from ..masks.index import joint
+from ..masks.index import broadcast_shapes
 from ..masks.window import Window
 from .hf_handed import Handed
 
@@ -295,7 +295,7 @@ def _each(rule: Rule, *indices: Tensor) -> Tensor:
     """Ask a function of single indices about many at once."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    shape = joint(*(x.shape for x in indices))
+    shape = broadcast_shapes(*(x.shape for x in indices))
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.bool, device=indices[0].device)
     with TransformGetItemToIndex():  # lets an index under vmap pick from a tensor
