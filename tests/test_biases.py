@@ -105,7 +105,7 @@ def test_what_cannot_be_a_bias_is_refused() -> None:
         relative(torch.zeros(3, 4))
     with pytest.raises(ShapeError, match="relative: table"):
         relative(torch.zeros(2, 3, 5))
-    with pytest.raises(ShapeError, match="alibi: slopes must have one value a head"):
+    with pytest.raises(ShapeError, match="alibi: slopes must have one value per head"):
         alibi(torch.zeros(2, 3))
     with pytest.raises(DtypeError, match="alibi: slopes must be of a floating dtype"):
         alibi(torch.arange(3))

@@ -263,7 +263,7 @@ def test_misuse_gets_one_clear_error_that_names_the_score(case: Case) -> None:
         with pytest.raises(DeviceError, match=rf"{name}: its parameters are on meta.*score\.to\('cpu'\)"):
             score.to("meta")(query, key)
     if "by head" in case.name:
-        with pytest.raises(ShapeError, match=f"{name}: it.* for each of 4 heads and query has 2"):
+        with pytest.raises(ShapeError, match=f"{name}: it.* for each of 4 heads, but query has 2"):
             score(query[:, :2], key)
 
 

@@ -31,7 +31,7 @@ class Mask(ABC):
     items: ClassVar[Mapping[str, int]] = {}
     """Parameters that may have one entry per batch item, and how many dimensions an entry has."""
     rising: ClassVar[bool] = False
-    """Whether the ends of the span never decrease as i grows, and `exact` is the same for all rows, by design."""
+    """Whether for all parameters the ends of the span never decrease as i grows, and `exact` is the same everywhere."""
     trivial: ClassVar[bool] = False
     """Whether it allows every pair."""
     precedence: ClassVar[int] = 3
