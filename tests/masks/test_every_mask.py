@@ -1,4 +1,4 @@
-"""One contract for every mask: `allows` is the truth, and everything else agrees with it."""
+"""One contract for every mask: `allows` is the definition, and everything else agrees with it."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_mask_is_neither_true_nor_false(case: Case) -> None:
 
 
 @every_mask
-def test_a_mask_on_another_device_says_the_same_shapes(case: Case) -> None:
+def test_a_mask_on_another_device_keeps_its_shapes(case: Case) -> None:
     moved = case.mask.to("meta")
     assert [t.shape for t in moved.tensors] == [t.shape for t in case.mask.tensors]
     assert all(t.device.type == "meta" for t in moved.tensors)
