@@ -44,9 +44,7 @@ class Documents(Mask):
         ids, keys = ids.expand(*lead, -1).contiguous(), keys.expand(*lead, -1)
         if keys.numel() == 0:
             return interval(i, m, 0, torch.zeros_like(ids if not lead else ids[:, None]))
-        groups, order = keys.sort(
-            dim=-1, stable=True
-        )  # equal ids next to each other, each group in the order of the keys
+        groups, order = keys.sort(dim=-1, stable=True)  # equal ids are adjacent, each group in key order
         start, stop = torch.searchsorted(groups, ids), torch.searchsorted(groups, ids, right=True)
         first = order.gather(-1, start.clamp(max=m - 1))
         last = order.gather(-1, (stop - 1).clamp(min=0))

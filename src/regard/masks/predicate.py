@@ -64,13 +64,10 @@ class Predicate(Mask):
         if self.batch is None or self.head is None:
             return self
         first = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        batch, head = (
-            _index_tensor(self.batch, first).reshape(-1, 1, 1, 1),
-            _index_tensor(self.head, first).reshape(-1, 1, 1),
-        )
-        size = (1, 1, 1, 1, *getattr(self.f(batch, head, first, first), "shape", ()))[
-            -4:
-        ]  # 1 where f ignores the index
+        batch = _index_tensor(self.batch, first).reshape(-1, 1, 1, 1)
+        head = _index_tensor(self.head, first).reshape(-1, 1, 1)
+        shape = getattr(self.f(batch, head, first, first), "shape", ())
+        size = (1, 1, 1, 1, *shape)[-4:]  # 1 where f ignores the index
         return replace(self, batch=self.batch[: size[0]], head=self.head[: size[1]])
 
     def restrict(self, batch: slice, heads: slice) -> Mask:
