@@ -1,4 +1,4 @@
-"""Structured biases: one contract, each tile held against a plain loop."""
+"""Structured biases: one contract, and each tile compared with a plain loop."""
 
 from __future__ import annotations
 
@@ -95,17 +95,17 @@ def test_biases_move_copy_and_pickle(name: str) -> None:
         assert torch.equal(twin.dense(3, 4), bias.dense(3, 4))
 
 
-def test_the_repr_says_what_it_is() -> None:
+def test_the_repr_describes_the_bias() -> None:
     assert repr(alibi(alibi_slopes(8))) == "alibi(slopes of 8 heads)"
     assert repr(relative(torch.zeros(4, 9), offset=2)) == "relative(table of 4 heads, reach 4, offset=2)"
 
 
-def test_what_cannot_be_a_bias_is_refused() -> None:
+def test_an_invalid_bias_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"relative: table must be .* an odd number of columns"):
         relative(torch.zeros(3, 4))
     with pytest.raises(ShapeError, match="relative: table"):
         relative(torch.zeros(2, 3, 5))
-    with pytest.raises(ShapeError, match="alibi: slopes must have one value a head"):
+    with pytest.raises(ShapeError, match="alibi: slopes must have one value per head"):
         alibi(torch.zeros(2, 3))
     with pytest.raises(DtypeError, match="alibi: slopes must be of a floating dtype"):
         alibi(torch.arange(3))

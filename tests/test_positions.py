@@ -1,4 +1,4 @@
-"""Positions: what they do to a score depends on offsets alone, and repeats when periods do."""
+"""Positions: their effect on a score depends on offsets alone, and repeats with the periods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from regard.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from regard.positions import Rotary, alias_period, aliases, alibi_slopes, decompose, rotary, sinusoidal
 
 
-def of_offset_only(products: Tensor) -> bool:
+def depends_on_offset_alone(products: Tensor) -> bool:
     """Whether a square matrix has equal entries along each of its diagonals."""
     return torch.allclose(products[1:, 1:], products[:-1, :-1], rtol=0, atol=1e-10)
 
@@ -31,7 +31,7 @@ def test_sinusoidal_is_the_papers_formula() -> None:
 @pytest.mark.parametrize("arguments", [{"dim": 16}, {"periods": [7, 11.5]}])
 def test_products_of_sinusoidal_encodings_depend_on_the_offset_alone(arguments: dict[str, object]) -> None:
     p = sinusoidal(40, dtype=torch.float64, **arguments)  # type: ignore[arg-type]
-    assert of_offset_only(p @ p.mT)
+    assert depends_on_offset_alone(p @ p.mT)
 
 
 def test_their_product_is_the_sum_of_the_cosines_of_the_offset() -> None:
@@ -63,17 +63,17 @@ def test_sinusoidal_takes_dim_or_periods_and_empty_lengths() -> None:
         sinusoidal(3, 4, base=0.0)
 
 
-def test_rotary_turns_pairs_of_halves() -> None:
+def test_rotary_rotates_pairs_of_halves() -> None:
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(
+    rotated = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(
         1j * torch.arange(5)[:, None] * 10000 ** (-torch.arange(4, dtype=torch.float64) / 4)
     )
-    torch.testing.assert_close(rotary(x), torch.cat([turned.real, turned.imag], -1))
+    torch.testing.assert_close(rotary(x), torch.cat([rotated.real, rotated.imag], -1))
 
 
 def test_the_score_of_rotary_vectors_depends_on_the_offset_alone() -> None:
     query, key = (torch.randn(1, 16, dtype=torch.float64).expand(30, 16) for _ in range(2))
-    assert of_offset_only(rotary(query) @ rotary(key).mT)
+    assert depends_on_offset_alone(rotary(query) @ rotary(key).mT)
     far = torch.arange(30) + 100_000
     torch.testing.assert_close(
         rotary(query, far) @ rotary(key, far).mT, rotary(query) @ rotary(key).mT, rtol=0, atol=1e-9
@@ -88,29 +88,29 @@ def test_rotary_keeps_lengths_and_leaves_position_zero_alone() -> None:
 
 def test_far_positions_stay_exact_in_float32() -> None:
     x, far = torch.randn(3, 8), torch.tensor([10**5, 10**6, 10**7])
-    turned = rotary(x, far)
+    rotated = rotary(x, far)
     for i in range(3):
         for k in range(4):
             angle = far[i].item() * 10000 ** (-k / 4)
             expected = x[i, k].item() * math.cos(angle) - x[i, k + 4].item() * math.sin(angle)
-            assert turned[i, k].item() == pytest.approx(expected, abs=1e-6)
+            assert rotated[i, k].item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_each_batch_item_may_have_positions_of_its_own() -> None:
     x = torch.randn(2, 3, 4, 6)
     positions = torch.tensor([[0, 1, 2, 3], [7, 0, 1, 9]])
-    turned = rotary(x, positions)
+    rotated = rotary(x, positions)
     for b in range(2):
-        assert torch.equal(turned[b], rotary(x[b], positions[b]))
-    assert torch.equal(rotary(x[:, 0], positions), turned[:, 0])
+        assert torch.equal(rotated[b], rotary(x[b], positions[b]))
+    assert torch.equal(rotary(x[:, 0], positions), rotated[:, 0])
 
 
-def test_half_inputs_are_turned_in_float32() -> None:
+def test_half_inputs_are_rotated_in_float32() -> None:
     x = torch.randn(2, 5, 8).to(torch.float16)
     assert torch.equal(rotary(x), rotary(x.float()).to(torch.float16))
 
 
-def test_rotary_is_differentiable_and_maps() -> None:
+def test_rotary_is_differentiable_and_works_under_vmap() -> None:
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rotary, (x,), check_forward_ad=True)
     torch.testing.assert_close(torch.func.vmap(rotary)(x), rotary(x))

@@ -1,4 +1,4 @@
-"""The softmax's small truths, held against float64 and against torch."""
+"""The softmax, compared with float64 and with torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_textbook_example_is_what_arithmetic_says() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_are_worked_with_in_float32_and_given_back(dtype: torch.dtype) -> None:
+def test_half_types_are_computed_in_float32_and_returned_as_half(dtype: torch.dtype) -> None:
     x = (torch.randn(4, 50) * 5).to(dtype)
     assert stable(x).dtype == dtype
     torch.testing.assert_close(stable(x), torch.softmax(x.float(), -1).to(dtype), rtol=0, atol=0)
@@ -92,7 +92,7 @@ def test_stable_works_under_vmap() -> None:
     torch.testing.assert_close(torch.func.vmap(stable)(x), torch.softmax(x, -1))
 
 
-def test_a_hidden_block_and_an_empty_block_are_the_same_nothing() -> None:
+def test_a_hidden_block_and_an_empty_block_give_the_same_empty_state() -> None:
     hidden = partial(torch.full((2, 3), -INF), torch.randn(3, 4))
     empty = partial(torch.empty(2, 0), torch.empty(0, 4))
     for nothing in (hidden, empty):

@@ -1,4 +1,4 @@
-"""The formula step by step: four stages whose numbers and words are right."""
+"""The formula step by step: the numbers and the text of the four stages."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def inputs(*lead: int, n: int = 3, m: int = 4, dtype: torch.dtype = torch.float3
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 1, 3)])
 def test_the_four_stages_have_the_shapes_of_the_formula(lead: tuple[int, ...]) -> None:
-    walked = regard.steps(*inputs(*lead))
-    assert walked.scores.shape == walked.scaled.shape == walked.weights.shape == (*lead, 3, 4)
-    assert walked.output.shape == (*lead, 3, 2)
+    steps = regard.steps(*inputs(*lead))
+    assert steps.scores.shape == steps.scaled.shape == steps.weights.shape == (*lead, 3, 4)
+    assert steps.output.shape == (*lead, 3, 2)
 
 
 def test_each_stage_follows_from_the_one_before() -> None:
     query, key, value = inputs(2, 3, dtype=torch.float64)
-    walked = regard.steps(query, key, value)
-    torch.testing.assert_close(walked.scores, query @ key.mT)
-    torch.testing.assert_close(walked.scaled, walked.scores / math.sqrt(6))
-    torch.testing.assert_close(walked.weights, walked.scaled.softmax(-1))
-    torch.testing.assert_close(walked.output, walked.weights @ value)
-    assert walked.scale == pytest.approx(1 / math.sqrt(6))
+    steps = regard.steps(query, key, value)
+    torch.testing.assert_close(steps.scores, query @ key.mT)
+    torch.testing.assert_close(steps.scaled, steps.scores / math.sqrt(6))
+    torch.testing.assert_close(steps.weights, steps.scaled.softmax(-1))
+    torch.testing.assert_close(steps.output, steps.weights @ value)
+    assert steps.scale == pytest.approx(1 / math.sqrt(6))
 
 
 def test_the_output_is_that_of_attention() -> None:
@@ -42,16 +42,16 @@ def test_the_output_is_that_of_attention() -> None:
 
 
 def test_the_scale_is_the_one_given() -> None:
-    walked = regard.steps(*inputs(), scale=2.0)
-    torch.testing.assert_close(walked.scaled, walked.scores * 2)
-    assert "scores × 2" in str(walked)
+    steps = regard.steps(*inputs(), scale=2.0)
+    torch.testing.assert_close(steps.scaled, steps.scores * 2)
+    assert "scores × 2" in str(steps)
 
 
 def test_every_row_of_weights_sums_to_one_and_none_is_negative() -> None:
-    walked = regard.steps(*inputs(2, 3), mask=regard.prefix(2))
-    torch.testing.assert_close(walked.weights.sum(-1), torch.ones(2, 3, 3))
-    assert (walked.weights >= 0).all()
-    assert not walked.weights[..., 2:].any()
+    steps = regard.steps(*inputs(2, 3), mask=regard.prefix(2))
+    torch.testing.assert_close(steps.weights.sum(-1), torch.ones(2, 3, 3))
+    assert (steps.weights >= 0).all()
+    assert not steps.weights[..., 2:].any()
 
 
 def test_every_output_row_lies_between_the_least_and_the_greatest_value() -> None:
@@ -62,69 +62,69 @@ def test_every_output_row_lies_between_the_least_and_the_greatest_value() -> Non
 
 
 def test_what_the_mask_hides_is_minus_infinity_in_the_scaled_scores_only() -> None:
-    walked = regard.steps(*inputs(), mask=regard.causal(offset=0))
+    steps = regard.steps(*inputs(), mask=regard.causal(offset=0))
     hidden = ~regard.causal(offset=0).dense(3, 4)
-    assert (walked.scaled[hidden] == -torch.inf).all()
-    assert walked.scores.isfinite().all()
-    assert not walked.weights[hidden].any()
+    assert (steps.scaled[hidden] == -torch.inf).all()
+    assert steps.scores.isfinite().all()
+    assert not steps.weights[hidden].any()
 
 
-def test_a_mask_with_a_batch_and_heads_walks_item_by_item() -> None:
+def test_a_mask_with_a_batch_applies_item_by_item() -> None:
     query, key, value = inputs(2, 3)
     mask = regard.padding([1, 3])
-    walked = regard.steps(query, key, value, mask)
-    assert (walked.weights[0] > 0).sum(-1).eq(1).all()
-    assert (walked.weights[1] > 0).sum(-1).eq(3).all()
-    torch.testing.assert_close(walked.output, regard.attention(query, key, value, mask=mask))
+    steps = regard.steps(query, key, value, mask)
+    assert (steps.weights[0] > 0).sum(-1).eq(1).all()
+    assert (steps.weights[1] > 0).sum(-1).eq(3).all()
+    torch.testing.assert_close(steps.output, regard.attention(query, key, value, mask=mask))
 
 
-def test_a_mask_with_a_batch_walks_by_the_first_of_five_dimensions() -> None:
+def test_a_mask_with_a_batch_applies_to_the_first_of_five_dimensions() -> None:
     tensors = inputs(2, 3, 2)
     found = regard.steps(*tensors, mask=regard.padding([1, 3])).weights
     assert (found[0] > 0).sum(-1).eq(1).all()
     assert (found[1] > 0).sum(-1).eq(3).all()
 
 
-def test_a_row_that_sees_nothing_is_zero_and_said_to_be() -> None:
-    walked = regard.steps(*inputs(), mask=regard.causal(offset=-1))
-    assert not walked.weights[0].any()
-    assert not walked.output[0].any()
-    assert "1 row" in str(walked)
-    assert "nothing" in str(walked)
-    assert "row sums 1.000000" in str(walked)
+def test_a_row_that_sees_nothing_is_zero_and_the_text_says_so() -> None:
+    steps = regard.steps(*inputs(), mask=regard.causal(offset=-1))
+    assert not steps.weights[0].any()
+    assert not steps.output[0].any()
+    assert "1 row" in str(steps)
+    assert "nothing" in str(steps)
+    assert "row sums 1.000000" in str(steps)
 
 
-def test_nan_that_nobody_may_attend_does_not_reach_the_output() -> None:
+def test_nan_that_no_row_may_attend_to_does_not_reach_the_output() -> None:
     query, key, value = inputs()
     key[3], value[3] = torch.nan, torch.inf
-    walked = regard.steps(query, key, value, mask=regard.prefix(3))
-    torch.testing.assert_close(walked.output, regard.attention(query, key[:3], value[:3]))
+    steps = regard.steps(query, key, value, mask=regard.prefix(3))
+    torch.testing.assert_close(steps.output, regard.attention(query, key[:3], value[:3]))
 
 
 def test_grouped_heads_share_keys() -> None:
     made = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, h, 3, 4, generator=made) for h in (4, 2, 2))
-    walked = regard.steps(query, key, value)
-    assert walked.weights.shape == (1, 4, 3, 3)
-    torch.testing.assert_close(walked.scores[:, 1], query[:, 1] @ key[:, 0].mT)
-    torch.testing.assert_close(walked.scores[:, 2], query[:, 2] @ key[:, 1].mT)
-    torch.testing.assert_close(walked.output, regard.attention(query, key, value))
+    steps = regard.steps(query, key, value)
+    assert steps.weights.shape == (1, 4, 3, 3)
+    torch.testing.assert_close(steps.scores[:, 1], query[:, 1] @ key[:, 0].mT)
+    torch.testing.assert_close(steps.scores[:, 2], query[:, 2] @ key[:, 1].mT)
+    torch.testing.assert_close(steps.output, regard.attention(query, key, value))
 
 
-def test_half_precision_is_walked_in_float32_and_given_back_as_it_came() -> None:
-    walked = regard.steps(*inputs(dtype=torch.float16))
-    assert walked.scores.dtype == walked.scaled.dtype == torch.float32
-    assert walked.weights.dtype == walked.output.dtype == torch.float16
+def test_half_precision_is_computed_in_float32_and_returned_as_half() -> None:
+    steps = regard.steps(*inputs(dtype=torch.float16))
+    assert steps.scores.dtype == steps.scaled.dtype == torch.float32
+    assert steps.weights.dtype == steps.output.dtype == torch.float16
 
 
 def test_autocast_leaves_the_scores_in_float32() -> None:
     tensors = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        walked = regard.steps(*tensors)
-    assert walked.scores.dtype == walked.scaled.dtype == torch.float32
-    assert walked.weights.dtype == walked.output.dtype == torch.bfloat16
+        steps = regard.steps(*tensors)
+    assert steps.scores.dtype == steps.scaled.dtype == torch.float32
+    assert steps.weights.dtype == steps.output.dtype == torch.bfloat16
     expected = regard.steps(*(x.bfloat16().float() for x in tensors))
-    torch.testing.assert_close(walked.scores, expected.scores)
+    torch.testing.assert_close(steps.scores, expected.scores)
 
 
 LOGITS = torch.tensor([[20.0, 22.0, 18.0, 21.0]])
@@ -147,8 +147,8 @@ def test_the_scale_of_512_dimensions_is_the_default_of_512_dimensions() -> None:
     query[0, 0] = 1.0
     key = torch.zeros(4, 512)
     key[:, 0] = LOGITS
-    walked = regard.steps(query, key, key)
-    torch.testing.assert_close(walked.weights, torch.tensor([[0.247, 0.270, 0.226, 0.258]]), rtol=0, atol=5e-4)
+    steps = regard.steps(query, key, key)
+    torch.testing.assert_close(steps.weights, torch.tensor([[0.247, 0.270, 0.226, 0.258]]), rtol=0, atol=5e-4)
 
 
 def test_the_text_names_the_stages_in_order_with_shapes_and_facts() -> None:
@@ -162,9 +162,9 @@ def test_the_text_names_the_stages_in_order_with_shapes_and_facts() -> None:
 
 
 def test_the_text_shows_the_numbers() -> None:
-    walked = regard.steps(*inputs(), mask=regard.causal(offset=0))
-    text = str(walked)
-    for stage in (walked.scores, walked.weights, walked.output):
+    steps = regard.steps(*inputs(), mask=regard.causal(offset=0))
+    text = str(steps)
+    for stage in (steps.scores, steps.weights, steps.output):
         for number in stage.flatten().tolist():
             assert f"{number:.3f}" in text
     assert text.count("−inf") >= 6
@@ -178,10 +178,10 @@ def test_a_large_case_is_printed_in_part() -> None:
 
 
 @pytest.mark.parametrize(("n", "m", "lead"), [(0, 4, ()), (3, 0, ()), (3, 4, (0,)), (3, 4, (2, 0))])
-def test_nothing_can_be_walked_and_printed(n: int, m: int, lead: tuple[int, ...]) -> None:
-    walked = regard.steps(*inputs(*lead, n=n, m=m))
-    assert walked.output.shape == (*lead, n, 2)
-    assert "weights" in str(walked)
+def test_empty_inputs_have_steps_and_can_be_printed(n: int, m: int, lead: tuple[int, ...]) -> None:
+    steps = regard.steps(*inputs(*lead, n=n, m=m))
+    assert steps.output.shape == (*lead, n, 2)
+    assert "weights" in str(steps)
 
 
 def test_the_stages_have_gradients() -> None:

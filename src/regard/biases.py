@@ -1,4 +1,4 @@
-"""Structured biases: numbers added to the logits that are computed from a few parameters and never materialised."""
+"""Structured biases: added to the logits, computed from a few parameters, and never materialised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Alibi", "Bias", "Relative", "alibi", "relative"]
 
 
 class Bias(ABC):
-    """A bias (heads, N, M) known by a few numbers; a tile of it is a pure function of these and of the indices."""
+    """A bias (heads, N, M) defined by a few parameters; a tile is a pure function of them and of the indices."""
 
     @property
     @abstractmethod
@@ -26,7 +26,7 @@ class Bias(ABC):
     @property
     @abstractmethod
     def heads(self) -> int:
-        """How many heads have a bias of their own; 1 if all share it."""
+        """How many heads have a bias of their own; 1 if all heads share one."""
 
     @abstractmethod
     def tile(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
@@ -37,7 +37,7 @@ class Bias(ABC):
         """Give the same bias with its parameters on `device`."""
 
     def misfit(self, n: int, m: int) -> str | None:
-        """Say why this bias cannot serve n rows and m keys, or None if it can."""
+        """Say why this bias does not fit n rows and m keys, or None if it does."""
         return None
 
     def dense(self, n: int, m: int) -> Tensor:
@@ -48,7 +48,7 @@ class Bias(ABC):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Alibi(Bias):
-    """Linear in the distance: −slope · |i + offset − j|, one slope a head."""
+    """Linear in the distance: −slope · |i + offset − j|, one slope per head."""
 
     slopes: Tensor
     offset: int | None = None
@@ -58,8 +58,8 @@ class Alibi(Bias):
         _check_offset("alibi", self.offset)
         if self.slopes.ndim != 1 or self.slopes.numel() == 0:
             raise ShapeError(
-                f"alibi: slopes must have one value a head, (heads,); got shape {tuple(self.slopes.shape)}. "
-                "regard.positions.alibi_slopes(heads) makes the usual ones."
+                f"alibi: slopes must have one value per head, (heads,); got shape {tuple(self.slopes.shape)}. "
+                "regard.positions.alibi_slopes(heads) gives the usual ones."
             )
 
     @property
@@ -73,19 +73,19 @@ class Alibi(Bias):
     def tile(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
         (slopes,) = tensors
         dtype = arithmetic_dtype(slopes.dtype)
-        nearness = -_ahead(i, j, n, m, self.offset).abs()
+        nearness = -_distance(i, j, n, m, self.offset).abs()
         return slopes.to(dtype)[:, None, None] * nearness.to(dtype)
 
     def to(self, device: torch.device | str) -> Self:
         return replace(self, slopes=self.slopes.to(device))
 
     def __repr__(self) -> str:
-        return f"alibi(slopes of {self.heads} heads{_offset(self.offset)})"
+        return f"alibi(slopes of {self.heads} heads{_offset_text(self.offset)})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Relative(Bias):
-    """Looked up by the distance: table[clamp(j − i − offset, −R, R) + R], one table for all heads or one a head."""
+    """Looked up by distance: table[clamp(j − i − offset, −R, R) + R], one table for all heads or one per head."""
 
     table: Tensor
     offset: int | None = None
@@ -109,12 +109,12 @@ class Relative(Bias):
 
     @property
     def reach(self) -> int:
-        """R, the distance from which on all are alike."""
+        """R, the largest distance with an entry of its own; larger distances share that entry."""
         return self.table.shape[-1] // 2
 
     def tile(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
         (table,) = tensors
-        column = _ahead(i, j, n, m, self.offset).clamp(-self.reach, self.reach) + self.reach
+        column = _distance(i, j, n, m, self.offset).clamp(-self.reach, self.reach) + self.reach
         table = table.to(arithmetic_dtype(table.dtype))
         return table[None, column] if table.ndim == 1 else table[:, column]
 
@@ -122,7 +122,7 @@ class Relative(Bias):
         return replace(self, table=self.table.to(device))
 
     def __repr__(self) -> str:
-        return f"relative(table of {self.heads} heads, reach {self.reach}{_offset(self.offset)})"
+        return f"relative(table of {self.heads} heads, reach {self.reach}{_offset_text(self.offset)})"
 
 
 def alibi(slopes: Tensor, offset: int | None = None) -> Alibi:
@@ -145,11 +145,12 @@ def relative(table: Tensor, offset: int | None = None) -> Relative:
     return Relative(table, offset)
 
 
-def _ahead(i: Tensor, j: Tensor, n: int, m: int, offset: int | None) -> Tensor:
+def _distance(i: Tensor, j: Tensor, n: int, m: int, offset: int | None) -> Tensor:
+    """How far each key `j` is ahead of its row `i`, (len(i), len(j))."""
     return j[None, :] - (i[:, None] + (m - n if offset is None else offset))
 
 
-def _offset(offset: int | None) -> str:
+def _offset_text(offset: int | None) -> str:
     return "" if offset is None else f", offset={offset}"
 
 

@@ -1,4 +1,4 @@
-"""The errors of regard: one family, each also the built-in error that fits."""
+"""The errors of regard: one family; each is also a subclass of the built-in error that fits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = [
 
 
 class RegardError(Exception):
-    """What every error of regard is."""
+    """The base class of every error of regard."""
 
 
 class ShapeError(RegardError, ValueError):
-    """Ranks, heads, lengths or dims that do not go together."""
+    """Ranks, heads, lengths or dims that do not match."""
 
 
 class ArgumentError(RegardError, ValueError):
@@ -30,15 +30,15 @@ class ArgumentError(RegardError, ValueError):
 
 
 class MaskError(RegardError, ValueError):
-    """A mask that cannot be one, or that does not fit the problem."""
+    """An invalid mask, or one that does not fit the problem."""
 
 
 class DtypeError(RegardError, TypeError):
-    """An element type, or a type of argument, that has no meaning here."""
+    """A dtype, or a type of argument, that is not supported."""
 
 
 class DeviceError(RegardError, ValueError):
-    """Tensors that do not live together."""
+    """Tensors on different devices."""
 
 
 class BackendError(RegardError, RuntimeError):
@@ -50,7 +50,7 @@ class ChangedError(RegardError, RuntimeError):
 
 
 class DistributedError(RegardError, RuntimeError):
-    """Ranks of a group that disagree, or that no longer answer."""
+    """Ranks of a process group that disagree, or that no longer respond."""
 
 
 class MissingPackageError(RegardError, RuntimeError):
@@ -58,4 +58,4 @@ class MissingPackageError(RegardError, RuntimeError):
 
 
 class FileError(RegardError, OSError):
-    """A file that is not there, not whole, or not ours."""
+    """A file that is missing, incomplete, or of another kind."""

@@ -15,7 +15,7 @@ from .core.problem import Problem
 from .core.validation import pose
 from .errors import ArgumentError, DtypeError, ShapeError
 from .masks import Mask, causal
-from .masks.index import joint
+from .masks.index import broadcast_shapes
 from .observation import WATCHERS, Observation, notify, observed
 from .scores import Score
 from .steps import Steps, walk
@@ -243,9 +243,9 @@ def _as_torch_broadcasts(
         return query, key, value
     try:
         if grouped and len(q) >= 2:
-            lead = joint(q[:-1], k[:-1], v[:-1])
+            lead = broadcast_shapes(q[:-1], k[:-1], v[:-1])
             return tuple(x.expand(*lead, *x.shape[-3:]) for x in (query, key, value))  # type: ignore[return-value]
-        lead = joint(q, k, v)
+        lead = broadcast_shapes(q, k, v)
     except ShapeError:
         raise ShapeError(
             f"{who}: the leading dimensions must broadcast (enable_gqa=True lets the heads differ). Got query "

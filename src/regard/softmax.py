@@ -1,4 +1,4 @@
-"""The softmax in its small truths: stable, in blocks, merged, and its Jacobian."""
+"""The softmax: stable, online over blocks, merged, and its Jacobian."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = [
     "stable",
 ]
 
-# Intel's MKL sets itself up at its first exponentials. Taken by several threads at once, these were right to 1e−4 only,
-# in one process of some twenty; so one thread takes the first.
+# Intel's MKL initialises itself at its first exponentials. When several threads took them at once, they were right to
+# 1e−4 only, in about one process of twenty; so one thread takes the first ones here.
 torch.zeros(8, device="cpu").exp()
 
 
@@ -32,7 +32,7 @@ class Partial(NamedTuple):
     """The state of a softmax-weighted sum that has seen some of the keys."""
 
     max: Tensor
-    """(…, N) the largest logit so far, finite even if there was none."""
+    """(…, N) the largest logit so far; finite even if there is none."""
     denominator: Tensor
     """(…, N) Σ exp(logit − max)."""
     numerator: Tensor
@@ -40,7 +40,7 @@ class Partial(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What remains of a `Partial` once all keys have been seen."""
+    """The result of a `Partial` that has seen all keys."""
 
     output: Tensor
     """(…, N, E) the weighted mean of the values; 0 for a row that saw nothing."""
@@ -49,7 +49,7 @@ class Finished(NamedTuple):
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Say in which dtype numbers of this dtype are worked with: float64 for itself, float32 for all others.
+    """Give the dtype in which numbers of this dtype are computed: float64 for float64, float32 for all others.
 
     >>> arithmetic_dtype(torch.bfloat16), arithmetic_dtype(torch.float64)
     (torch.float32, torch.float64)
@@ -73,7 +73,7 @@ def stable(x: Tensor, dim: int = -1) -> Tensor:
     if x.numel() == 0:
         return x.clone()
     wide = x.to(arithmetic_dtype(x.dtype))
-    # The result does not depend on what is subtracted, so no derivative needs to pass through it.
+    # The result does not depend on the maximum that is subtracted, so the maximum needs no derivative.
     top = wide.detach().amax(dim, keepdim=True)
     exponentials = torch.exp(wide - top.masked_fill(top == -torch.inf, 0.0))
     total = exponentials.sum(dim, keepdim=True)
@@ -81,7 +81,7 @@ def stable(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Where a running maximum starts: finite, so that an empty block subtracts no infinity from another.
+    """Give the initial value of a running maximum: finite, so that an empty block never computes inf − inf.
 
     >>> lowest(torch.float32)
     -3.4028234663852886e+38
@@ -113,7 +113,7 @@ def partial(logits: Tensor, values: Tensor) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Join what two disjoint sets of keys say; the order and the grouping of merges do not matter beyond rounding.
+    """Merge the states of two disjoint sets of keys; order and grouping do not matter beyond rounding.
 
     >>> left = partial(torch.tensor([[1.0]]), torch.tensor([[2.0]]))
     >>> right = partial(torch.tensor([[1.0]]), torch.tensor([[4.0]]))
@@ -143,7 +143,7 @@ def finish(state: Partial) -> Finished:
 
 
 def online(blocks: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Average values with softmax weights, seeing the keys one (logits, values) block at a time.
+    """Average values with softmax weights, reading the keys one (logits, values) block at a time.
 
     >>> logits, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.eye(3)
     >>> online([(logits[:, :2], values[:2]), (logits[:, 2:], values[2:])])
@@ -169,9 +169,7 @@ def jacobian(p: Tensor) -> Tensor:
     """
     _need_floating("softmax.jacobian", p=p)
     if p.ndim == 0:
-        raise ShapeError(
-            "softmax.jacobian: p must have at least one dimension, the weights of a row; got a single number."
-        )
+        raise ShapeError("softmax.jacobian: p must have at least one dimension, the weights of a row; got a scalar.")
     return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
 
 

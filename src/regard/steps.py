@@ -1,4 +1,4 @@
-"""The formula in four steps, for reading: scores, scaled scores, weights, output."""
+"""The formula in four readable steps: scores, scaled scores, weights, output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 8  # rows and columns that are printed
 
 @dataclass(frozen=True)
 class Steps:
-    """The four stages of softmax(Q Kᵀ · scale) V; `str` prints small cases as matrices, with the facts beside them."""
+    """The four stages of softmax(Q Kᵀ · scale) V; `str` prints them as matrices, each with a sentence on what it is."""
 
     scores: Tensor  # (…, N, M)  Q Kᵀ
     scaled: Tensor  # (…, N, M)  scores · scale, −inf where hidden
@@ -44,7 +44,7 @@ class Steps:
 
 @without_autocast
 def walk(p: Problem) -> Steps:
-    """Take the four steps in float32, or float64 for float64 inputs."""
+    """Compute the four steps in float32, or in float64 for float64 inputs."""
     exact = p.exact_dtype
     query, key, value = p.query.to(exact), p.key.to(exact), p.value.to(exact)
     groups = query.shape[1] // max(key.shape[1], 1)
@@ -56,7 +56,7 @@ def walk(p: Problem) -> Steps:
         if allowed.dim() == 4 and allowed.shape[0] > 1:  # several flattened items share one item of the mask
             allowed = allowed.repeat_interleave(query.shape[0] // allowed.shape[0], 0)
         scaled = scaled.masked_fill(~allowed, -torch.inf)
-        value = torch.where(allowed.any(-2)[..., None], value, 0.0)  # what nobody sees is not averaged, even NaN
+        value = torch.where(allowed.any(-2)[..., None], value, 0.0)  # or 0 · NaN would be NaN
     weights = stable(scaled)
     output = (weights @ value).to(p.dtype)
     return Steps(p.shaped(scores), p.shaped(scaled), p.shaped(weights.to(p.dtype)), p.shaped(output), float(p.scale))
@@ -70,7 +70,7 @@ def _stage(name: str, x: Tensor, fact: str) -> str:
 
 
 def _matrix(x: Tensor) -> str:
-    """A readable matrix, its middle left out where it is large."""
+    """The first rows and columns of a matrix as text."""
     rows, cols = x.shape
     cells = [[_cell(v) for v in row[:_SHOWN]] for row in x[:_SHOWN].tolist()]
     width = max((len(c) for row in cells for c in row), default=0)

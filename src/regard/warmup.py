@@ -1,4 +1,4 @@
-"""Compile the fused kernels ahead of the first real call: a small, named set, the same for every mask and length."""
+"""Compile the fused kernels before the first real call: a small, named set, the same for every mask and length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USUAL = ("plain", "mask", "bits", "decode")
 _CELLS = 32
 _HEADS = 2
 _ROWS = 256
-_KEYS = 2048  # enough for the keys to be split
+_KEYS = 2048  # enough for split keys
 
 
 class Warmed(NamedTuple):
@@ -37,7 +37,7 @@ class Warmed(NamedTuple):
 def plan(
     dtypes: Sequence[str] = ("bfloat16",), dims: Sequence[int] = DIMS, variants: Sequence[str] = USUAL
 ) -> list[tuple[str, str, int]]:
-    """What would be compiled: (variant, dtype, dim) for each.
+    """List what would be compiled, as (variant, dtype, dim).
 
     >>> plan(dims=[64], variants=["plain", "mask"])
     [('plain', 'bfloat16', 64), ('mask', 'bfloat16', 64)]
@@ -51,10 +51,12 @@ def plan(
 
 
 def warm(wanted: Sequence[tuple[str, str, int]], backward: bool = True, device: str = "cuda") -> Iterator[Warmed]:
-    """Compile each of what `plan` gives, forward, backward and the passes of an Observation, and tell the time."""
+    """Compile each entry of a `plan`, forward, backward and the passes of an Observation, and time it."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("warmup: there is no CUDA device here; the kernels are compiled for the one they run on.")
-    return _warm(wanted, backward, device)  # so that the error comes before anything is shown
+        raise DeviceError(
+            "warmup: there is no CUDA device here; the kernels are compiled for the device that they run on."
+        )
+    return _warm(wanted, backward, device)  # a generator of its own, so that the error above is raised at the call
 
 
 def _warm(wanted: Sequence[tuple[str, str, int]], backward: bool, device: str) -> Iterator[Warmed]:
@@ -80,7 +82,7 @@ def _compile(variant: str, dtype: torch.dtype, dim: int, backward: bool, device:
         plain.received, plain.gradient_health  # noqa: B018
         plain.map(1, 1), plain.top(1)
         if variant != "decode":
-            plain.map(_CELLS, _CELLS)  # narrow maps and others may have kernels of their own
+            plain.map(_CELLS, _CELLS)  # maps of other widths may use other kernels
 
 
 def _arguments(variant: str, keys: int, device: torch.device) -> dict[str, Any]:

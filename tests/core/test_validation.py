@@ -1,4 +1,4 @@
-"""Every wrong argument gets one error of the family, before anything is computed."""
+"""Every wrong argument gets one error of regard, before anything is computed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ QKV = (x(2, 4, 5, 8), x(2, 4, 7, 8), x(2, 4, 7, 6))
 
 class Wrong(NamedTuple):
     error: type[RegardError]
-    says: tuple[str, ...]  # what came, the rule, the remedy
+    says: tuple[str, ...]  # parts of the message: what it got, the rule, the remedy
     tensors: tuple[Any, ...] = QKV
     arguments: dict[str, Any] = {}  # noqa: RUF012
 
@@ -145,7 +145,7 @@ NUMBERS = {
         ArgumentError, ("exclude", "Cosine", "leave one out"), arguments={"scale": 1.0, "score": regard.scores.Cosine()}
     ),
     "scale shape": Wrong(ShapeError, ("(4,)", "(3,)"), arguments={"scale": torch.ones(3)}),
-    "scale per item": Wrong(ShapeError, ("one a head", "(2, 4, 1, 1)"), arguments={"scale": torch.ones(2, 4, 1, 1)}),
+    "scale per item": Wrong(ShapeError, ("one per head", "(2, 4, 1, 1)"), arguments={"scale": torch.ones(2, 4, 1, 1)}),
     "scale of whole numbers": Wrong(DtypeError, ("floating", "int64"), arguments={"scale": torch.ones(4).long()}),
     "scale elsewhere": Wrong(DeviceError, ("scale on meta",), arguments={"scale": x(4, device="meta")}),
     "scale is NaN": Wrong(ArgumentError, ("finite", "nan"), arguments={"scale": float("nan")}),
@@ -158,7 +158,7 @@ NUMBERS = {
     "softcap is infinite": Wrong(ArgumentError, ("None for no cap", "inf"), arguments={"softcap": float("inf")}),
     "softcap is a word": Wrong(ArgumentError, ("number", "'a'"), arguments={"softcap": "a"}),
     "softcap is a tensor": Wrong(ArgumentError, ("number",), arguments={"softcap": torch.ones(2)}),
-    "sink shape": Wrong(ShapeError, ("one value a head", "(4,)", "(5,)"), arguments={"sink": torch.ones(5)}),
+    "sink shape": Wrong(ShapeError, ("one value per head", "(4,)", "(5,)"), arguments={"sink": torch.ones(5)}),
     "sink with too many dimensions": Wrong(ShapeError, ("(4, 1)",), arguments={"sink": torch.ones(4, 1)}),
     "sink of whole numbers": Wrong(DtypeError, ("floating", "int64"), arguments={"sink": torch.ones(4).long()}),
     "sink is a number": Wrong(DtypeError, ("tensor", "float"), arguments={"sink": 0.5}),
@@ -216,17 +216,17 @@ EVERY = {**TENSORS, **MASKS, **BIASES, **NUMBERS, **SCORES, **BACKENDS}
 
 
 def raised(call: Callable[[], object], wrong: Wrong, who: str) -> str:
-    """What a call says that must fail, and it must leave torch's generator as it was."""
+    """The message of a call that must fail; it must leave torch's generator as it was."""
     state = torch.get_rng_state()
     with pytest.raises(RegardError) as caught:
         call()
     assert type(caught.value) is wrong.error
     assert isinstance(caught.value, BUILTIN[wrong.error])
-    assert torch.equal(torch.get_rng_state(), state), "something was drawn before the error"
+    assert torch.equal(torch.get_rng_state(), state), "a random number was drawn before the error"
     text = str(caught.value)
     assert text.startswith(f"{who}: "), text
     for part in wrong.says:
-        assert part in text, f"{part!r} is not said: {text}"
+        assert part in text, f"{part!r} is not in the message: {text}"
     return text
 
 
@@ -244,7 +244,7 @@ def test_why_checks_arguments_as_attention_does(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["unknown backend", "backend of another type", "backend is nothing"])
-def test_why_knows_no_unknown_backend_either(case: str) -> None:
+def test_why_refuses_an_unknown_backend_too(case: str) -> None:
     wrong = EVERY[case]
     raised(lambda: regard.why(*wrong.tensors, **wrong.arguments), wrong, "why")
 
@@ -289,7 +289,7 @@ SDPA = {
 
 
 @pytest.mark.parametrize("case", SDPA)
-def test_scaled_dot_product_attention_speaks_of_its_own_arguments(case: str) -> None:
+def test_scaled_dot_product_attention_names_its_own_arguments(case: str) -> None:
     wrong = SDPA[case]
     call = regard.scaled_dot_product_attention
     raised(lambda: call(*wrong.tensors, **wrong.arguments), wrong, "scaled_dot_product_attention")
@@ -340,7 +340,7 @@ def test_a_chunk_is_a_whole_number_of_rows(size: object) -> None:
     assert repr(size) in str(caught.value)
 
 
-def test_every_error_is_of_the_family_and_the_builtin_that_fits() -> None:
+def test_every_error_is_a_regard_error_and_the_builtin_that_fits() -> None:
     family = {getattr(errors, name) for name in errors.__all__} - {RegardError}
     assert family == set(BUILTIN)
     for error, builtin in BUILTIN.items():
@@ -348,7 +348,7 @@ def test_every_error_is_of_the_family_and_the_builtin_that_fits() -> None:
         assert issubclass(error, builtin)
 
 
-def test_an_error_comes_before_a_predicate_is_asked() -> None:
+def test_an_error_is_raised_before_a_predicate_is_called() -> None:
     asked = []
     mask = regard.predicate(lambda b, h, i, j: asked.append(1) or j >= 0)
     with pytest.raises(ArgumentError):

@@ -1,4 +1,4 @@
-"""Bad arguments get one error that names the factory, the rule, what came, and the remedy."""
+"""A bad argument gets one error that names the function, the rule, what it got, and the remedy."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ FLOATS = torch.ones(2, 3)
         (lambda: window("wide"), DtypeError, "window: left must be an integer of at least 0; got 'wide' (str)"),
         (lambda: window(torch.tensor(3)), DtypeError, "window: left must be an integer of at least 0; got a tensor"),
         (lambda: padding(FLOATS), MaskError, "padding: lengths are integers and keep is bool; got torch.float32"),
-        (lambda: padding(), ArgumentError, "padding: it takes one of lengths and keep; got 0"),
-        (lambda: padding([1], lengths=[1]), ArgumentError, "padding: it takes one of lengths and keep; got 2"),
-        (lambda: padding(3), MaskError, "padding: lengths have one entry a batch item; got one number"),
+        (lambda: padding(), ArgumentError, "padding: give either lengths or keep; got 0"),
+        (lambda: padding([1], lengths=[1]), ArgumentError, "padding: give either lengths or keep; got 2"),
+        (lambda: padding(3), MaskError, "padding: lengths must have one entry per batch item; got one number"),
         (lambda: padding([-1]), ArgumentError, "padding: lengths must be at least 0; got -1"),
         (lambda: padding(torch.ones(1, 2, 3).bool()), MaskError, "padding: keep must be (batch, keys) or (keys,)"),
         (lambda: padding("all"), DtypeError, "padding: lengths or keep must be a tensor"),
@@ -57,10 +57,10 @@ FLOATS = torch.ones(2, 3)
         (lambda: global_tokens(3), MaskError, "global_tokens: indices must be 1-D"),
         (lambda: dense(FLOATS), MaskError, "dense: the tensor must be bool"),
         (lambda: dense(torch.ones(1, 1, 1, 2, 3).bool()), MaskError, "dense: the tensor must be (n, m), (heads, n, m)"),
-        (lambda: dense([[1], [1, 2]]), DtypeError, "dense: tensor must be a tensor or a list that makes one"),
+        (lambda: dense([[1], [1, 2]]), DtypeError, "dense: tensor must be a tensor or a list that can be converted"),
         (lambda: predicate(FLOATS > 0), DtypeError, "predicate: f must be a function f(batch, head, i, j); got Tensor"),
-        (lambda: padding([1, 2]) & padding([1, 2, 3]), MaskError, "&: masks go together if they have the same number"),
-        (lambda: dense(torch.ones(2, 3, 3) > 0) | dense(torch.ones(5, 3, 3) > 0), MaskError, "|: masks go together"),
+        (lambda: padding([1, 2]) & padding([1, 2, 3]), MaskError, "&: two masks must have the same number"),
+        (lambda: dense(torch.ones(2, 3, 3) > 0) | dense(torch.ones(5, 3, 3) > 0), MaskError, "|: two masks must have"),
         (lambda: causal().picture(3, 3, width=0), ArgumentError, "picture: width must be at least 1; got 0"),
         (lambda: padding([1, 2]).picture(3, 3, batch=2), ArgumentError, "picture: batch must be from 0 to 1; got 2"),
         (lambda: causal() & FLOATS, MaskError, "bias= adds, mask= selects"),
@@ -76,12 +76,12 @@ def test_a_bad_argument_gets_one_clear_error(make: Callable[[], Mask], error: ty
 @pytest.mark.parametrize(
     ("mask", "n", "m", "reason"),
     [
-        (documents([0] * 7), 8, 8, "documents: there are ids for 7 rows, and 8 rows"),
-        (documents([0] * 7), 7, 8, "documents: there are ids for 7 keys, and 8 keys"),
+        (documents([0] * 7), 8, 8, "documents: there are 8 rows, but ids for 7"),
+        (documents([0] * 7), 7, 8, "documents: there are 8 keys, but ids for 7"),
         (packed([3, 4]), 8, 8, "packed: the lengths sum to 7; there are 8 rows"),
         (packed([3, 4]), 7, 8, "packed: rows and keys are the same tokens; there are 7 rows and 8 keys"),
         (dense(torch.ones(5, 6) > 0), 5, 7, "dense: the tensor has shape (5, 6); there are 5 rows and 7 keys"),
-        (padding([[1, 0]]), 2, 3, "padding: keep says of 2 keys whether they count; there are 3"),
+        (padding([[1, 0]]), 2, 3, "padding: keep has entries for 2 keys; there are 3"),
         (causal() & ~padding([[1, 0]]), 2, 3, "padding: keep"),
         (causal() | packed([3]), 2, 3, "packed: rows"),
     ],
@@ -130,6 +130,6 @@ def test_a_predicate_that_takes_other_arguments_is_refused_where_it_is_made() ->
     assert predicate(lambda *indices: indices[2] >= indices[3]).density(2, 2) == 0.75
 
 
-def test_a_mask_of_fewer_rows_than_none_is_refused() -> None:
-    with pytest.raises(MaskError, match=r"^causal: there cannot be fewer"):
+def test_a_negative_number_of_rows_is_refused() -> None:
+    with pytest.raises(MaskError, match=r"^causal: n and m must be at least 0"):
         causal().picture(-1, 3)

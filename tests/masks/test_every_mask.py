@@ -1,4 +1,4 @@
-"""One contract for every mask: `allows` is the truth, and everything else agrees with it."""
+"""One contract for every mask: `allows` is the definition, and everything else agrees with it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_hidden_tiles_hide_all_and_full_tiles_show_all(case: Case) -> None:
 @every_mask
 def test_density_and_visible_count_the_pairs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     mask, n, m = case
-    monkeypatch.setattr("regard.masks.base.BLOCK", 8)
+    monkeypatch.setattr("regard.masks.base.PAIRS_AT_ONCE", 8)
     dense = mask.dense(n, m)
     assert mask.density(n, m) == pytest.approx(dense.double().mean().item() if dense.numel() else 0.0)
     assert torch.equal(mask.visible(torch.arange(n).flip(0), n, m), dense.flip(-2).sum(-1))
@@ -188,7 +188,7 @@ def test_a_mask_is_neither_true_nor_false(case: Case) -> None:
 
 
 @every_mask
-def test_a_mask_on_another_device_says_the_same_shapes(case: Case) -> None:
+def test_a_mask_on_another_device_keeps_its_shapes(case: Case) -> None:
     moved = case.mask.to("meta")
     assert [t.shape for t in moved.tensors] == [t.shape for t in case.mask.tensors]
     assert all(t.device.type == "meta" for t in moved.tensors)

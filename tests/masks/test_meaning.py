@@ -1,4 +1,4 @@
-"""What each mask means, against the formula of its row in the table; and hints that must be sharp, not only true."""
+"""Each mask against the formula of its row in the table; and spans and covers that are tight, not only correct."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ MEANINGS = [
 ]
 
 
-@pytest.mark.parametrize(("mask", "rule"), MEANINGS, ids=lambda x: repr(x) if isinstance(x, Mask) else "")
-def test_a_mask_means_its_row_in_the_table(mask: Mask, rule: object) -> None:
-    expected = torch.tensor([[[bool(rule(b, i, j)) for j in range(M)] for i in range(N)] for b in range(2)])
+@pytest.mark.parametrize(("mask", "formula"), MEANINGS, ids=lambda x: repr(x) if isinstance(x, Mask) else "")
+def test_a_mask_is_the_formula_of_its_row_in_the_table(mask: Mask, formula: object) -> None:
+    expected = torch.tensor([[[bool(formula(b, i, j)) for j in range(M)] for i in range(N)] for b in range(2)])
     assert torch.equal(mask.dense(N, M).expand(2, 1, N, M)[:, 0], expected)
 
 
@@ -71,7 +71,7 @@ def true_cover(mask: Mask, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor
     return torch.tensor([[HIDDEN if not t.any() else FULL if t.all() else PARTIAL for t in line] for line in grid])
 
 
-SHARP = [
+TIGHT = [
     causal(),
     causal(offset=-70),
     window(40),
@@ -97,7 +97,7 @@ SHARP = [
 ]
 
 
-@pytest.mark.parametrize("mask", SHARP, ids=repr)
+@pytest.mark.parametrize("mask", TIGHT, ids=repr)
 def test_cover_finds_every_hidden_and_every_full_tile(mask: Mask) -> None:
     rows, cols = edges(256, 32), edges(256, 16)
     assert mask.cover(rows, cols, 256, 256).tolist() == true_cover(mask, rows, cols, 256, 256).tolist()
@@ -140,7 +140,7 @@ def test_spans_are_exact_where_the_visible_keys_are_an_interval(mask: Mask, exac
     assert mask.span(torch.arange(9), 9, 9).exact is exact
 
 
-def test_what_cover_gains_from_span_alone_holds_for_a_new_mask() -> None:
+def test_cover_follows_from_span_for_a_new_mask() -> None:
     class Zigzag(Mask):
         def allows(self, i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
             return (j >= 8 * (i % 2)) & (j < 8 * (i % 2) + 4) & (i % 4 != 3)
@@ -265,7 +265,7 @@ def test_constructors_read_no_values() -> None:
     assert all((mask & causal(ints) | window(1, offset=ints)).lead for mask in made)
 
 
-def test_a_predicate_is_shared_among_the_items_and_heads_that_it_does_not_ask_about() -> None:
+def test_a_predicate_is_shared_among_the_items_and_heads_that_it_ignores() -> None:
     cpu = torch.device("cpu")
     rules = {
         (1, 1): lambda b, h, i, j: i > j,

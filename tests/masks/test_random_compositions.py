@@ -1,4 +1,4 @@
-"""Masks composed at random keep what they promise."""
+"""Random compositions of masks keep the contract of a mask."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def edges(length: int) -> st.SearchStrategy[torch.Tensor]:
 
 @settings(max_examples=150, deadline=None)
 @given(mask=masks, n=st.integers(0, 9), m=st.integers(0, 9), data=st.data())
-def test_hints_of_random_compositions_agree_with_their_meaning(mask: Mask, n: int, m: int, data: st.DataObject) -> None:
+def test_span_and_cover_of_random_compositions_agree_with_allows(
+    mask: Mask, n: int, m: int, data: st.DataObject
+) -> None:
     truth = mask.dense(n, m)
     lo, hi, exact = mask.span(torch.arange(n), n, m)
     j = torch.arange(m)
@@ -50,7 +52,7 @@ def test_hints_of_random_compositions_agree_with_their_meaning(mask: Mask, n: in
     assert not (truth & ~inside).any()
     assert not exact or torch.equal(truth, inside)
     assert torch.equal(mask.visible(torch.arange(n), n, m), truth.sum(-1))
-    assert eval_equal(mask, n, m)
+    assert keeps_boolean_laws(mask, n, m)
     rows, cols = data.draw(edges(n)), data.draw(edges(m))
     for r, line in enumerate(mask.cover(rows, cols, n, m).tolist()):
         for c, state in enumerate(line):
@@ -59,8 +61,8 @@ def test_hints_of_random_compositions_agree_with_their_meaning(mask: Mask, n: in
             assert state != FULL or tile.all()
 
 
-def eval_equal(mask: Mask, n: int, m: int) -> bool:
-    """Whether double negation and De Morgan's rule hold."""
+def keeps_boolean_laws(mask: Mask, n: int, m: int) -> bool:
+    """Whether double negation and De Morgan's law hold."""
     return torch.equal((~~mask).dense(n, m), mask.dense(n, m)) and torch.equal(
         (~(mask & causal())).dense(n, m), (~mask | ~causal()).dense(n, m)
     )

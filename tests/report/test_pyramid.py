@@ -76,7 +76,7 @@ MASKS = {
     "strided": regard.strided(3) & regard.causal(),
     "a predicate": regard.predicate(lambda b, h, i, j: (i * 7 + j * (h + 1) + b) % 5 > 1),
     "padding": regard.padding([555, 300]),
-    "dense, one a head": regard.dense(torch.rand(2, 2, 601, 555, generator=torch.Generator().manual_seed(5)) < 0.7),
+    "dense, one per head": regard.dense(torch.rand(2, 2, 601, 555, generator=torch.Generator().manual_seed(5)) < 0.7),
     "nothing": ~regard.everything(),
 }
 

@@ -1,4 +1,4 @@
-"""What `Balanced` gives to be multiplied: both sides scaled alike, so that half precision can hold them and the sum."""
+"""`Balanced` scales both sides alike, so that half precision can hold them and their product."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_each_side_is_scaled_by_the_fourth_root_of_the_dim(dim: int, side: float
     assert prepared.shared == ()
 
 
-def test_a_sum_that_leaves_float16_unscaled_stays_in_it() -> None:
+def test_a_sum_that_overflows_float16_unscaled_does_not_overflow() -> None:
     query, key = halves(32.0, 32.0)
     assert (query @ key.mT).isinf().all()
     prepared = Balanced().prepare(query, key)
@@ -31,7 +31,7 @@ def test_a_sum_that_leaves_float16_unscaled_stays_in_it() -> None:
 
 
 @pytest.mark.parametrize("small", ["query", "key"])
-def test_neither_side_vanishes_in_float16_as_it_would_by_the_whole_scale(small: str) -> None:
+def test_neither_side_underflows_in_float16_as_it_would_with_the_whole_scale(small: str) -> None:
     tiny, large = 2.0**-22, 2.0**10
     query, key = halves(tiny, large) if small == "query" else halves(large, tiny)
     assert not (torch.tensor(tiny, dtype=torch.float16) * 256**-0.5).item()

@@ -1,4 +1,4 @@
-"""One contract for all scores: those of the package are found, and each must have a case here."""
+"""One contract for all scores: the test finds those of the package, and each must have a case here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Case:
     truth: Callable[[Score, Tensor, Tensor, int], Tensor]
     """(score, one query, one key, head) -> its logit, straight from the formula."""
     parity: int = 1
-    """What becomes of the logit if both vectors change their sign."""
+    """The factor of the logit if both vectors change sign."""
     key_dim: int = 4
 
 
@@ -121,7 +121,7 @@ def test_forward_is_the_formula(case: Case, key_heads: int) -> None:
 
 
 @every
-def test_what_prepare_gives_makes_the_logits_as_promised(case: Case) -> None:
+def test_prepared_queries_and_keys_give_the_logits(case: Case) -> None:
     query, key = tensors(case, 4)
     score = case.make()
     prepared = score.prepare(query, key)
@@ -174,7 +174,7 @@ def test_every_parameter_gets_a_gradient_in_its_own_dtype(case: Case) -> None:
 
 @every
 @pytest.mark.parametrize("used", [False, True])
-def test_the_state_dict_makes_the_round_trip(case: Case, used: bool) -> None:
+def test_the_state_dict_round_trips(case: Case, used: bool) -> None:
     query, key = tensors(case)
     score = case.make()
     if used:
@@ -263,7 +263,7 @@ def test_misuse_gets_one_clear_error_that_names_the_score(case: Case) -> None:
         with pytest.raises(DeviceError, match=rf"{name}: its parameters are on meta.*score\.to\('cpu'\)"):
             score.to("meta")(query, key)
     if "by head" in case.name:
-        with pytest.raises(ShapeError, match=f"{name}: it.* for each of 4 heads and query has 2"):
+        with pytest.raises(ShapeError, match=f"{name}: it.* for each of 4 heads, but query has 2"):
             score(query[:, :2], key)
 
 

@@ -1,4 +1,4 @@
-"""Bilinear, additive and Gaussian: how they start, and what they refuse."""
+"""Bilinear, additive and Gaussian: their initial values, and what they refuse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_gaussian_score_is_not_above_zero_beyond_rounding() -> None:
     assert logits.diagonal().abs().max() < 1e-5
 
 
-def test_sizes_and_bandwidths_that_cannot_be_are_refused() -> None:
+def test_invalid_sizes_and_bandwidths_are_refused() -> None:
     with pytest.raises(ArgumentError, match="Bilinear: key_dim must be at least 1"):
         Bilinear(2, 0)
     with pytest.raises(DtypeError, match="Additive: hidden must be an integer"):

@@ -1,4 +1,4 @@
-"""What the scale may be."""
+"""Which scales `Scaled` accepts."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_a_computed_scale_passes_its_gradient_on() -> None:
         (True, DtypeError),
     ],
 )
-def test_a_scale_that_cannot_be_one_is_refused(scale: object, error: type[Exception]) -> None:
+def test_an_invalid_scale_is_refused(scale: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="Scaled: scale must"):
         Scaled(scale)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A temperature that is positive, learned, and known from the first call on."""
+"""A temperature is positive, can be learned, and is known from the first call on."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_step_of_an_optimiser_makes_it_negative() -> None:
     assert 0 < score.temperature.item() < 0.1
 
 
-def test_a_temperature_that_cannot_be_one_is_refused() -> None:
+def test_an_invalid_temperature_is_refused() -> None:
     for init in (0.0, -1.0, float("nan")):
         with pytest.raises(ArgumentError, match="Temperature: init must be"):
             Temperature(init)

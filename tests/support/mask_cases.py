@@ -1,4 +1,4 @@
-"""The masks that every test of a mask goes over, each with numbers of rows and keys; a new mask is added here."""
+"""The masks that every mask test runs over, each with numbers of rows and keys; add a new mask here."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ CASES = [Case(mask, n, m) for mask in ANY_SIZE for n, m in SIZES] + FIXED_SIZE
 
 
 def written_out(case: Case) -> Tensor:
-    """The mask pair by pair: `allows` of two Python numbers at a time, as bool (B, H, n, m)."""
+    """The mask pair by pair: `allows` called with two Python ints at a time, as bool (B, H, n, m)."""
     mask, n, m = case
     grid = torch.zeros(*mask.lead, n, m, dtype=torch.bool)
     for i in range(n):

@@ -1,4 +1,4 @@
-"""Who answers calls whose tensors are parts of a sequence that several processes hold: nobody, unless told so."""
+"""The contexts in which tensors are shards of a sequence that several processes hold; by default there is none."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ __all__ = [
 
 
 class ShardedContext(ABC):
-    """One that takes parts of a sequence, and answers for this process's rows."""
+    """A context that takes shards of a sequence and gives the results of this process's rows."""
 
     @abstractmethod
     def attention(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        """Attend over all parts."""
+        """Attend over all shards."""
 
     @abstractmethod
     def observe(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-        """Attend over all parts, and see what the weights say."""
+        """Attend over all shards, and observe the weights."""
 
     @abstractmethod
     def token_positions(self, count: int, device: torch.device) -> Tensor:
-        """The places of this process's tokens in the whole sequence."""
+        """The positions of this process's tokens in the whole sequence."""
 
 
 ACTIVE: list[ShardedContext] = []
-"""Those within whose `with` a call is made; the last one answers."""
+"""The contexts entered by `with`; the last one takes the call."""
 TENSOR_TYPES: dict[str, Callable[[], ShardedContext]] = {}
-"""Who answers for a kind of tensor that is spread by itself, by the name of its class."""
+"""Contexts for tensor types that are sharded by themselves, by the name of the class."""
 
 
 def active_context(query: Tensor) -> ShardedContext | None:
-    """Who answers a call with this query, if it is not a plain one."""
+    """The context that takes a call with this query; None for a plain call."""
     kind = TENSOR_TYPES.get(type(query).__name__)
     if kind is not None:
         return kind()
@@ -54,13 +54,13 @@ def active_context(query: Tensor) -> ShardedContext | None:
 
 
 def token_positions(count: int, device: torch.device) -> Tensor | None:
-    """The places in the whole sequence of tokens that a module is given; None if it is given all of them."""
+    """The positions of a module's tokens in the whole sequence; None if the module gets all of them."""
     return ACTIVE[-1].token_positions(count, device) if ACTIVE else None
 
 
 @contextmanager
 def outside_context() -> Iterator[None]:
-    """Let calls in a `with` be plain ones, for tensors that are no parts whatever the context: a memory's rows."""
+    """Make calls plain, for tensors that are never shards, such as the rows of a memory."""
     hidden = ACTIVE[:]
     ACTIVE.clear()
     try:
@@ -70,9 +70,9 @@ def outside_context() -> Iterator[None]:
 
 
 def refuse_in_context(who: str) -> None:
-    """Raise inside a context in which tensors are parts, for what does not know that."""
+    """Raise inside a context, on behalf of a function that does not support shards."""
     if ACTIVE:
         raise ArgumentError(
-            f"{who}: inside regard.distributed.over tensors are parts of a sequence, which attention and observe alone "
-            f"understand. Call regard.attention, or leave the context."
+            f"{who}: inside regard.distributed.over tensors are shards of a sequence, which only attention and observe "
+            f"support. Call regard.attention, or leave the context."
         )

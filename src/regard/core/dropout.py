@@ -1,7 +1,7 @@
 """Which weights are dropped: a function of (seed, batch item, head, row, key) and of nothing else.
 
 Each (item, head, row) has a 64-bit key from three rounds of the splitmix64 finaliser; each pair mixes that key with its
-column in 32-bit arithmetic. No state, no order: every backend, block size and pass gives a pair the same fate.
+column in 32-bit arithmetic. There is no state and no order: every backend, tile size and pass drops the same pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MIX32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 
 def keep(probability: float, seed: int, items: Tensor, heads: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
-    """Tell which weights survive: bool (items, heads, rows, cols) for 1-D index tensors.
+    """Say which weights are kept: bool (items, heads, rows, cols) for 1-D index tensors.
 
     >>> i = torch.arange(200)
     >>> one = keep(0.25, 7, i[:1], i[:1], i, i)
@@ -51,18 +51,18 @@ def row_keys(seed: int, items: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
 
 
 def shift_keys(keys: Tensor, first: int) -> Tensor:
-    """The 64 bits of rows for keys that are counted from `first`: a pair's column enters their low half by a sum.
+    """The 64 bits of rows for columns that are counted from `first`: a column is added to their low half.
 
     >>> i = torch.arange(100)
     >>> keys = row_keys(7, i[:1], i[:1], i)
-    >>> bool((shifted(shifted(keys, 30), 12) == shifted(keys, 42)).all() and (shifted(keys, 0) == keys).all())
-    True
+    >>> torch.equal(shift_keys(shift_keys(keys, 30), 12), shift_keys(keys, 42)), torch.equal(shift_keys(keys, 0), keys)
+    (True, True)
     """
     return keys & -(1 << 32) | (keys + first * _GOLDEN32) & 0xFFFFFFFF
 
 
 def keep_threshold(probability: float) -> int:
-    """What a pair's number, a signed 32-bit integer, must reach for its weight to survive."""
+    """The smallest hash of a pair, a signed 32-bit integer, at which its weight is kept."""
     return min(round(probability * 2**32), 2**32 - 1) - 2**31
 
 
@@ -70,12 +70,14 @@ def draw_seed(who: str) -> int:
     """Draw a seed from torch's generator."""
     if is_exporting():
         raise ArgumentError(
-            f"{who}: dropout draws a seed at each call, which no exported program can. Export the module in evaluation "
-            f"mode, model.eval(), or with dropout=0.0."
+            f"{who}: dropout draws a seed at each call, which an exported program cannot do. Export the module in "
+            f"evaluation mode, model.eval(), or with dropout=0.0."
         )
     seed = torch.randint(2**62, (), dtype=torch.int64)
     if is_batched(seed):
-        raise ArgumentError(f"{who}: dropout under vmap drops alike for every sample; use vmap(…, randomness='same').")
+        raise ArgumentError(
+            f"{who}: dropout under vmap drops the same weights for every sample; use vmap(…, randomness='same')."
+        )
     return int(seed)
 
 

@@ -1,4 +1,4 @@
-"""The formula itself on one tile, in plain differentiable torch: the truth that everything else is held to."""
+"""The formula on one tile, in plain differentiable torch: the definition that everything else is tested against."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def products(spec: Spec, query: Tensor, key: Tensor, shared: tuple[Tensor, ...])
 def bias_tile(
     spec: Spec, tile: Tile | Points, groups: int, bias: Tensor | None, shared: tuple[Tensor, ...]
 ) -> Tensor | None:
-    """What is added to the logits of a tile, broadcastable to (l, k, g, r, c)."""
+    """The bias of a tile, broadcastable to (l, k, g, r, c)."""
     if bias is not None:
         return bias
     if spec.bias is None:
@@ -44,7 +44,7 @@ def bias_tile(
 def logits(
     spec: Spec, tile: Tile | Points, query: Tensor, key: Tensor, bias: Tensor | None, shared: tuple[Tensor, ...]
 ) -> Tensor:
-    """The logits of a tile: score, softcap, bias; what the mask hides is not hidden yet."""
+    """The logits of a tile: score, softcap, bias; the mask is not applied yet."""
     S = products(spec, query, key, shared)
     if spec.softcap is not None:
         S = spec.softcap * torch.tanh(S / spec.softcap)
@@ -69,7 +69,7 @@ def hidden(spec: Spec, tile: Tile | Points, groups: int, device: torch.device) -
 
 
 def kept(spec: Spec, tile: Tile, groups: int, device: torch.device) -> Tensor:
-    """Which weights survive dropout: bool (l, k, g, r, c)."""
+    """Which weights dropout keeps: bool (l, k, g, r, c)."""
     i, j = tile.indices(device)
     items = torch.arange(tile.batch.start, tile.batch.stop, device=device) % spec.period // spec.copies
     heads = torch.arange(tile.heads.start * groups, tile.heads.stop * groups, device=device)

@@ -1,4 +1,4 @@
-"""What nobody may see leaves no trace, not even if it is NaN or inf: keys, values, and queries without a key."""
+"""Hidden keys and values, and queries without a key, leave no trace in the results, even if they are NaN or inf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["all_finite", "visible_rows_and_keys", "zero_unseen"]
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether no NaN or inf is in them, nor in the products of their rows: their norms tell both."""
+    """Whether neither the tensors nor products of their rows hold NaN or inf: a finite norm shows both."""
     return all(x.is_meta or math.isfinite(_norm(unwrap(x))) for x in tensors)
 
 
@@ -30,7 +30,7 @@ def _norm(x: Tensor) -> float:
 def zero_unseen(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero what takes no part, if a NaN or inf in it could reach something: (L, H, N, D), (L, K, M, …)."""
+    """Zero rows and keys that take no part, if a NaN or inf in them could spread: (L, H, N, D), (L, K, M, …)."""
     if spec.mask is None and bias is None and spec.bias is None:
         return query, key, value
     if not is_exporting() and all_finite(query, key, value):
@@ -42,7 +42,7 @@ def zero_unseen(
 
 @torch.no_grad()
 def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which rows (L, H, N) may attend some key, and which keys (L, K, M) some row may attend."""
+    """Which rows (L, H, N) may attend to some key, and which keys (L, K, M) some row may attend to."""
     batch, heads, m = key.shape[:3]
     groups = query.shape[1] // max(heads, 1)
     tables = () if spec.bias is None else tuple(map(unwrap, spec.bias.tensors))
@@ -66,7 +66,7 @@ def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor |
 
 
 def _tiles(spec: Spec, shape: tuple[int, ...]) -> Iterator[tuple[Tile, bool]]:
-    """What may be seen, tile by tile, and whether all of it is; in one piece for torch.export, which reads no value."""
+    """Yield the visible tiles, and whether each is fully visible; one tile for torch.export, which reads no values."""
     if is_exporting():
         yield Tile(slice(0, shape[0]), slice(0, shape[1]), slice(0, spec.n), slice(0, spec.m)), False
         return

@@ -1,4 +1,4 @@
-"""What turns dot products into weights, apart from the tensors that have derivatives."""
+"""The specification of a call: everything but the tensors that have derivatives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Spec"]
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """Lengths, mask, cap, dropout, and how logits come about."""
+    """Lengths, mask, softcap, dropout, and how logits are computed."""
 
     n: int
     m: int
@@ -24,15 +24,15 @@ class Spec:
     softcap: float | None = None
     dropout: float = 0.0
     seed: int = 0
-    pair: Callable[..., Tensor] | None = None  # logits of a score that is no dot product
-    cost: int = 1  # numbers in flight for each pair
+    pair: Callable[..., Tensor] | None = None  # logits of a score that is not a dot product
+    cost: int = 1  # numbers in flight per pair
     bias: Bias | None = None  # a structured bias
-    paired: int = 0  # how many of the shared tensors belong to `pair`; the others to `bias`
+    paired: int = 0  # how many of the shared tensors belong to `pair`; the others belong to `bias`
     inner: int = 1  # flattened items that share one batch item of the mask
-    period: int = 1  # flattened items before the mask begins again (vmap puts more in front)
-    copies: int = 1  # flattened items, one after the other, that share one fate under dropout (vmap puts them so)
-    origin: tuple[int, int] = (0, 0)  # batch item and query head of the whole problem at which this part of it begins
-    corner: tuple[int, int] = (0, 0)  # likewise row and key; what dropout drops is decided by places in the whole
+    period: int = 1  # flattened items after which the mask repeats (vmap adds copies)
+    copies: int = 1  # consecutive flattened items with the same dropout (from vmap)
+    origin: tuple[int, int] = (0, 0)  # batch item and query head at which this part of the whole problem begins
+    corner: tuple[int, int] = (0, 0)  # row and key likewise; dropout depends on positions in the whole problem
 
     @staticmethod
     def of(p: Problem, seed: int = 0) -> Spec:

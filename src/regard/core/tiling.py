@@ -1,4 +1,4 @@
-"""How a problem is cut: strips of rows, and in each strip the runs of keys that its rows may see."""
+"""How a problem is tiled: strips of rows, and the runs of keys that the rows of each strip may see."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 _BUDGET = 2**21  # logits in flight: two such buffers of float32 are 16 MiB, which stays in a last-level cache
-_OF_A_ROW = 2**13  # of them, where few rows are asked for
-_BLOCK = 128  # keys that are hidden or seen together
-_WORTH = 512  # a run of wholly visible keys shorter than this joins its masked neighbours
+_BUDGET_PER_ROW = 2**13  # logits in flight per row of a strip, if there are few rows
+_BLOCK = 128  # keys that are skipped or computed together
+_SHORTEST_FULL_RUN = 512  # a shorter run of fully visible keys joins its masked neighbours
 
 
 class Tile(NamedTuple):
-    """Which part of the problem: flattened batch items, key heads, rows, keys."""
+    """A part of the problem: flattened batch items, key heads, rows, keys."""
 
     batch: slice
     heads: slice
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 
 
 class Points(NamedTuple):
-    """Rows and keys picked one by one."""
+    """Rows and keys selected one by one."""
 
     batch: slice
     heads: slice
@@ -64,7 +64,7 @@ class Points(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Which dimensions of a tensor, counted from its end, follow batch, heads, rows and keys."""
+    """Which dimensions of a tensor, counted from the end, are its batch, heads, rows and keys."""
 
     batch: int | None = None
     heads: int | None = None
@@ -72,7 +72,7 @@ class Axes(NamedTuple):
     cols: int | None = None
 
     def part(self, x: Tensor, tile: Tile) -> Tensor:
-        """View the tile's part of x; dimensions of size 1 are broadcast and stay."""
+        """View the tile's part of x; dimensions of size 1 broadcast and are kept."""
         for dim, where in zip(self, tile, strict=True):
             if dim is not None and x.shape[dim] != 1:
                 x = x.narrow(dim, where.start, where.stop - where.start)
@@ -107,28 +107,28 @@ class Strip(NamedTuple):
         return Tile(self.batch, self.heads, self.rows, slice(run.start, run.stop))
 
     def hull(self, m: int) -> Tile:
-        """One tile over every key that the strip may see; over one hidden key if it sees none."""
+        """One tile over all keys that the strip may see, or over one hidden key if it sees none."""
         cols = slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, min(m, 1))
         return Tile(self.batch, self.heads, self.rows, cols)
 
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Sizes of tiles. They follow the problem's lengths, never its batch, so that a batch changes no bits."""
+    """Sizes of tiles. They depend on the lengths, never on the batch size, so that batching changes no bits."""
 
     rows: int = 512
 
     @property
     def budget(self) -> int:
-        """How many logits are in flight: few for few rows, however many heads; for many, what a cache holds."""
-        return min(_BUDGET, self.rows * _OF_A_ROW)
+        """How many logits are in flight: in proportion to the rows, up to what a cache holds; heads do not matter."""
+        return min(_BUDGET, self.rows * _BUDGET_PER_ROW)
 
     def chunk(self, groups: int) -> int:
         return max(1, self.rows // max(groups, 1))
 
 
 def mask_at(spec: Spec, tile: Tile | Points, groups: int) -> Mask:
-    """The mask of a tile's batch items and heads."""
+    """The mask for a tile's batch items and heads."""
     mask = everything() if spec.mask is None else spec.mask
     if mask.lead == (1, 1):
         return mask
@@ -138,9 +138,9 @@ def mask_at(spec: Spec, tile: Tile | Points, groups: int) -> Mask:
 
 
 def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool = False) -> Iterator[Strip]:
-    """Yield every strip of a problem with `size` (batch items, key heads, query heads for each, …).
+    """Yield every strip of a problem with `size` (batch items, key heads, query heads per key head, …).
 
-    `whole` keeps all keys of a row in one tile, and makes strips narrow enough for that.
+    `whole` keeps all keys of a row in one tile, and makes the strips thin enough for that.
     """
     batch, heads, groups = size[:3]
     if 0 in (batch, heads, groups, spec.n):
@@ -152,26 +152,26 @@ def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool =
     else:
         width = max(_BLOCK, tile_sizes.budget // (groups * chunk * spec.cost) // _BLOCK * _BLOCK)
     together = max(1, tile_sizes.budget // (groups * chunk * min(width, max(spec.m, 1)) * spec.cost))
-    shared: list[tuple[slice, list[KeyRun]]] | None = None  # one table serves all if the mask tells none apart
-    for items, some in _groups(spec, batch, heads, together):
+    shared: list[tuple[slice, list[KeyRun]]] | None = None  # computed once if all items and heads share the mask
+    for items, some in _batch_and_heads(spec, batch, heads, together):
         if shared is None or (spec.mask is not None and spec.mask.lead != (1, 1)):
             shared = list(_rows(spec, Tile(items, some, slice(0, 0), slice(0, 0)), groups, chunk, width))
         for rows, runs in shared:
             yield Strip(items, some, rows, runs)
 
 
-def _groups(spec: Spec, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
-    """Cut batch and heads so that a tile of each stays within the budget."""
+def _batch_and_heads(spec: Spec, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
+    """Split batch and heads so that each tile stays within the budget."""
     items = max(1, together // heads)
     if spec.mask is not None and spec.mask.lead[0] > 1 and (spec.m > _BLOCK or spec.inner > 1 or spec.period != batch):
-        items = 1  # an item's runs must not follow its neighbours' mask, nor neighbours need be that in the mask
+        items = 1  # the runs of an item follow its own mask, and adjacent items may not be adjacent in the mask
     for b in range(0, batch, items):
         for h in range(0, heads, min(together, heads)):
             yield slice(b, min(b + items, batch)), slice(h, min(h + min(together, heads), heads))
 
 
 def _rows(spec: Spec, probe: Tile, groups: int, chunk: int, width: int) -> Iterator[tuple[slice, list[KeyRun]]]:
-    """The rows of every strip and the runs that they may see, for the batch items and heads of a tile."""
+    """Yield the rows of every strip and the runs that they may see, for the batch items and heads of a tile."""
     n, m = spec.n, spec.m
     starts = range(0, n, chunk)
     if spec.mask is None:
@@ -186,7 +186,7 @@ def _rows(spec: Spec, probe: Tile, groups: int, chunk: int, width: int) -> Itera
 
 
 def _runs(states: list[int], edges: list[int], width: int) -> Iterator[KeyRun]:
-    """Join blocks of one state; short full runs join their partial neighbours."""
+    """Join adjacent blocks of the same state; short full runs join their partial neighbours."""
     joined: list[list[int]] = []  # [first block, last block + 1, state]
     for b, state in enumerate(states):
         if joined and joined[-1][2] == state and joined[-1][1] == b:
@@ -196,8 +196,8 @@ def _runs(states: list[int], edges: list[int], width: int) -> Iterator[KeyRun]:
     merged: list[list[int]] = []
     for first, last, state in joined:
         before = merged[-1] if merged and merged[-1][1] == first else None
-        short = edges[last] - edges[first] < _WORTH
-        thin = before is not None and edges[before[1]] - edges[before[0]] < _WORTH
+        short = edges[last] - edges[first] < _SHORTEST_FULL_RUN
+        thin = before is not None and edges[before[1]] - edges[before[0]] < _SHORTEST_FULL_RUN
         if before is not None and (short or thin):
             before[1], before[2] = last, PARTIAL
         else:

@@ -12,7 +12,7 @@ from ..biases import Bias
 from ..compat.torch import any_autocast_enabled, autocast_enabled, is_batched, transforms_are_active, unwrap
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, dense
-from ..masks.index import joint
+from ..masks.index import broadcast_shapes
 from ..scores import Score
 from .problem import Problem
 
@@ -148,7 +148,7 @@ def _one_batch(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Ten
     rank = query.dim()
     tail = 3 if rank >= 4 else 2
     try:
-        lead = joint(query.shape[:-tail], key.shape[:-tail], value.shape[:-tail])
+        lead = broadcast_shapes(query.shape[:-tail], key.shape[:-tail], value.shape[:-tail])
     except ShapeError:
         raise ShapeError(
             f"{who}: the leading dimensions of query, key and value must broadcast. Got {_got(query, key, value)}; "
@@ -338,7 +338,7 @@ def _scale(scale: float | Tensor | None, heads: int, query: Tensor, who: str) ->
             raise DtypeError(f"{who}: a scale tensor must be floating. Got {_name(scale.dtype)}.")
         if scale.numel() != 1 and tuple(scale.shape) != (heads,):
             raise ShapeError(
-                f"{who}: a scale tensor has one value, or one a head: shape ({heads},). Got {tuple(scale.shape)}."
+                f"{who}: a scale tensor has one value, or one per head: shape ({heads},). Got {tuple(scale.shape)}."
             )
         return scale
     if not _number(scale) or not math.isfinite(scale):
@@ -354,10 +354,10 @@ def _softcap(softcap: float, who: str) -> float:
 
 def _sink(sink: Tensor, heads: int, query: Tensor, who: str) -> Tensor:
     if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
-        raise DtypeError(f"{who}: sink must be a floating tensor, one logit a head. Got {_kind(sink)}.")
+        raise DtypeError(f"{who}: sink must be a floating tensor, one logit per head. Got {_kind(sink)}.")
     _same_device(sink, query.device, "sink", who)
     if tuple(sink.shape) not in ((heads,), (1,), ()):
-        raise ShapeError(f"{who}: sink must have one value a head: shape ({heads},). Got {tuple(sink.shape)}.")
+        raise ShapeError(f"{who}: sink must have one value per head: shape ({heads},). Got {tuple(sink.shape)}.")
     return sink.expand(heads)
 
 

@@ -11,7 +11,7 @@ from ..core.nonfinite import visible_rows_and_keys
 from ..core.problem import Problem
 from ..core.spec import Spec
 from ..scores.base import Prepared
-from ..scores.lending import lent_factor, lent_prepare
+from ..scores.functional_call import functional_factor, functional_prepare
 from .blocks import block_spec
 from .layout import Piece
 from .ranks import Ranks
@@ -31,10 +31,10 @@ class Lent:
 
 
 def factor(p: Problem, lent: Lent) -> float | Tensor | None:
-    """What q·k is multiplied by, one number or one a head, where that is all that score and scale do; else None."""
+    """What q·k is multiplied by, one number or one per head, where that is all that score and scale do; else None."""
     if p.score is None:
         return lent.scale
-    return lent_factor(p.score, lent.parameters, p.query.new_empty(0, p.query.shape[-1], dtype=p.exact_dtype))
+    return functional_factor(p.score, lent.parameters, p.query.new_empty(0, p.query.shape[-1], dtype=p.exact_dtype))
 
 
 def folded(p: Problem, lent: Lent) -> Prepared:
@@ -42,7 +42,7 @@ def folded(p: Problem, lent: Lent) -> Prepared:
     exact = p.exact_dtype
     query, times = p.query.to(exact), factor(p, lent)
     if times is None and p.score is not None:
-        return lent_prepare(p.score, lent.parameters, query, p.key.to(exact))
+        return functional_prepare(p.score, lent.parameters, query, p.key.to(exact))
     if isinstance(times, Tensor):
         times = times.to(exact).reshape(-1, 1, 1)
     return Prepared(query if times is None else query * times, p.key)

@@ -120,7 +120,7 @@ class Where:
         return found
 
     def vector(self, x: Any) -> Any:
-        """This rank's part of what has one value for all heads, or one a head."""
+        """This rank's part of what has one value for all heads, or one per head."""
         if isinstance(x, DTensor):
             alike = [Replicate()] * self.mesh.ndim
             back = [

@@ -1,4 +1,4 @@
-"""Masks: which row may attend which key, as data that composes with `&`, `|` and `~`."""
+"""Masks: which row may attend to which key, as data that composes with `&`, `|` and `~`."""
 
 from regard.masks.base import Mask
 from regard.masks.blocks import blocks

@@ -1,4 +1,4 @@
-"""Arguments of the factories, checked by type, dtype and shape; the values of tensors are never read."""
+"""Arguments of the mask functions, checked for type, dtype and shape; the values of tensors are never read."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def whole(who: str, name: str, value: object, least: int | None = None) -> int:
     """Read one integer."""
     rule = f"{who}: {name} must be an integer" + (f" of at least {least}" if least is not None else "")
     if isinstance(value, (bool, Tensor)):
-        raise DtypeError(f"{rule}; got {_kind(value)}. Give a plain Python int.")
+        raise DtypeError(f"{rule}; got {_kind(value)}. Pass a plain Python int.")
     try:
         number = value if isinstance(value, int) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise DtypeError(f"{rule}; got {_kind(value)}. Give a plain Python int.") from None
+        raise DtypeError(f"{rule}; got {_kind(value)}. Pass a plain Python int.") from None
     if least is not None and number < least:
         raise ArgumentError(f"{rule}; got {number}.")
     return number
 
 
 def one_or_per_item(who: str, name: str, value: object, least: int | None = None) -> int | Tensor:
-    """Read an integer, or integers with one entry a batch item."""
+    """Read an integer, or integers with one entry per batch item."""
     if isinstance(value, (Tensor, list, tuple)):
         found = integers(who, name, value, dims=(0, 1), least=least)
         return found.reshape(1) if found.dim() == 0 else found
@@ -39,7 +39,7 @@ def one_or_per_item(who: str, name: str, value: object, least: int | None = None
 
 
 def offset_like(who: str, value: object) -> int | Tensor | None:
-    """Read an offset: `None`, an integer, or integers with one entry a batch item."""
+    """Read an offset: `None`, an integer, or integers with one entry per batch item."""
     return None if value is None else one_or_per_item(who, "offset", value)
 
 
@@ -47,23 +47,27 @@ def integers(who: str, name: str, value: object, dims: tuple[int, ...] = (1,), l
     """Read a tensor or a (nested) list of integers."""
     found = tensor_like(who, name, value)
     if found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
-        raise MaskError(f"{who}: {name} must hold integers; got {found.dtype}. Convert with .long() if it is meant so.")
+        raise MaskError(
+            f"{who}: {name} must hold integers; got {found.dtype}. Convert with .long() if that is intended."
+        )
     if found.dim() not in dims:
         allowed = " or ".join(f"{d}-D" for d in dims)
         raise MaskError(f"{who}: {name} must be {allowed}; got shape {tuple(found.shape)}.")
     if least is not None and isinstance(value, list | tuple) and any(isinstance(x, int) and x < least for x in value):
-        raise ArgumentError(f"{who}: {name} must be at least {least}; got {min(value)} among them.")
+        raise ArgumentError(f"{who}: {name} must be at least {least}; got {min(value)}.")
     return found.to(torch.int64)
 
 
 def tensor_like(who: str, name: str, value: Any) -> Tensor:
-    """Read a tensor, or make one of a (nested) list; an empty list holds integers."""
+    """Read a tensor, or convert a (nested) list to one; an empty list holds integers."""
     if isinstance(value, Tensor):
         return value
     try:
         found = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise DtypeError(f"{who}: {name} must be a tensor or a list that makes one; got {_kind(value)}.") from None
+        raise DtypeError(
+            f"{who}: {name} must be a tensor or a list that can be converted to one; got {_kind(value)}."
+        ) from None
     return found.to(torch.int64) if found.numel() == 0 and not isinstance(value, Tensor) else found
 
 

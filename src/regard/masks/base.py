@@ -1,4 +1,4 @@
-"""Mask: which row may attend which key; and the algebra of masks, `&`, `|` and `~`."""
+"""Mask: which row may attend to which key; and the algebra of masks, `&`, `|` and `~`."""
 
 from __future__ import annotations
 
@@ -10,60 +10,59 @@ from typing import Any, ClassVar, NoReturn, final
 import torch
 from torch import Tensor
 
-from regard.errors import MaskError
+from regard.compat.torch import version_of
+from regard.errors import ArgumentError, MaskError
 from regard.masks.index import Index
-from regard.masks.picture import draw
+from regard.masks.picture import cell_edges, draw_pairs, draw_shades
 from regard.masks.span import Span, interval
-from regard.masks.tiles import FULL, HIDDEN, PARTIAL, members, tiles, whole_cover
+from regard.masks.tiles import FULL, HIDDEN, PARTIAL, block_indices, tile_states, uniform_cover
 
-from ..compat.torch import version_of
+__all__ = ["CONVERTERS", "FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
 
-__all__ = ["FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
-
-BLOCK = 1 << 20
-"""How many pairs are looked at together where a mask is counted."""
+PAIRS_AT_ONCE = 1 << 20
+"""How many pairs are evaluated together when visible pairs are counted."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask(ABC):
-    """Which of `m` keys each of `n` rows may attend: `allows` is the meaning, `span` and `cover` only make it fast."""
+    """Which of `m` keys each of `n` rows may attend to: `allows` defines it, `span` and `cover` only make it fast."""
 
     factory: ClassVar[str] = "mask"
-    """The name of the function that makes it."""
+    """The name of the function that creates it."""
     items: ClassVar[Mapping[str, int]] = {}
-    """Parameters that may have one entry a batch item, and how many dimensions an entry has."""
+    """Parameters that may have one entry per batch item, and how many dimensions an entry has."""
     rising: ClassVar[bool] = False
-    """Whether both ends of the span never fall as i grows, whatever the parameters (`exact` alike for all rows)."""
+    """Whether for all parameters the ends of the span never decrease as i grows, and `exact` is the same everywhere."""
     trivial: ClassVar[bool] = False
-    """Whether it allows everything."""
-    binds: ClassVar[int] = 3
-    """How tightly its repr holds together: `~` 3, `&` 2, `|` 1."""
+    """Whether it allows every pair."""
+    precedence: ClassVar[int] = 3
+    """The precedence of the operator in its repr: `~` 3, `&` 2, `|` 1."""
 
     @abstractmethod
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
-        """Say for each pair whether row i sees key j: the shape of i and j, or (B, H, that) for a mask with a batch."""
+        """Say for each pair whether row i sees key j: the shape of i and j, after (B, H) for a mask with a batch."""
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
-        """Give the interval of keys outside of which the rows `i` (1-D) see nothing, and whether it says all."""
+        """Give the interval that holds every key that the rows `i` (1-D) see, and whether they see all of it."""
         return interval(i, m, 0, m, exact=False)
 
     def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
-        """Say of each tile between the edges `rows` and `cols` whether it is HIDDEN, PARTIAL or FULL: int8 (R, C)."""
+        """Classify each tile between the edges `rows` and `cols` as HIDDEN, PARTIAL or FULL: int8 (R, C)."""
         if 0 in self.lead:
-            return whole_cover(rows, cols, HIDDEN)
-        first, last, common, until, exact = self._reach(rows, n, m)  # (R, 1) each
+            return uniform_cover(rows, cols, HIDDEN)
+        first, last, common, until, exact = self._block_spans(rows, n, m)  # (R, 1) each
         left, right = cols[:-1], cols[1:]
         seen = (left < last) & (right > first)
-        return tiles(seen, (left >= common) & (right <= until)) if exact else seen.view(torch.int8)
+        return tile_states(seen, (left >= common) & (right <= until)) if exact else seen.view(torch.int8)
 
-    def _reach(self, rows: Tensor, n: int, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        """Give the interval that some row of a block reaches into, the one that all do, and whether they say all."""
-        if self.monotone:  # the first and the last row of a block say all
+    def _block_spans(self, rows: Tensor, n: int, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+        """Give the hull and the intersection of the spans in each block of rows, and whether the spans are exact."""
+        if self.monotone:  # the first and the last row of a block suffice
             size = len(rows) - 1
             lo, hi, exact = self.span(torch.cat((rows[:-1], rows[1:] - 1)), n, m)
             bounds = lo[..., :size], hi[..., size:], lo[..., size:], hi[..., :size]
         else:
-            every = members(rows)  # (R, K)
+            every = block_indices(rows)  # (R, K)
             lo, hi, exact = self.span(every.flatten(), n, m)
             lo, hi = lo.reshape(*lo.shape[:-1], *every.shape), hi.reshape(*hi.shape[:-1], *every.shape)
             empty = hi <= lo
@@ -75,12 +74,12 @@ class Mask(ABC):
 
     @property
     def monotone(self) -> bool:
-        """Whether both ends of the span never fall as i grows."""
+        """Whether the ends of the span never decrease as i grows."""
         return self.rising
 
     @property
     def lead(self) -> tuple[int, int]:
-        """How many batch items and heads the mask tells apart; (1, 1) if none."""
+        """How many batch items and heads have a mask of their own; (1, 1) if all share one."""
         batch = 1
         if not self.items:
             return 1, 1
@@ -89,39 +88,39 @@ class Mask(ABC):
         return batch, 1
 
     def misfit(self, n: int, m: int) -> str | None:
-        """Give the reason why the mask cannot serve `n` rows and `m` keys, if there is one."""
+        """Say why the mask does not fit `n` rows and `m` keys, or None if it does."""
         return None
 
     def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
-        """Tell the mask the sizes of the problem; with `headless`, three dimensions mean (batch, n, m)."""
+        """Give the mask for these sizes of a problem; with `headless`, three dimensions mean (batch, n, m)."""
         return self
 
     def shared(self, device: torch.device) -> Mask:
-        """Give the mask with one item, or one head, where it says the same of all: a function is asked to find out."""
+        """Give the mask with one item, or one head, where all are alike; a predicate is called once to find out."""
         return self._with_parts(lambda part: part.shared(device))
 
     def restrict(self, batch: slice, heads: slice) -> Mask:
-        """Give the mask of some batch items and heads only."""
+        """Give the mask of these batch items and heads only."""
         if self.lead == (1, 1):
             return self
         fewer = {name: value[batch] for name, value in self._batched().items() if value.shape[0] != 1}
         return replace(self, **fewer) if fewer else self._with_parts(lambda part: part.restrict(batch, heads))
 
     def dense(self, n: int, m: int, device: torch.device | str | None = None) -> Tensor:
-        """Write the mask out as a bool tensor, (n, m), or (B, H, n, m) for a mask with a batch."""
+        """Write the mask out as a bool tensor: (n, m), or (B, H, n, m) for a mask with a batch."""
         self.check(n, m)
         i, j = self._positions(n, m, device)
         return self.allows(i[:, None], j[None, :], n, m).contiguous()
 
     def visible(self, i: Tensor, n: int, m: int) -> Tensor:
-        """Count the keys that each of the rows `i` sees, in memory linear in the sequence."""
+        """Count the keys that each of the rows `i` sees, in memory linear in the sequence length."""
         self.check(n, m)
         lo, hi, exact = self.span(i, n, m)
         if exact:
             return (hi - lo).clamp(min=0)
         count = torch.zeros(lo.shape, dtype=torch.int64, device=i.device)
         j = torch.arange(m, device=i.device)
-        pairs = max(1, BLOCK // max(1, self.lead[0] * self.lead[1]))
+        pairs = max(1, PAIRS_AT_ONCE // max(1, self.lead[0] * self.lead[1]))
         height = max(1, pairs // max(1, m))
         for top in range(0, len(i), height):
             block = slice(top, top + height)
@@ -131,15 +130,39 @@ class Mask(ABC):
         return count
 
     def density(self, n: int, m: int) -> float:
-        """Give the share of pairs that are allowed; 0 where there is no pair."""
+        """Give the share of pairs that are allowed; 0 if there is no pair."""
         i, _ = self._positions(n, 0)
         count = self.visible(i, n, m)
         return float(count.sum()) / (count.numel() * m) if count.numel() * m else 0.0
 
     def picture(self, n: int, m: int, width: int = 64, batch: int = 0, head: int = 0) -> str:
-        """Draw the mask in text: a character a pair, or shades of how much is seen where that would be too wide."""
+        """Draw the mask in text: one character per pair, or shades of the visible share if `width` is too small."""
         self.check(n, m)
-        return draw(self, n, m, width, batch, head)
+        if width < 1:
+            raise ArgumentError(f"picture: width must be at least 1; got {width}.")
+        for name, at, size in (("batch", batch, self.lead[0]), ("head", head, self.lead[1])):
+            if at < 0 or (size != 1 and at >= size):
+                raise ArgumentError(f"picture: {name} must be from 0 to {size - 1}; got {at}.")
+        if n == 0 or m == 0:
+            return ""
+        one = self.restrict(slice(batch, batch + 1), slice(head, head + 1))
+        if max(n, m) <= width:
+            return draw_pairs(one.dense(n, m).reshape(n, m))
+        return draw_shades(one._tile_densities(*cell_edges(n, m, width), n, m))
+
+    def _tile_densities(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
+        """Give the share of allowed pairs in each tile; only rows of tiles that `cover` leaves open are evaluated."""
+        states = self.cover(rows, cols, n, m)
+        densities = states.double() / FULL
+        keys = torch.arange(m, device="cpu")[None, :]
+        height = max(1, PAIRS_AT_ONCE // m)
+        for r in (states == PARTIAL).any(1).nonzero().flatten().tolist():
+            seen = torch.zeros(m + 1, dtype=torch.int64, device="cpu")
+            block = torch.arange(int(rows[r]), int(rows[r + 1]), device="cpu")[:, None]
+            for top in range(0, len(block), height):
+                seen[1:] += self.allows(block[top : top + height], keys, n, m).reshape(-1, m).sum(0)
+            densities[r] = seen.cumsum(0)[cols].diff() / (cols.diff() * len(block))
+        return densities
 
     def to(self, device: torch.device | str) -> Mask:
         """Move the tensors that the mask holds."""
@@ -149,10 +172,10 @@ class Mask(ABC):
         return moved
 
     def remembered(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Give what `make` made last time, if the tensors that the mask holds are still what they were."""
+        """Give the cached result of `make`, computed again if a tensor of the mask has changed."""
         tensors = self.tensors
         if any(map(torch.Tensor.is_inference, tensors)):
-            return make()  # such tensors do not count their changes
+            return make()  # inference tensors have no version counter
         versions = tuple(version_of(t) for t in tensors)
         memory: dict[Hashable, tuple[object, Any]] = self.__dict__.setdefault("_memory", {})
         then, thing = memory.get(key, (None, None))
@@ -165,7 +188,7 @@ class Mask(ABC):
         return {name: value for name, value in self.__dict__.items() if name != "_memory"}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
-        """Give the mask with every tensor that it holds changed."""
+        """Give the mask with `change` applied to every tensor that it holds."""
         own = {}
         for name in self.__dataclass_fields__:
             value = getattr(self, name, None)
@@ -177,7 +200,7 @@ class Mask(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the mask holds."""
         found: list[Tensor] = []
-        for name in self.__dataclass_fields__:  # what every torch's compiler can trace
+        for name in self.__dataclass_fields__:  # the compiler of every torch release can trace this
             value = getattr(self, name, None)
             if value is None or type(value) is int:
                 continue
@@ -186,13 +209,13 @@ class Mask(ABC):
 
     @property
     def constant(self) -> bool:
-        """Whether the mask is the same at every call: it holds no tensor and asks no function of the user's."""
+        """Whether the mask is the same at every call: it holds no tensor and calls no function of the user."""
         return not self.tensors
 
     def check(self, n: int, m: int) -> None:
-        """Raise if the mask cannot serve `n` rows and `m` keys."""
+        """Raise if the mask does not fit `n` rows and `m` keys."""
         if n < 0 or m < 0:
-            raise MaskError(f"{self.factory}: there cannot be fewer than 0 rows or keys; got n={n}, m={m}.")
+            raise MaskError(f"{self.factory}: n and m must be at least 0; got n={n}, m={m}.")
         if reason := self.misfit(n, m):
             raise MaskError(reason)
 
@@ -264,13 +287,13 @@ class Mask(ABC):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Pair(Mask):
+class _Binary(Mask):
     left: Mask
     right: Mask
     sign: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self.lead  # noqa: B018  (raises if the two do not go together)
+        self.lead  # noqa: B018  (raises if the two cannot be combined)
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -288,18 +311,18 @@ class _Pair(Mask):
         return self._with_parts(lambda part: part.bind(batch, heads, headless))
 
     def __repr__(self) -> str:
-        left = f"({self.left!r})" if self.left.binds < self.binds else f"{self.left!r}"
-        right = f"({self.right!r})" if self.right.binds <= self.binds else f"{self.right!r}"
+        left = f"({self.left!r})" if self.left.precedence < self.precedence else f"{self.left!r}"
+        right = f"({self.right!r})" if self.right.precedence <= self.precedence else f"{self.right!r}"
         return f"{left} {self.sign} {right}"
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class And(_Pair):
-    """The pairs that both masks allow."""
+class And(_Binary):
+    """The pairs that both of two masks allow."""
 
     sign: ClassVar[str] = "&"
-    binds: ClassVar[int] = 2
+    precedence: ClassVar[int] = 2
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         return self.left.allows(i, j, n, m) & self.right.allows(i, j, n, m)
@@ -318,11 +341,11 @@ class And(_Pair):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Or(_Pair):
-    """The pairs that one mask allows at least."""
+class Or(_Binary):
+    """The pairs that at least one of two masks allows."""
 
     sign: ClassVar[str] = "|"
-    binds: ClassVar[int] = 1
+    precedence: ClassVar[int] = 1
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         return self.left.allows(i, j, n, m) | self.right.allows(i, j, n, m)
@@ -334,7 +357,7 @@ class Or(_Pair):
         hi = torch.where(no_a, b.hi, torch.where(no_b, a.hi, torch.maximum(a.hi, b.hi)))
         if not (a.exact or b.exact):
             return Span(lo, hi, False)
-        known = torch.zeros_like(lo, dtype=torch.bool)  # rows whose hull has no hole
+        known = torch.zeros_like(lo, dtype=torch.bool)  # rows whose hull has no gap
         if a.exact:
             known = known | (a.lo <= lo) & (a.hi >= hi)
         if b.exact:
@@ -387,22 +410,27 @@ class Not(Mask):
         return self.part
 
     def __repr__(self) -> str:
-        return f"~({self.part!r})" if self.part.binds < self.binds else f"~{self.part!r}"
+        return f"~({self.part!r})" if self.part.precedence < self.precedence else f"~{self.part!r}"
+
+
+CONVERTERS: dict[type, Callable[[Any], Mask]] = {}
+"""Other operands that `&` and `|` accept, by type, and how each becomes a mask; `masks.dense` registers tensors."""
 
 
 def _as_mask(other: object) -> Mask | None:
-    if isinstance(other, Tensor):
-        from regard.masks.dense import dense  # a mask itself, so it stands on this file
-
-        return dense(other)
-    return other if isinstance(other, Mask) else None
+    if isinstance(other, Mask):
+        return other
+    for kind, convert in CONVERTERS.items():
+        if isinstance(other, kind):
+            return convert(other)
+    return None
 
 
 def _broadcast(a: int, b: int, what: str, sign: str) -> int:
     if a != b and 1 not in (a, b):
         raise MaskError(
-            f"{sign}: masks go together if they have the same number of {what}, or one; got {a} and {b}. "
-            f"Make them for the same batch and the same heads."
+            f"{sign}: two masks must have the same number of {what}, or one of them 1; got {a} and {b}. "
+            f"Make both for the same batch and the same heads."
         )
     return b if a == 1 else a
 

@@ -1,4 +1,4 @@
-"""Blocks: the sequence cut into pieces of one size, each of which sees itself."""
+"""Blocks: the sequence in blocks of one size, each of which sees only itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal: nobody sees the future."""
+"""Causal: no row sees the future."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.masks.arguments import offset_like
 from regard.masks.base import Mask, Span
-from regard.masks.index import Index, aligned, indices
+from regard.masks.index import Index, diagonal_offset, indices
 from regard.masks.span import interval
 
 __all__ = ["Causal", "causal"]
@@ -29,10 +29,10 @@ class Causal(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        return j <= i + aligned(self.offset, i, n, m)
+        return j <= i + diagonal_offset(self.offset, i, n, m)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
-        return interval(i, m, 0, i + aligned(self.offset, i, n, m) + 1)
+        return interval(i, m, 0, i + diagonal_offset(self.offset, i, n, m) + 1)
 
 
 def causal(offset: int | Tensor | Sequence[int] | None = None) -> Mask:

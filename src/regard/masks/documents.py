@@ -1,4 +1,4 @@
-"""Documents: several sequences in one, none of which sees another."""
+"""Documents: several sequences packed into one, none of which sees another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from regard.errors import MaskError
 from regard.masks.arguments import Integers, integers
 from regard.masks.base import HIDDEN, Mask, Span
-from regard.masks.index import Index, indices, joint, pick
+from regard.masks.index import Index, broadcast_shapes, indices, take
 from regard.masks.span import interval
-from regard.masks.tiles import members, tiles, whole_cover
+from regard.masks.tiles import block_indices, tile_states, uniform_cover
 
 __all__ = ["Documents", "Packed", "documents", "packed"]
 
@@ -21,7 +21,7 @@ __all__ = ["Documents", "Packed", "documents", "packed"]
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
-    """Row i sees key j if query_ids[b, i] = key_ids[b, j]; `key_ids` are those of the queries if not given."""
+    """Row i sees key j if query_ids[b, i] = key_ids[b, j]; `key_ids` default to `query_ids`."""
 
     query_ids: Tensor
     key_ids: Tensor | None = None
@@ -36,15 +36,15 @@ class Documents(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        return pick(self.query_ids, i) == pick(self.keys, j)
+        return take(self.query_ids, i) == take(self.keys, j)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         ids, keys = self.query_ids.to(i.device)[..., i], self.keys.to(i.device)
-        lead = joint(ids.shape[:-1], keys.shape[:-1])
+        lead = broadcast_shapes(ids.shape[:-1], keys.shape[:-1])
         ids, keys = ids.expand(*lead, -1).contiguous(), keys.expand(*lead, -1)
         if keys.numel() == 0:
             return interval(i, m, 0, torch.zeros_like(ids if not lead else ids[:, None]))
-        groups, order = keys.sort(dim=-1, stable=True)  # equal ids side by side, each group in the order of the keys
+        groups, order = keys.sort(dim=-1, stable=True)  # equal ids are adjacent, each group in key order
         start, stop = torch.searchsorted(groups, ids), torch.searchsorted(groups, ids, right=True)
         first = order.gather(-1, start.clamp(max=m - 1))
         last = order.gather(-1, (stop - 1).clamp(min=0))
@@ -55,35 +55,35 @@ class Documents(Mask):
 
     def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
         if n == 0 or m == 0 or 0 in self.lead:
-            return whole_cover(rows, cols, HIDDEN)
+            return uniform_cover(rows, cols, HIDDEN)
         queries, keys = self._labels(n, m)
-        queries, keys = queries[..., members(rows)], keys[..., members(cols)]  # (lead, R or C, size)
+        queries, keys = queries[..., block_indices(rows)], keys[..., block_indices(cols)]  # (lead, R or C, size)
         least, most = queries.amin(-1)[..., None], queries.amax(-1)[..., None]  # (lead, R, 1)
         found = least if self.key_ids is None else queries.masked_fill(queries < 0, m).amin(-1)[..., None]
         low, high = keys.amin(-1)[..., None, :], keys.amax(-1)[..., None, :]  # (lead, 1, C)
-        return tiles((found <= high) & (most >= low), (least == most) & (low == high) & (least == low))
+        return tile_states((found <= high) & (most >= low), (least == most) & (low == high) & (least == low))
 
     def _labels(self, n: int, m: int) -> tuple[Tensor, Tensor]:
-        """Number the documents of rows and keys, in the order of their first keys; -1 for one that has no key."""
+        """Number the documents of rows and keys in the order of their first keys; −1 for a document without keys."""
         rows, keys = torch.arange(n, device="cpu"), torch.arange(m, device="cpu")
         if self.key_ids is not None:
             lo, hi, _ = self.span(rows, n, m)
             return torch.where(hi > lo, lo, -1), Documents(self.key_ids).span(keys, m, m).lo
-        ids = pick(self.query_ids, rows)
-        labels = ids if bool((ids.diff() >= 0).all()) else self.span(rows, n, m).lo  # ids in order are such numbers
+        ids = take(self.query_ids, rows)
+        labels = ids if bool((ids.diff() >= 0).all()) else self.span(rows, n, m).lo  # ids in order can serve as numbers
         return labels, labels
 
     def misfit(self, n: int, m: int) -> str | None:
         for ids, length, what in ((self.query_ids, n, "rows"), (self.keys, m, "keys")):
             if ids.shape[-1] != length:
-                return f"documents: there are ids for {ids.shape[-1]} {what}, and {length} {what}."
+                return f"documents: there are {length} {what}, but ids for {ids.shape[-1]}."
         return None
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Packed(Mask):
-    """Documents of the given lengths, one after the other: row i sees key j if both are in the same one."""
+    """Documents of the given lengths, one after another: row i sees key j if both are in the same document."""
 
     lengths: Tensor
 
@@ -92,10 +92,10 @@ class Packed(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        return self._which(i) == self._which(j)
+        return self._document_of(i) == self._document_of(j)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
-        which, ends = self._which(i), self.lengths.to(i.device).cumsum(0)
+        which, ends = self._document_of(i), self.lengths.to(i.device).cumsum(0)
         edges = torch.cat((ends.new_zeros(1), ends, ends.new_full((1,), m)))
         return interval(i, m, edges[which], edges[which + 1])
 
@@ -103,17 +103,17 @@ class Packed(Mask):
         if n != m:
             return f"packed: rows and keys are the same tokens; there are {n} rows and {m} keys."
         if torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None  # the lengths cannot be read now
+            return None  # the lengths cannot be read here
         total = int(self.lengths.sum())
         return None if total == n else f"packed: the lengths sum to {total}; there are {n} rows."
 
-    def _which(self, i: Tensor) -> Tensor:
-        """The number of the document that each token is in."""
+    def _document_of(self, i: Tensor) -> Tensor:
+        """The index of the document that each token is in."""
         return torch.bucketize(i.contiguous(), self.lengths.to(i.device).cumsum(0), right=True)
 
 
 def documents(query_ids: Integers, key_ids: Integers | None = None) -> Mask:
-    """Let tokens see those with the same id; ids are (N,) or (B, N), for the keys too unless they have their own.
+    """Let tokens see the tokens with the same id, (N,) or (B, N); keys have the same ids as queries unless given.
 
     >>> print(documents([7, 7, 3, 3, 3]).picture(5, 5))
     ██···
@@ -135,7 +135,7 @@ def documents(query_ids: Integers, key_ids: Integers | None = None) -> Mask:
 
 
 def packed(lengths: Integers) -> Mask:
-    """Let each of the documents packed one after the other see itself only; the lengths sum to the number of tokens.
+    """Let each document see only itself; the documents follow one another, and their lengths sum to the token count.
 
     >>> print(packed([2, 3]).picture(5, 5))
     ██···

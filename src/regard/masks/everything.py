@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from regard.masks.base import FULL, Mask, Span
-from regard.masks.index import Index, indices, spread
+from regard.masks.index import Index, expand_to_pairs, indices
 from regard.masks.span import interval
-from regard.masks.tiles import whole_cover
+from regard.masks.tiles import uniform_cover
 
 __all__ = ["Everything", "everything"]
 
@@ -27,13 +27,13 @@ class Everything(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        return spread(torch.ones((), dtype=torch.bool, device=i.device), i, j)
+        return expand_to_pairs(torch.ones((), dtype=torch.bool, device=i.device), i, j)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         return interval(i, m, 0, m)
 
     def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
-        return whole_cover(rows, cols, FULL)
+        return uniform_cover(rows, cols, FULL)
 
 
 def everything() -> Mask:

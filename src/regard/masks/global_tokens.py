@@ -1,4 +1,4 @@
-"""Global tokens: a few tokens that see all and are seen by all."""
+"""Global tokens: a few tokens that see every token and are seen by every token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from regard.masks.arguments import Integers, integers
 from regard.masks.base import Mask, Span
 from regard.masks.index import Index, indices
 from regard.masks.span import interval
-from regard.masks.tiles import tiles
+from regard.masks.tiles import tile_states
 
 __all__ = ["GlobalTokens", "global_tokens"]
 
@@ -44,15 +44,15 @@ class GlobalTokens(Mask):
         in_rows = torch.searchsorted(tokens, rows).diff()[:, None]
         in_cols = torch.searchsorted(tokens, cols).diff()[None, :]
         full = (in_rows == rows.diff()[:, None]) | (in_cols == cols.diff())
-        return tiles((in_rows + in_cols) > 0, full)
+        return tile_states((in_rows + in_cols) > 0, full)
 
     def _tokens(self, device: torch.device) -> Tensor:
-        """The indices in order, each once."""
+        """The indices, sorted and without duplicates."""
         return self.indices.to(device).unique()  # type: ignore[no-any-return]
 
 
 def global_tokens(indices: Integers) -> Mask:
-    """Let the tokens at `indices` see all keys and be seen by all rows; indices beyond the sequence do no harm.
+    """Let the tokens at `indices` see all keys and be seen by all rows; indices beyond the sequence are ignored.
 
     >>> from regard.masks import window
     >>> print((window(1, 1) | global_tokens([0])).picture(6, 6))

@@ -1,4 +1,4 @@
-"""Positions of pairs: how row and key indices, and parameters with one entry a batch item, are laid side by side."""
+"""Indices of pairs: how rows, keys and parameters with one entry per batch item broadcast together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.errors import ShapeError
 
-__all__ = ["Index", "aligned", "indices", "joint", "per_item", "pick", "spread"]
+__all__ = ["Index", "broadcast_shapes", "diagonal_offset", "expand_to_pairs", "indices", "per_item", "take"]
 
 Index: TypeAlias = Tensor | int
 
@@ -25,30 +25,30 @@ def indices(i: Index, j: Index) -> tuple[Tensor, Tensor]:
 
 
 def per_item(value: int | Tensor, like: Tensor) -> int | Tensor:
-    """View a parameter of shape (B,) as (B, 1, 1, …), to stand before the dimensions of `like`; a number stays one."""
+    """View a parameter (B,) as (B, 1, 1, …), ready to broadcast with `like`; an integer stays as it is."""
     if isinstance(value, Tensor):
         return value.to(like.device).reshape((-1, 1) + (1,) * like.dim())
     return value
 
 
-def aligned(offset: int | Tensor | None, like: Tensor, n: int, m: int) -> int | Tensor:
+def diagonal_offset(offset: int | Tensor | None, like: Tensor, n: int, m: int) -> int | Tensor:
     """Give the offset of the diagonal; `None` aligns the last row with the last key."""
     return per_item(m - n if offset is None else offset, like)
 
 
-def pick(values: Tensor, at: Tensor) -> Tensor:
-    """Take `values` (X,) or (B, X) at the positions `at`: the shape of `at`, or (B, 1, and that shape)."""
+def take(values: Tensor, at: Tensor) -> Tensor:
+    """Take `values` (X,) or (B, X) at the positions `at`: the shape of `at`, after (B, 1) if there is a batch."""
     found = values.to(at.device)[..., at]
     return found.unsqueeze(1) if values.dim() == 2 else found
 
 
-def spread(result: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def expand_to_pairs(result: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """Expand a result that depends on `i` or `j` alone to every pair."""
-    return result.expand(joint(result.shape, i.shape, j.shape))
+    return result.expand(broadcast_shapes(result.shape, i.shape, j.shape))
 
 
-def joint(*shapes: Sequence[int]) -> torch.Size:
-    """Give the shape that the shapes broadcast to; torch.broadcast_shapes would import half a second of algebra."""
+def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
+    """Give the shape that the shapes broadcast to; torch.broadcast_shapes spends half a second on importing sympy."""
     result: list[int] = []
     for shape in shapes:
         result = [1] * (len(shape) - len(result)) + result

@@ -1,4 +1,4 @@
-"""Padding: keys that only fill up a batch are seen by nobody."""
+"""Padding: keys that only pad a batch are hidden from every row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, MaskError
 from regard.masks.arguments import integers, tensor_like
 from regard.masks.base import Mask, Span
-from regard.masks.index import Index, indices, per_item, pick, spread
+from regard.masks.index import Index, expand_to_pairs, indices, per_item, take
 from regard.masks.span import interval, true_ends
 
 __all__ = ["Keep", "Padding", "padding"]
@@ -30,10 +30,10 @@ class Padding(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        return spread(j < per_item(self.lengths, j), i, j)
+        return expand_to_pairs(j < per_item(self.lengths, j), i, j)
 
     def keys(self, m: int, device: torch.device) -> Tensor:
-        """Which keys count, (B, 1, 1, M)."""
+        """Which keys are visible, (B, 1, 1, M)."""
         return torch.arange(m, device=device) < self.lengths.reshape(-1, 1, 1, 1)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
@@ -53,10 +53,10 @@ class Keep(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        return spread(pick(self.keep, j), i, j)
+        return expand_to_pairs(take(self.keep, j), i, j)
 
     def keys(self, m: int, device: torch.device) -> Tensor:
-        """Which keys count, (B, 1, 1, M), or (1, 1, 1, M) for all items."""
+        """Which keys are visible, (B, 1, 1, M), or (1, 1, 1, M) for all items."""
         return self.keep.reshape(-1, 1, 1, m)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
@@ -69,14 +69,14 @@ class Keep(Mask):
 
     def misfit(self, n: int, m: int) -> str | None:
         length = self.keep.shape[-1]
-        return None if length == m else f"padding: keep says of {length} keys whether they count; there are {m}."
+        return None if length == m else f"padding: keep has entries for {length} keys; there are {m}."
 
 
 def padding(lengths_or_keep: Any = None, /, *, lengths: Any = None, keep: Any = None) -> Mask:
-    """Hide the keys that only fill up a batch: by `lengths` (B,), or by `keep` (B, M) or (M,), True where one counts.
+    """Hide the keys that only pad a batch, by `lengths` (B,) or by `keep` (B, M) or (M,), True where a key is visible.
 
-    An argument without a name is told by its dtype: bool is `keep`, integers in one dimension are `lengths`, and
-    integers in two, 1 and 0 as in the `attention_mask` of Hugging Face, are `keep`.
+    The dtype of a positional argument decides: bool is `keep`; integers in one dimension are `lengths`; integers in two
+    dimensions are `keep`, 1 and 0 as in the `attention_mask` of Hugging Face.
 
     >>> print(padding([2, 3]).picture(2, 4, batch=1))
     ███·
@@ -86,7 +86,7 @@ def padding(lengths_or_keep: Any = None, /, *, lengths: Any = None, keep: Any = 
     """
     given = [value for value in (lengths_or_keep, lengths, keep) if value is not None]
     if len(given) != 1:
-        raise ArgumentError(f"padding: it takes one of lengths and keep; got {len(given)}. Use & if both are to hold.")
+        raise ArgumentError(f"padding: give either lengths or keep; got {len(given)}. Use & if both should hold.")
     if lengths is not None:
         return Padding(lengths=integers("padding", "lengths", lengths, least=0))
     value = tensor_like("padding", "lengths or keep" if keep is None else "keep", given[0])
@@ -97,7 +97,9 @@ def padding(lengths_or_keep: Any = None, /, *, lengths: Any = None, keep: Any = 
         )
     if keep is None and value.dtype != torch.bool and value.dim() < 2:
         if value.dim() == 0:
-            raise MaskError("padding: lengths have one entry a batch item; got one number. Use prefix(length) for all.")
+            raise MaskError(
+                "padding: lengths must have one entry per batch item; got one number. Use prefix(length) instead."
+            )
         return Padding(lengths=integers("padding", "lengths", given[0], least=0))
     if value.dim() not in (1, 2):
         raise MaskError(

@@ -1,4 +1,4 @@
-"""Predicate: a mask given by a Python function."""
+"""Predicate: a mask defined by a Python function."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch import Tensor
 
 from regard.errors import DtypeError, MaskError
 from regard.masks.base import PARTIAL, Mask, Span
-from regard.masks.index import Index, indices, joint
+from regard.masks.index import Index, broadcast_shapes, indices
 from regard.masks.span import interval
-from regard.masks.tiles import whole_cover
+from regard.masks.tiles import uniform_cover
 
 __all__ = ["Predicate", "predicate"]
 
-Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""f(batch, head, i, j) on index tensors, as the `mask_mod` of FlexAttention."""
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Predicate(Mask):
-    """Row i sees key j if f(batch, head, i, j); unless bound to the sizes of a problem, batch and head are 0."""
+    """Row i sees key j if f(batch, head, i, j); batch and head are 0 until `bind` sets the sizes of a problem."""
 
-    f: Rule
+    f: MaskMod
     batch: range | None = None
     head: range | None = None
 
@@ -34,9 +35,9 @@ class Predicate(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        shape = joint(i.shape, j.shape)
-        batch = _positions(self.batch, i).reshape(-1, 1, *(1,) * i.dim())
-        head = _positions(self.head, i).reshape(1, -1, *(1,) * i.dim())
+        shape = broadcast_shapes(i.shape, j.shape)
+        batch = _index_tensor(self.batch, i).reshape(-1, 1, *(1,) * i.dim())
+        head = _index_tensor(self.head, i).reshape(1, -1, *(1,) * i.dim())
         found = _checked(self.f(batch, head, i, j), (batch.shape[0], head.shape[1], *shape))
         return found[0, 0] if self.batch is None else found
 
@@ -50,7 +51,7 @@ class Predicate(Mask):
         return Span(lo.expand(shape), hi.expand(shape), False)
 
     def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
-        return whole_cover(rows, cols, PARTIAL)
+        return uniform_cover(rows, cols, PARTIAL)
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -63,8 +64,10 @@ class Predicate(Mask):
         if self.batch is None or self.head is None:
             return self
         first = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        batch, head = _positions(self.batch, first).reshape(-1, 1, 1, 1), _positions(self.head, first).reshape(-1, 1, 1)
-        size = (1, 1, 1, 1, *getattr(self.f(batch, head, first, first), "shape", ()))[-4:]  # 1 where f did not look
+        batch = _index_tensor(self.batch, first).reshape(-1, 1, 1, 1)
+        head = _index_tensor(self.head, first).reshape(-1, 1, 1)
+        shape = getattr(self.f(batch, head, first, first), "shape", ())
+        size = (1, 1, 1, 1, *shape)[-4:]  # 1 where f ignores the index
         return replace(self, batch=self.batch[: size[0]], head=self.head[: size[1]])
 
     def restrict(self, batch: slice, heads: slice) -> Mask:
@@ -77,14 +80,14 @@ class Predicate(Mask):
         return f"predicate({getattr(self.f, '__name__', repr(self.f))})"
 
 
-def _positions(among: range | None, like: Tensor) -> Tensor:
-    return torch.tensor([0] if among is None else list(among), dtype=torch.int64, device=like.device)
+def _index_tensor(of: range | None, like: Tensor) -> Tensor:
+    return torch.tensor([0] if of is None else list(of), dtype=torch.int64, device=like.device)
 
 
 def _checked(found: object, shape: tuple[int, ...]) -> Tensor:
     rule = f"predicate: f must return a bool tensor that broadcasts to (batch, heads, rows, keys), here {shape}"
     if not isinstance(found, Tensor):
-        raise MaskError(f"{rule}; got {type(found).__name__}. Use torch operations on the four indices it is given.")
+        raise MaskError(f"{rule}; got {type(found).__name__}. Use torch operations on its four index tensors.")
     if found.dtype != torch.bool:
         raise MaskError(f"{rule}; got {found.dtype}. End it with a comparison.")
     try:
@@ -93,7 +96,7 @@ def _checked(found: object, shape: tuple[int, ...]) -> Tensor:
         raise MaskError(f"{rule}; got shape {tuple(found.shape)}. Combine the indices by broadcasting.") from None
 
 
-def predicate(f: Rule) -> Mask:
+def predicate(f: MaskMod) -> Mask:
     """Let row i see key j where `f(batch, head, i, j)` is True; `f` works on index tensors that broadcast together.
 
     >>> print(predicate(lambda batch, head, i, j: (i + j) % 3 == 0).picture(3, 6))
@@ -107,11 +110,11 @@ def predicate(f: Rule) -> Mask:
         )
     try:
         inspect.signature(f).bind(0, 0, 0, 0)
-    except ValueError:  # some built-in functions have no signature to ask
+    except ValueError:  # some built-in functions have no signature
         pass
     except TypeError:
         raise MaskError(
-            f"predicate: f must take four arguments, f(batch, head, i, j), of which it may use what it likes; "
+            f"predicate: f must take four arguments, f(batch, head, i, j), and may ignore any of them; "
             f"got f{inspect.signature(f)}."
         ) from None
     return Predicate(f)

@@ -1,4 +1,4 @@
-"""Prefix: the first keys are seen by everybody."""
+"""Prefix: every row sees the first keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.masks.arguments import one_or_per_item
 from regard.masks.base import Mask, Span
-from regard.masks.index import Index, indices, per_item, spread
+from regard.masks.index import Index, expand_to_pairs, indices, per_item
 from regard.masks.span import interval
 
 __all__ = ["Prefix", "prefix"]
@@ -29,14 +29,14 @@ class Prefix(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        return spread(j < per_item(self.length, j), i, j)
+        return expand_to_pairs(j < per_item(self.length, j), i, j)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         return interval(i, m, 0, per_item(self.length, i))
 
 
 def prefix(length: int | Tensor | Sequence[int]) -> Mask:
-    """Let every row see the first `length` keys, one number or one a batch item.
+    """Let every row see the first `length` keys: one number, or one per batch item.
 
     >>> from regard.masks import causal
     >>> print((causal() | prefix(2)).picture(4, 4))

@@ -1,4 +1,4 @@
-"""Strided: every so many keys, as in sparse transformers."""
+"""Strided: every k-th key, as in sparse transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from regard.masks.arguments import whole
 from regard.masks.base import Mask, Span
 from regard.masks.index import Index, indices
 from regard.masks.span import interval
-from regard.masks.tiles import tiles
+from regard.masks.tiles import tile_states
 
 __all__ = ["Strided", "strided"]
 
@@ -27,7 +27,7 @@ class Strided(Mask):
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
-        return i % self.step == j % self.step  # a remainder a row and a key, not a pair
+        return i % self.step == j % self.step  # one remainder per row and per key, not per pair
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         return interval(i, m, i % self.step, m - (m - 1 - i) % self.step, exact=self.step == 1 or self.step >= m)
@@ -36,7 +36,7 @@ class Strided(Mask):
         least = rows[:-1, None] - cols[1:] + 1  # the smallest i − j in the tile
         most = rows[1:, None] - cols[:-1] - 1
         seen = most // self.step * self.step >= least
-        return tiles(seen, seen if self.step == 1 else seen & (least == most))
+        return tile_states(seen, seen if self.step == 1 else seen & (least == most))
 
 
 def strided(step: int) -> Mask:

@@ -14,7 +14,7 @@ from ..distributed.ranks import Ranks
 from ..errors import DistributedError
 from ..scores import Score
 from ..scores.base import Prepared
-from ..scores.lending import lent_prepare
+from ..scores.functional_call import functional_prepare
 from .reading import Asked
 
 __all__ = ["Circle"]
@@ -121,7 +121,7 @@ class _Lent(Score):
         self.same_dims = score.same_dims  # type: ignore[misc]
 
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
-        return lent_prepare(self._score, self._lent, query, key)
+        return functional_prepare(self._score, self._lent, query, key)
 
     def pair(self, query: Tensor, key: Tensor, *shared: Tensor) -> Tensor:  # type: ignore[override]
         return self._score.pair(query, key, *shared)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..compat.torch import tensor_indices_in_vmap
 from ..masks import Mask, causal, documents, everything, padding, predicate, window
 from ..masks.causal import Causal
-from ..masks.index import joint
+from ..masks.index import broadcast_shapes
 from ..masks.window import Window
 from .hf_handed import Handed
 
@@ -294,7 +294,7 @@ def _asked(rule: Rule, frame: Frame, one_by_one: bool) -> Mask:
 
 def _each(rule: Rule, *indices: Tensor) -> Tensor:
     """Ask a function of single indices about many at once."""
-    shape = joint(*(x.shape for x in indices))
+    shape = broadcast_shapes(*(x.shape for x in indices))
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.bool, device=indices[0].device)
     with tensor_indices_in_vmap():

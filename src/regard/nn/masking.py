@@ -12,8 +12,8 @@ from torch import Tensor
 from ..errors import DeviceError, DtypeError, MaskError
 from ..masks import Mask, dense, padding
 from ..masks.base import FULL, PARTIAL, Span
-from ..masks.index import Index, indices, spread
-from ..masks.tiles import whole_cover
+from ..masks.index import Index, expand_to_pairs, indices
+from ..masks.tiles import uniform_cover
 
 __all__ = ["Masking", "Sizes", "both", "masking", "ours"]
 
@@ -144,7 +144,7 @@ class _Opened(Mask):
         i, j = indices(i, j)
         own = m - self.extra
         beyond = j >= own
-        return self.part.allows(i, j.clamp(max=own - 1), n, own) | beyond if own else spread(beyond, i, j)
+        return self.part.allows(i, j.clamp(max=own - 1), n, own) | beyond if own else expand_to_pairs(beyond, i, j)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         own = m - self.extra
@@ -156,7 +156,7 @@ class _Opened(Mask):
     def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
         own = m - self.extra
         inner = int((cols[:-1] < own).sum())  # tiles that begin among the keys of `part`
-        found = whole_cover(rows, cols, FULL)
+        found = uniform_cover(rows, cols, FULL)
         if inner:
             found[:, :inner] = self.part.cover(rows, cols[: inner + 1].clamp(max=own), n, own)
             if cols[inner] > own:

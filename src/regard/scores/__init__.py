@@ -1,4 +1,4 @@
-"""Scores: how a query and a key become a logit; one small module a file."""
+"""Scores: how a query and a key become a logit; one small module per file."""
 
 from regard.scores.additive import Additive
 from regard.scores.balanced import Balanced

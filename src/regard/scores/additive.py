@@ -1,4 +1,4 @@
-"""The additive score of Bahdanau: a small network looks at every pair."""
+"""The additive score of Bahdanau: a small network scores every pair."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Additive"]
 class Additive(Score):
     """Additive (Bahdanau) score: vᵀ tanh(W₁q + W₂k); query and key dims may differ.
 
-    W₁ (`query_weight`) and W₂ (`key_weight`) start so that inputs of variance 1 give the tanh a variance of 1, and v
-    (`vector`) with deviation 1/√hidden, so that the logits are of the order of 1.
+    W₁ (`query_weight`) and W₂ (`key_weight`) are initialised so that inputs of variance 1 give the tanh an argument of
+    variance 1, and v (`vector`) with standard deviation 1/√hidden, so that the logits are of order 1.
 
     >>> import torch
     >>> score = Additive(2, 3, hidden=4)
@@ -36,21 +36,21 @@ class Additive(Score):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W₁, W₂ and v anew."""
+        """Initialise W₁, W₂ and v again."""
         nn.init.normal_(self.query_weight, std=(2 * self.query_dim) ** -0.5)
         nn.init.normal_(self.key_weight, std=(2 * self.key_dim) ** -0.5)
         nn.init.normal_(self.vector, std=self.hidden**-0.5)
 
     @property
     def cost(self) -> int:
-        """The hidden units: each pair holds one number for each."""
+        """The number of hidden units: each pair holds one number per unit."""
         return self.hidden
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
         if (query_dim, key_dim) != (self.query_dim, self.key_dim):
             return (
                 f"it was made for query dim {self.query_dim} and key dim {self.key_dim}, "
-                f"and query has {query_dim} and key has {key_dim}"
+                f"but query has {query_dim} and key has {key_dim}"
             )
         return super().misfit(query_dim, key_dim, heads)
 

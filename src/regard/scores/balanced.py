@@ -1,4 +1,4 @@
-"""The scaled dot product with its scale shared out between both sides."""
+"""The scaled dot product with its scale split between query and key."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Balanced"]
 
 
 class Balanced(Score):
-    """Scaled dot product whose two sides are scaled alike: (q·D^-¼)·(k·D^-¼), the logits of `Scaled()`.
+    """Scaled dot product with both sides scaled alike: (q·D^-¼)·(k·D^-¼), the same logits as `Scaled()`.
 
-    What `prepare` gives can be multiplied in half precision, since the sum is the logit and no √D times it, and neither
-    side shrinks by the whole D^-½. `forward` and the backends need no such care: they sum in float32 or float64, and
-    kernels that multiply the sum by D^-½ leave both sides as they are.
+    The prepared query and key can be multiplied in half precision: the sum is the logit itself, not √D times it, and
+    neither side shrinks by the whole D^-½. `forward` and the backends do not need this: they sum in float32 or float64,
+    and kernels that multiply the sum by D^-½ leave both sides as they are.
 
     >>> import torch
     >>> Balanced()(torch.ones(1, 16), torch.ones(2, 16))

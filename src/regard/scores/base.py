@@ -1,4 +1,4 @@
-"""What a score is: a module that turns queries and keys into logits, by a product or pair by pair."""
+"""The interface of a score: a module that turns queries and keys into logits, by a product or pair by pair."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Prepared(NamedTuple):
 
 
 class Score(nn.Module, ABC):
-    """Logits of all pairs of a query and a key; a new one defines `prepare`, and `pair` if it is no product."""
+    """Logits of all pairs of queries and keys; a subclass defines `prepare`, and `pair` if it is not a dot product."""
 
     pairwise: ClassVar[bool] = False
     """False: the logits are prepared.query @ prepared.keyᵀ. True: they come from `pair`."""
@@ -40,9 +40,9 @@ class Score(nn.Module, ABC):
         """Fold the parameters into query (…, Hq, N, D) and key (…, Hk, M, D), both float32 or float64."""
 
     def factor(self, query: Tensor) -> float | Tensor | None:
-        """What q·k is multiplied by, one number or one a head, where that is all the score does; else None.
+        """The factor that q·k is multiplied by, one or one per head, if that is all the score does; else None.
 
-        `query` tells the dim, the device and the dtype, as in `prepare`; its numbers are not read.
+        `query` gives the dim, the device and the dtype, as in `prepare`; its values are not read.
         """
         return None
 
@@ -57,11 +57,11 @@ class Score(nn.Module, ABC):
 
     @property
     def cost(self) -> int:
-        """How many numbers one pair holds in flight while `pair` runs."""
+        """How many numbers each pair takes in memory while `pair` runs."""
         return 1
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
-        """Say why this score cannot serve such queries and keys, or None if it can."""
+        """Say why this score cannot take such queries and keys, or None if it can."""
         if self.same_dims and query_dim != key_dim:
             return (
                 f"query has dim {query_dim} and key has dim {key_dim}; this score needs them equal "
@@ -70,7 +70,7 @@ class Score(nn.Module, ABC):
         return None
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        """Give all logits (…, N, M), in float32 or float64; where key has fewer heads, query heads share them."""
+        """Give all logits (…, N, M), in float32 or float64; if key has fewer heads, query heads share them."""
         self._check(query, key)
         dtype = arithmetic_dtype(query.dtype)
         headless = query.ndim < 4
@@ -82,11 +82,11 @@ class Score(nn.Module, ABC):
         return logits.squeeze(-3) if headless else logits
 
     def own(self, parameter: Tensor, query: Tensor) -> Tensor:
-        """Give a parameter in the dtype of `query`, or raise if it lives on another device."""
+        """Give a parameter in the dtype of `query`, or raise if it is on another device."""
         if parameter.device != query.device:
             raise DeviceError(
                 f"{type(self).__name__}: its parameters are on {parameter.device} and query is on {query.device}; "
-                f"they must be together. Move the score with score.to({str(query.device)!r})."
+                f"they must be on one device. Move the score with score.to({str(query.device)!r})."
             )
         return parameter.to(query.dtype)
 
@@ -107,7 +107,7 @@ class Score(nn.Module, ABC):
             )
         if query.device != key.device:
             raise DeviceError(
-                f"{name}: query is on {query.device} and key is on {key.device}; they must be together. "
+                f"{name}: query is on {query.device} and key is on {key.device}; they must be on one device. "
                 f"Move one with .to({str(query.device)!r})."
             )
         if min(query.ndim, key.ndim) < 2 or (query.ndim < 4) != (key.ndim < 4):

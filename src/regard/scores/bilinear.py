@@ -11,9 +11,10 @@ __all__ = ["Bilinear"]
 
 
 class Bilinear(Score):
-    """Multiplicative score with a matrix, or one a query head: qᵀ W k; query and key dims may differ.
+    """Multiplicative score with one matrix, or one per query head: qᵀ W k; query and key dims may differ.
 
-    W starts normal with deviation 1/√(query_dim · key_dim), so that inputs of variance 1 give logits of variance 1.
+    W is initialised with standard deviation 1/√(query_dim · key_dim), so that inputs of variance 1 give logits of
+    variance 1.
 
     >>> import torch
     >>> score = Bilinear(2, 3)
@@ -34,17 +35,17 @@ class Bilinear(Score):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W anew."""
+        """Initialise W again."""
         nn.init.normal_(self.weight, std=(self.query_dim * self.key_dim) ** -0.5)
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
         if (query_dim, key_dim) != (self.query_dim, self.key_dim):
             return (
                 f"it was made for query dim {self.query_dim} and key dim {self.key_dim}, "
-                f"and query has {query_dim} and key has {key_dim}"
+                f"but query has {query_dim} and key has {key_dim}"
             )
         if self.heads not in (None, 1, heads):
-            return f"it has one matrix for each of {self.heads} heads and query has {heads}"
+            return f"it has one matrix for each of {self.heads} heads, but query has {heads}"
         return super().misfit(query_dim, key_dim, heads)
 
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:

@@ -1,4 +1,4 @@
-"""The cosine of the angle between query and key, over a temperature."""
+"""The cosine of the angle between query and key, divided by a temperature."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Cosine"]
 
 
 class Cosine(Score):
-    """Cosine over a temperature: q·k / (‖q‖ ‖k‖ T); a zero vector has cosine 0 with all, and no gradient.
+    """Cosine divided by a temperature: q·k / (‖q‖ ‖k‖ T); a zero vector has cosine 0 with every other and no gradient.
 
-    A learnable temperature is kept positive as `log_temperature` = ln T; 0.07 is a usual start.
+    A learnable temperature stays positive because `log_temperature` = ln T is learned; 0.07 is a common initial value.
 
     >>> import torch
     >>> Cosine(temperature=0.5)(torch.tensor([[3.0, 4.0]]), torch.tensor([[30.0, 40.0], [0.0, 0.0]]))
@@ -31,7 +31,7 @@ class Cosine(Score):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Go back to the temperature given at first."""
+        """Reset the temperature to its initial value."""
         if self.learnable:
             nn.init.constant_(self.log_temperature, math.log(self.init))
 
@@ -51,7 +51,7 @@ class Cosine(Score):
 def _unit(x: Tensor) -> Tensor:
     if x.shape[-1] == 0:
         return x
-    # The direction does not depend on the size, so no derivative passes through it; squares cannot overflow after it.
+    # The direction does not depend on the size, so the size needs no derivative; it keeps squares from overflowing.
     size = x.detach().abs().amax(-1, keepdim=True)
     zero = size == 0
     x = x.masked_fill(zero, 0.0) / size.masked_fill(zero, 1.0)

@@ -1,4 +1,4 @@
-"""The Gaussian kernel's exponent: attention as kernel regression."""
+"""The exponent of a Gaussian kernel: attention as kernel regression."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Gaussian"]
 class Gaussian(Score):
     """Exponent of a Gaussian kernel of bandwidth h: −‖q − k‖² / 2h².
 
-    A learnable bandwidth is kept positive as `log_bandwidth` = ln h.
+    A learnable bandwidth stays positive because `log_bandwidth` = ln h is learned.
 
     >>> import torch
     >>> Gaussian(bandwidth=0.5)(torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 2.0]]))
@@ -31,7 +31,7 @@ class Gaussian(Score):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Go back to the bandwidth given at first."""
+        """Reset the bandwidth to its initial value."""
         if self.learnable:
             nn.init.constant_(self.log_bandwidth, math.log(self.init))
 
@@ -41,7 +41,7 @@ class Gaussian(Score):
         return self.log_bandwidth.exp() if self.learnable else torch.tensor(self.init)
 
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
-        # −‖q−k‖²/2h² = (q, −‖q‖²/2, 1)·(k, 1, −‖k‖²/2) / h²: a product of vectors that are two numbers longer.
+        # −‖q−k‖²/2h² = (q, −‖q‖²/2, 1)·(k, 1, −‖k‖²/2) / h²: a dot product of vectors with two more dimensions.
         precision = (self.own(self.log_bandwidth, query) * -2).exp() if self.learnable else self.init**-2
         query_term = (query * query).sum(-1, keepdim=True) * -0.5
         key_term = (key * key).sum(-1, keepdim=True) * -0.5

@@ -11,9 +11,9 @@ __all__ = ["Scaled"]
 
 
 class Scaled(Score):
-    """Dot product times a scale: q·k · scale, with 1/√D where the scale is None.
+    """Dot product times a scale: q·k · scale, by default 1/√D.
 
-    The scale is a number, or a tensor with one value or one a head; an `nn.Parameter` is learned with the module.
+    The scale is a number, or a tensor with one value or one per head; an `nn.Parameter` is learned with the module.
 
     >>> import torch
     >>> Scaled()(torch.ones(1, 4), torch.ones(2, 4))
@@ -31,7 +31,7 @@ class Scaled(Score):
             raise DtypeError(f"Scaled: scale must be of a floating dtype; got {scale.dtype}. Convert it with .float().")
         if scale.ndim > 1:
             raise ShapeError(
-                f"Scaled: scale must have one value, or one a head, (heads,); got shape {tuple(scale.shape)}."
+                f"Scaled: scale must have one value, or one per head, (heads,); got shape {tuple(scale.shape)}."
             )
         if scale.numel() == 0:
             raise ArgumentError("Scaled: scale must have at least one value; got an empty tensor.")
@@ -42,7 +42,7 @@ class Scaled(Score):
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
         if isinstance(self.scale, Tensor) and self.scale.numel() not in (1, heads):
-            return f"its scale has one value for each of {self.scale.numel()} heads and query has {heads}"
+            return f"its scale has one value for each of {self.scale.numel()} heads, but query has {heads}"
         return super().misfit(query_dim, key_dim, heads)
 
     def factor(self, query: Tensor) -> float | Tensor | None:

@@ -1,4 +1,4 @@
-"""The dot product over a temperature, learned or given."""
+"""The dot product divided by a temperature, learned or fixed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Temperature"]
 
 
 class Temperature(Score):
-    """Dot product over a temperature above 0, one or one a head: q·k / T.
+    """Dot product divided by a positive temperature, one or one per head: q·k / T.
 
-    T starts at `init`, or at √D of the first call where that is None. What is learned is `log_ratio` = ln(T / start),
-    which starts at 0 and keeps T positive whatever a step does to it.
+    T starts at `init`, or at √D of the first call if that is None. The parameter is `log_ratio` = ln(T / start), which
+    starts at 0 and keeps T positive after any optimiser step.
 
     >>> import torch
     >>> score = Temperature()
@@ -36,14 +36,14 @@ class Temperature(Score):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Go back to `init`, or to waiting for the first call."""
+        """Reset to `init`, or wait for the first call again."""
         self.start = self.init
         if self.learnable:
             nn.init.zeros_(self.log_ratio)
 
     @property
     def temperature(self) -> Tensor:
-        """T, () or (heads,); NaN before the first call where no `init` was given."""
+        """T, () or (heads,); NaN before the first call if no `init` was given."""
         start = math.nan if self.start is None else self.start
         if self.learnable:
             return self.log_ratio.exp() * start
@@ -51,7 +51,7 @@ class Temperature(Score):
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
         if self.heads not in (None, 1, heads):
-            return f"it has one temperature for each of {self.heads} heads and query has {heads}"
+            return f"it has one temperature for each of {self.heads} heads, but query has {heads}"
         return super().misfit(query_dim, key_dim, heads)
 
     def factor(self, query: Tensor) -> float | Tensor | None:
@@ -65,12 +65,12 @@ class Temperature(Score):
         return Prepared(query / temperature, key)
 
     def _at(self, query: Tensor) -> float | Tensor:
-        """The temperature for such queries, which the first of them may set."""
+        """The temperature for these queries; the first call sets it if no `init` was given."""
         if self.start is None:
             self.start = max(query.shape[-1], 1) ** 0.5
         return self.own(self.log_ratio, query).exp() * self.start if self.learnable else self.start
 
-    # The start is a part of the state, as a tensor: so that what was learned is read back with the meaning it had.
+    # `log_ratio` is relative to `start`, so the state dict holds `start` too, as a tensor.
     def get_extra_state(self) -> Tensor:
         return torch.tensor(math.nan if self.start is None else self.start, dtype=torch.float64)
 
