@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ import _harness
 from _harness import Row, nvidia
 from _turns import balanced
 
+T = TypeVar("T")
 DEVICE = "cuda"
 _BEGAN = time.perf_counter()
 _failed: dict[str, str] = {}

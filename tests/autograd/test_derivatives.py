@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import ARGUMENTS, BY_NAME, MASKS, SCORES, Case, Shape, leaves
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import regard
+from contract_cases import ARGUMENTS, BY_NAME, MASKS, SCORES, Case, Shape, leaves
 from regard.backends import Backend, Chunked
 
 SMALL = Shape(batch=2, heads=2, kv_heads=1, n=3, m=5, d=2, dv=3)

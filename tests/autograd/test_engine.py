@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import BY_NAME, Case, as_double
 from torch import Tensor
 from torch.autograd import forward_ad, gradgradcheck
 
 import regard
 from autograd.test_derivatives import BY_ROWS, CHECKED, checkable, small
+from contract_cases import BY_NAME, Case, as_double
 from regard.autograd.engine import double_backward_of_formula, jvp_of_formula
 from regard.backends import Backend, Chunked
 from regard.chunked.engine import ChunkedEngine

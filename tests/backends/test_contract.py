@@ -6,6 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import regard
 from contract_cases import (
     ARGUMENTS,
     CASES,
@@ -22,10 +26,6 @@ from contract_cases import (
     truth,
     zero_if_none,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-import regard
 from regard.backends import KNOWN, Backend, Chunked
 
 BACKENDS: dict[str, str | Backend] = {name: name for name in KNOWN} | {"chunked by 7": Chunked(chunk_size=7)}

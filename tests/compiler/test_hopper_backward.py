@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-import hopper_compiled
 import pytest
 import torch
-from hopper_compiled import RECENT, N, biased, compiles, fits, machine_code, warmed, work
-from sass import inner_loops, lost_operands
 from torch import Tensor
 
+import hopper_compiled
 import regard
+from hopper_compiled import RECENT, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
 from regard.kernels import launch
 from regard.kernels.arguments import ALIBI, RELATIVE, TENSOR, BackwardRows, BiasArgs, DropoutArgs, KernelArgs
 from regard.kernels.block_lists import BlockMask
 from regard.kernels.hopper import backward_launch as chip
+from sass import inner_loops, lost_operands
 
 hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
 

@@ -6,13 +6,12 @@ import math
 import re
 from typing import Any
 
-import hopper_compiled
 import pytest
 import torch
-from hopper_compiled import RECENT, SHARED, N, biased, compiles, fits, machine_code, warmed, work
-from sass import inner_loops
 
+import hopper_compiled
 import regard
+from hopper_compiled import RECENT, SHARED, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
 from regard.compat.triton import INTERPRETED
 from regard.core.rows import Rows
@@ -21,6 +20,7 @@ from regard.kernels.block_lists import SPANS, BlockMask
 from regard.kernels.block_mask import _mask_bits
 from regard.kernels.block_mask import block_mask as block_mask_of
 from regard.kernels.hopper import configs, forward_launch
+from sass import inner_loops
 
 DIMS = (64, 96, 128, 192, 256)
 KINDS = ("plain", "spans", "bits", "bias")

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import hopper_compiled
 import pytest
 import torch
-from hopper_compiled import N, biased, compiles, fits, machine_code, work
 
+import hopper_compiled
 import regard
+from hopper_compiled import N, biased, compiles, fits, machine_code, work
 from regard.kernels.arguments import TENSOR, KernelArgs
 from regard.kernels.block_lists import BlockMask
 from regard.kernels.block_mask import block_mask

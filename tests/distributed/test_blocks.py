@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mask_cases import CASES, Case
 from torch import Tensor
 
+from mask_cases import CASES, Case
 from regard.biases import Bias, alibi, relative
 from regard.core.rows import Rows
 from regard.distributed.merging import merged, nothing

@@ -8,15 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mask_cases import CASES, Case, written_out
-from world import World
 
 import regard
+from mask_cases import CASES, Case, written_out
 from regard.distributed import traffic
 from regard.distributed.layout import cut, pieces, sizes
 from regard.distributed.routes import routes
 from regard.errors import ArgumentError
 from regard.masks import Mask
+from world import World
 
 Worlds = Callable[[int], World]
 MASKS = [None, regard.causal(), regard.window(5), regard.documents(torch.arange(23) // 6), regard.strided(7)]

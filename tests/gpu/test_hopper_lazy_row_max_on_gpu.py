@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import agree, plain_results, results, truth
 from torch import Tensor
 
 import regard
+from contract_cases import agree, plain_results, results, truth
 from gpu.test_hopper_on_gpu import N, of_bits, pytestmark  # noqa: F401
 from gpu.test_kernels_on_gpu import DEVICE, HALVES, ROWS, inputs, random, same_bits
 from regard.kernels.hopper import forward_launch, launch_cache

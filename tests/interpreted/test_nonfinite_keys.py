@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import leaves
 from torch import Tensor
 
 import regard
+from contract_cases import leaves
 from regard import biases, scores
 
 N, M, SEEN = 20, 50, 36  # rows and keys fill no block; in the last block of keys some are seen

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contract_cases import BY_NAME, Case, Shape, as_double
 from torch import Tensor
 
 import regard
+from contract_cases import BY_NAME, Case, Shape, as_double
 
 FEW = Shape(batch=2, heads=2, kv_heads=1)
 STRIPS = Shape(batch=1, heads=1, kv_heads=1, n=70, m=100, d=8, dv=4)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mask_cases import CASES, Case
 from torch import Tensor
 
 import regard
+from mask_cases import CASES, Case
 from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockLists, BlockMask
 from regard.kernels.block_mask import _made, block_mask
 from regard.kernels.hopper.dq_order import dq_order

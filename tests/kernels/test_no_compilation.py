@@ -10,9 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
-from uncompiled import noted
-
 import regard
+from uncompiled import noted
 
 FORWARD, BACKWARD, PASSES = (
     "regard.kernels.portable.forward",

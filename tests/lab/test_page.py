@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from browser import chrome, complaints, opened, prefer, view
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
+from browser import chrome, complaints, opened, prefer, view
 from regard.errors import ArgumentError, FileError
 from regard.lab import Row, Study, page
 from regard.lab.base import Tell, canvas

@@ -10,10 +10,10 @@ import pkgutil
 
 import pytest
 import torch
-from mask_cases import CASES, Case, written_out
 from torch import Tensor
 
 import regard.masks
+from mask_cases import CASES, Case, written_out
 from regard.errors import MaskError
 from regard.masks import *  # noqa: F403  (reprs are read back by their names)
 from regard.masks import Mask

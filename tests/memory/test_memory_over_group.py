@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_over_group import CASES, RANKS
-from world import World
 
+from memory_over_group import CASES, RANKS
 from regard.errors import ArgumentError, DtypeError
 from regard.memory import Memory
+from world import World
 
 FATAL = ["a_rank_that_dies_before_the_backward_pass", "a_rank_that_does_not_come"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import NAMED, build, drawn, of_today
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 import regard
+from architectures import NAMED, build, drawn, of_today
 from regard.errors import ArgumentError
 from regard.models.huggingface import register
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from architectures import (
     DECODERS,
     ENCODERS,
@@ -20,8 +22,6 @@ from architectures import (
     drawn,
     regarded,
 )
-from torch import Tensor
-
 from regard.masks import Mask
 from regard.models.hf_handed import Handed
 

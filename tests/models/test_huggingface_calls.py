@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import NAMED, Architecture, build, drawn, of_today, regarded
 from torch import Tensor, nn
 
 import regard
+from architectures import NAMED, Architecture, build, drawn, of_today, regarded
 from regard.errors import ArgumentError, MissingPackageError
 from regard.models import huggingface
 from regard.models.hf_handed import Handed

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from modules_over_group import CASES, RANKS
 from world import World
 

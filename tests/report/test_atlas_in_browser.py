@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from browser import chrome, complaints, prefer, view
 from torch import Tensor
 
 import regard
+from browser import chrome, complaints, prefer, view
 from regard.observation import Observation
 from regard.report.atlas import Atlas, AtlasLayer, Serving, serve
 

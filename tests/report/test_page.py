@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from looks import example, layer, synthetic, words
 
 import regard
+from looks import example, layer, synthetic, words
 from regard.errors import ArgumentError, DtypeError, FileError, ShapeError
 from regard.report import page
 from regard.report.look import HeadLook, LayerLook, Look, Remark

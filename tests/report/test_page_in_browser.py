@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from browser import chrome, complaints, opened, prefer, settle, view
 from looks import example, layer, synthetic, words
-
 from regard.report import page
 from regard.report.look import Look
 

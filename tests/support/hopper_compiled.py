@@ -14,8 +14,6 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from uncompiled import noted  # noqa: E402
-
 import regard  # noqa: E402
 from regard.compat.triton import INTERPRETED  # noqa: E402
 from regard.kernels.arguments import (  # noqa: E402
@@ -25,6 +23,7 @@ from regard.kernels.arguments import (  # noqa: E402
     KernelArgs,
 )
 from regard.kernels.block_lists import BlockMask, MaskBits  # noqa: E402
+from uncompiled import noted  # noqa: E402
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 

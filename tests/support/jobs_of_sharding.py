@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jobs_of_errors import complaint
-from jobs_of_values import far_from
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import regard
+from jobs_of_errors import complaint
+from jobs_of_values import far_from
 from regard import distributed as d
 
 

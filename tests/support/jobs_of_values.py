@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from contract_cases import BY_NAME, as_double, leaves, zero_if_none
-from mask_cases import CASES as MASKS
 from torch import Tensor
 
 import regard
+from contract_cases import BY_NAME, as_double, leaves, zero_if_none
+from mask_cases import CASES as MASKS
 from regard import distributed as d
 
 ROWS = ("output", "lse", "entropy", "max_logit", "visible", "perplexity", "gradient_health", "distance")

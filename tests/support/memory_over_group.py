@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from world import Case
 
 import regard
 from regard.errors import ArgumentError, DistributedError
 from regard.memory import Memory, Reading, stream
 from regard.scores import Additive, Bilinear, Cosine, Gaussian, Score, Temperature
+from world import Case
 
 RANKS = 3
 ROWS = (17, 0, 30)  # one rank holds nothing

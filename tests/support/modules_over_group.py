@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from world import Case
 
 import regard
 from regard.distributed import gather, over, shard
 from regard.errors import ArgumentError, ShapeError
 from regard.nn import KVCache, MultiheadAttention, ScaledDotProductAttention
+from world import Case
 
 RANKS = 4
 CASES: dict[str, Case] = {}

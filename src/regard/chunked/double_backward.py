@@ -1,4 +1,4 @@
-"""The tangent of the backward pass, strip by strip: for double backward, and for products with a Hessian."""
+"""The tangent of the backward pass over strips of rows: for double backward, and for Hessian-vector products."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from ..autograd.strip_map import jvp_of, vjp_of
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, kept, products
 from ..core.rows import Rows
-from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, Tile, TileSizes, strips
+from ..core.tiling import KEY, QUERY, ROW, TRANSPOSED, Tile, TileSizes, strips
 from .jvp import LogitTangents, filled, tanh_tile
 from .tile_ops import RowStats, Workspace, logits_and_weights
-from .vjp import add, rows_of, zeros
+from .vjp import GradSums, add_to, rows_of
 
 __all__ = ["RowTangents", "double_backward"]
 
 
 class RowTangents(NamedTuple):
-    """What `double_backward` needs of every row: (L, K, G, N, …) each, with a dot for what moves."""
+    """What `double_backward` needs of every row: (L, K, G, N, …) each; a dot marks a tangent."""
 
     dO: Tensor
     dO_dot: Tensor | None
-    look: RowStats
+    stats: RowStats
     delta: Tensor  # g_lse − Σ dO ∘ O
     delta_dot: Tensor
     u: Tensor  # the tangent of lse
-    mean: Tensor  # E[S] above the largest logit
+    mean: Tensor  # E[S] above the row max
     mean_dot: Tensor
     g_H: Tensor | None
     g_H_dot: Tensor | None
 
     @staticmethod
-    def at(found: Rows, moved: MaybeTensors, g: MaybeTensors, dg: MaybeTensors) -> RowTangents:
-        output, _, entropy, row_max, log_row_sum = found
-        O_dot, u, H_dot = moved
+    def at(rows: Rows, d_rows: MaybeTensors, g: MaybeTensors, dg: MaybeTensors) -> RowTangents:
+        output = rows.output
+        O_dot, u, H_dot = d_rows
         dO, g_lse, g_H = g
         dO_dot, g_lse_dot, g_H_dot = dg
         if O_dot is None or u is None or H_dot is None:
-            raise RuntimeError("rows that move have tangents")
+            raise RuntimeError("a double backward needs the tangents of the rows")
         dO = torch.zeros_like(output) if dO is None else dO
         delta = -(dO * output).sum(-1) if g_lse is None else g_lse - (dO * output).sum(-1)
         delta_dot = -(dO * O_dot).sum(-1)
@@ -50,8 +50,10 @@ class RowTangents(NamedTuple):
             delta_dot = delta_dot - (dO_dot * output).sum(-1)
         if g_lse_dot is not None:
             delta_dot = delta_dot + g_lse_dot
-        means = (log_row_sum - entropy, u - H_dot)
-        return RowTangents(dO, dO_dot, RowStats.at(row_max, log_row_sum), delta, delta_dot, u, *means, g_H, g_H_dot)
+        means = (rows.log_row_sum - rows.entropy, u - H_dot)
+        return RowTangents(
+            dO, dO_dot, RowStats.at(rows.max_logit, rows.log_row_sum), delta, delta_dot, u, *means, g_H, g_H_dot
+        )
 
 
 def double_backward(
@@ -59,15 +61,14 @@ def double_backward(
 ) -> tuple[Tensor | None, ...]:
     """The tangent of the backward pass: with B = dP + δ − g_H·(S − E[S]) and t the tangent of S less that of lse,
 
-    dS = P ∘ B moves by P ∘ (t B + dB), and everything that dS is multiplied with moves too.
+    dS = P ∘ B moves by P ∘ (t B + dB), and so does everything that dS is multiplied with.
     """
-    inputs = (x.query, x.key, x.value, x.bias, *x.shared)
-    grads = [zeros(t, x.query.dtype) if need else None for t, need in zip(inputs, needs, strict=True)]
+    sums = GradSums.zeros(x, needs)
     workspace = Workspace()
     for strip in strips(x.spec, x.query.shape, tile_sizes):
         for run in strip.runs:
             tile = strip.tile(run)
-            X, P = logits_and_weights(x, tile, run, b.look, workspace)  # (l, k, g, r, c)
+            X, P = logits_and_weights(x, tile, run, b.stats, workspace)  # (l, k, g, r, c)
             T_raw = moving.scores(tile, workspace)
             T = moving.logits(tile, T_raw, X.shape[2])
             T = torch.zeros_like(X) if T is None else T.expand_as(X)
@@ -78,14 +79,14 @@ def double_backward(
             R = T - ROW.part(b.u, tile)[..., None]
             dS = P * B
             dS_dot = B.mul_(R).add_(B_dot).mul_(P)
-            if grads[2] is not None:
+            if sums.value is not None:
                 P = P if keep is None else P.mul_(keep)
-                part = KEY.part(grads[2], tile)
+                part = KEY.part(sums.value, tile)
                 if b.dO_dot is not None:
                     part.add_(rows_of(P).mT @ rows_of(QUERY.part(b.dO_dot, tile)))
                 part.add_(rows_of(R.mul_(P)).mT @ rows_of(QUERY.part(b.dO, tile)))
-            _pull_moving(x, moving, tile, (dS, dS_dot, T_raw), grads)
-    return tuple(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
+            _add_tile(x, moving, tile, Slopes(dS, dS_dot, T_raw), sums)
+    return sums.cast(x)
 
 
 def _slopes(
@@ -99,16 +100,16 @@ def _slopes(
     workspace: Workspace,
 ) -> tuple[Tensor, Tensor]:
     """B and its tangent, (l, k, g, r, c)."""
-    values = TRANSPOSED.part(workspace.turned("values", x.value, x.spec.n), tile)
+    values = TRANSPOSED.part(workspace.transposed("values", x.value, x.spec.n), tile)
     dO = QUERY.part(b.dO, tile)
-    B = workspace.product("slopes", dO, values)
+    B = workspace.product("dP", dO, values)
     B_dot = torch.zeros_like(B)
     if moving.value is not None:
         B_dot += workspace.product(
-            "bent", dO, TRANSPOSED.part(workspace.turned("moving values", moving.value, x.spec.n), tile)
+            "dP_dot", dO, TRANSPOSED.part(workspace.transposed("moving values", moving.value, x.spec.n), tile)
         )
     if b.dO_dot is not None:
-        B_dot += workspace.product("bent", QUERY.part(b.dO_dot, tile), values)
+        B_dot += workspace.product("dP_dot", QUERY.part(b.dO_dot, tile), values)
     if keep is not None:
         B, B_dot = B.mul_(keep), B_dot.mul_(keep)
     B.add_(ROW.part(b.delta, tile)[..., None])
@@ -123,30 +124,30 @@ def _slopes(
     return B, B_dot
 
 
-def _pull_moving(
-    x: FoldedProblem,
-    moving: LogitTangents,
-    tile: Tile,
-    slopes: tuple[Tensor, Tensor, Tensor | None],
-    grads: list[Tensor | None],
-) -> None:
-    """Carry the tangent of the cotangent of a tile's logits back, as the backward pass carries the cotangent."""
+class Slopes(NamedTuple):
+    """Cotangents of a tile's logits, (l, k, g, r, c)."""
+
+    dS: Tensor
+    dS_dot: Tensor
+    T_raw: Tensor | None  # the tangent of the scores, before cap and bias
+
+
+def _add_tile(x: FoldedProblem, moving: LogitTangents, tile: Tile, slopes: Slopes, sums: GradSums) -> None:
+    """Add the tangent of what a tile adds to the gradients in the backward pass."""
     spec = x.spec
     dS, dS_dot, T_raw = slopes
-    if grads[3] is not None:
-        part = BIAS.part(grads[3], tile)
-        part.add_(dS_dot.sum_to_size(part.shape))
-    if spec.bias is not None and any(g is not None for g in grads[4 + spec.paired :]):
+    sums.add_bias(tile, dS_dot)
+    if spec.bias is not None and sums.wants_tables:
         tables, fixed = x.shared[spec.paired :], x.shared[: spec.paired]
         groups = dS.shape[2]
-        found = _pull_moved(
+        found = _vjp_tangent(
             lambda *t: bias_tile(spec, tile, groups, None, (*fixed, *t)),
             tables,
             moving.shared[spec.paired :],
             dS,
             dS_dot,
         )
-        add(grads, 4 + spec.paired, found)
+        add_to(sums.tables, found)
     query, key = QUERY.part(x.query, tile), KEY.part(x.key, tile)
     if spec.softcap is not None:
         th = tanh_tile(x, tile)
@@ -161,33 +162,33 @@ def _pull_moving(
     if spec.pair is not None:
         moved = (d_query, d_key, *moving.shared[: spec.paired])
         given = (query, key, *x.shared[: spec.paired])
-        g_query, g_key, *g_shared = _pull_moved(lambda q, k, *s: products(spec, q, k, s), given, moved, dS, dS_dot)
-        add(grads, 4, g_shared)
+        g_query, g_key, *g_score = _vjp_tangent(lambda q, k, *s: products(spec, q, k, s), given, moved, dS, dS_dot)
+        add_to(sums.score, g_score)
     else:
-        g_query, g_key = _pulled(query, key, dS_dot)
+        g_query, g_key = _product_vjp(query, key, dS_dot)
         if d_key is not None:
             g_query = g_query + (rows_of(dS) @ d_key).unflatten(2, dS.shape[2:4])
         if d_query is not None:
             g_key = g_key + rows_of(dS).mT @ rows_of(d_query)
-    if grads[0] is not None:
-        QUERY.part(grads[0], tile).add_(g_query)
-    if grads[1] is not None:
-        KEY.part(grads[1], tile).add_(g_key)
+    if sums.query is not None:
+        QUERY.part(sums.query, tile).add_(g_query)
+    if sums.key is not None:
+        KEY.part(sums.key, tile).add_(g_key)
 
 
-def _pulled(query: Tensor, key: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
+def _product_vjp(query: Tensor, key: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
     """The cotangents of queries and keys from that of their products."""
     return (rows_of(dS) @ key).unflatten(2, dS.shape[2:4]), rows_of(dS).mT @ rows_of(query)
 
 
-def _pull_moved(
+def _vjp_tangent(
     function: Callable[..., Tensor | None],
     given: Sequence[Tensor],
     moved: Sequence[Tensor | None],
     g: Tensor,
     g_dot: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The tangent of a function's cotangents, as its arguments and its result's cotangent move."""
+    """The tangent of a function's vjp, along tangents of its arguments and of its cotangent."""
     count = len(given)
 
     def pull(*both: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """Attention in chunks of rows, in plain torch: the passes of the backend `chunked`, on any device, in linear memory.
 
-Rows are cut into strips, keys into runs; a run is folded into its strip by the online softmax. What moves (tangents)
-is folded along: with t the tangent of the logits, Σ P t V + P dV and Σ P t are rescaled as the numerator is. The other
-passes keep the rows' largest logit and what lse has above it, and compute the weights again.
+Rows are cut into strips and keys into runs; the online softmax folds one run after the other into its strip. Tangents
+are folded in the same way: with t the tangent of the logits, Σ P t V + P dV and Σ P t are rescaled with the numerator.
+The other passes know each row's max and lse, and compute the weights again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..softmax import Partial, lowest, merge
 from .double_backward import RowTangents, double_backward
 from .jvp import LogitTangents
 from .tile_ops import Workspace, below_row_max, exp_below_max, masked_logits
-from .vjp import backward
+from .vjp import vjp
 
 __all__ = ["ChunkedEngine"]
 
@@ -41,45 +41,45 @@ class ChunkedEngine(Engine):
 
     @without_autocast
     def forward(self, x: MaybeTensors) -> Rows:
-        return _forward(_canonical(self.spec, x), self.tile_sizes, self.observed, None)[0]
+        return _forward(_folded(self.spec, x), self.tile_sizes, self.observed, None)[0]
 
     @without_autocast
     def jvp(self, x: MaybeTensors, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
-        given = _canonical(self.spec, x)
+        given = _folded(self.spec, x)
         return _forward(given, self.tile_sizes, self.observed, LogitTangents(given, w))
 
     @without_autocast
-    def vjp(self, x: MaybeTensors, found: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
-        return backward(_canonical(self.spec, x), self.tile_sizes, needs, found, g)
+    def vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
+        return vjp(_folded(self.spec, x), self.tile_sizes, needs, rows, g)
 
     @without_autocast
     def double_backward(
         self,
         x: MaybeTensors,
-        found: Rows,
-        moved: MaybeTensors,
+        rows: Rows,
+        d_rows: MaybeTensors,
         g: MaybeTensors,
         w: MaybeTensors,
         dg: MaybeTensors,
         needs: Needs,
     ) -> Sequence[Tensor | None]:
-        given = _canonical(self.spec, x)
+        given = _folded(self.spec, x)
         return double_backward(
-            given, LogitTangents(given, w), self.tile_sizes, needs, RowTangents.at(found, moved, g, dg)
+            given, LogitTangents(given, w), self.tile_sizes, needs, RowTangents.at(rows, d_rows, g, dg)
         )
 
     def formula(self, x: MaybeTensors) -> tuple[Tensor, ...]:
-        given = _canonical(self.spec, x)
+        given = _folded(self.spec, x)
         found: tuple[Tensor, ...] = call_function(
             MapStrips, attention_strips(given, self.tile_sizes), *(t for t in x if t is not None)
         )
         return found
 
     def batched(self, size: int) -> tuple[Engine, int]:
-        return self, 0  # a rule begins again after its period
+        return self, 0  # the mask repeats after its period
 
 
-def _canonical(spec: Spec, x: MaybeTensors) -> FoldedProblem:
+def _folded(spec: Spec, x: MaybeTensors) -> FoldedProblem:
     query, key, value, bias, *shared = x
     if query is None or key is None or value is None:
         raise RuntimeError("a problem has queries, keys and values")
@@ -89,7 +89,7 @@ def _canonical(spec: Spec, x: MaybeTensors) -> FoldedProblem:
 def _forward(
     x: FoldedProblem, tile_sizes: TileSizes, observed: bool, moving: LogitTangents | None
 ) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
-    """Output, lse, entropy and largest logit of every row, strip by strip; and the tangents of the first three."""
+    """The rows, strip by strip, and the tangents of output, lse and entropy."""
     shape = x.query.shape[:-1]
     dim = x.value.shape[-1]
     output = x.query.new_zeros(*shape, dim)
@@ -128,7 +128,7 @@ def _forward(
 
 
 class StripSums(NamedTuple):
-    """A strip's running sums: with X the logits below their max, e = Σ exp(X)·X and c = Σ exp(X)·t·X."""
+    """A strip's running sums: with X = S − row max, e = Σ exp(X)·X and c = Σ exp(X)·t·X."""
 
     state: Partial
     e: Tensor | None
@@ -138,7 +138,7 @@ class StripSums(NamedTuple):
 def _fold(
     x: FoldedProblem, strip: Strip, observed: bool, moving: LogitTangents | None, workspace: Workspace
 ) -> StripSums:
-    """Fold the runs of a strip; what moves makes the numerator wider: Σ exp(X)·(V | t V + dV | t)."""
+    """Fold the runs of a strip; with tangents, the numerator is wider: Σ exp(X)·(V | t V + dV | t)."""
     sums: StripSums | None = None
     for run in strip.runs:
         tile = strip.tile(run)
@@ -151,20 +151,20 @@ def _fold(
         new = StripSums(Partial(m, l, l), None if XP is None else XP.sum(-1), None)
         keep = kept(x.spec, tile, S.shape[2], S.device) if x.spec.dropout else None
         if moving is None:
-            O = _averaged(P if keep is None else P.mul_(keep), KEY.part(x.value, tile))  # noqa: E741
+            O = _weighted_sum(P if keep is None else P.mul_(keep), KEY.part(x.value, tile))  # noqa: E741
         else:
             T = moving.logits(tile, moving.scores(tile, workspace), S.shape[2])
             c = None if XP is None or T is None else (XP * T).sum(-1)
-            O = _moved(x, moving, tile, P, T, keep)  # noqa: E741
+            O = _with_tangents(x, moving, tile, P, T, keep)  # noqa: E741
             new = new._replace(c=torch.zeros_like(l) if c is None else c)
         new = new._replace(state=Partial(m, l, O))
-        sums = new if sums is None else _merged(sums, new)
+        sums = new if sums is None else _merge_sums(sums, new)
     if sums is None:
         raise RuntimeError("a strip without runs has nothing to fold")
     return sums
 
 
-def _moved(
+def _with_tangents(
     x: FoldedProblem, moving: LogitTangents, tile: Tile, P: Tensor, T: Tensor | None, keep: Tensor | None
 ) -> Tensor:
     """Σ P·(V | t V + dV | t) over the keys of a tile."""
@@ -174,27 +174,27 @@ def _moved(
         P = P.mul_(keep)
         PT = None if PT is None else PT.mul_(keep)
     dim = x.value.shape[-1]
-    both = _averaged(P, KEY.part(moving.values, tile))
+    both = _weighted_sum(P, KEY.part(moving.values, tile))
     A = both[..., dim:] if moving.value is not None else torch.zeros_like(both)
     if PT is not None:
-        A = A + _averaged(PT, KEY.part(x.value, tile))
+        A = A + _weighted_sum(PT, KEY.part(x.value, tile))
     return torch.cat((both[..., :dim], A, u[..., None]), -1)
 
 
-def _averaged(P: Tensor, values: Tensor) -> Tensor:
+def _weighted_sum(P: Tensor, values: Tensor) -> Tensor:
     """(l, k, g, r, c) times (l, k, c, E)."""
     O: Tensor = (P.flatten(2, 3) @ values).unflatten(2, P.shape[2:4])  # noqa: E741
     return O
 
 
-def _merged(old: StripSums, new: StripSums) -> StripSums:
+def _merge_sums(old: StripSums, new: StripSums) -> StripSums:
     state = merge(old.state, new.state)
-    e = None if old.e is None or new.e is None else _shifted(old.e, old, state) + _shifted(new.e, new, state)
-    c = None if old.c is None or new.c is None else _shifted(old.c, old, state, -1) + _shifted(new.c, new, state, -1)
+    e = None if old.e is None or new.e is None else _rescale(old.e, old, state) + _rescale(new.e, new, state)
+    c = None if old.c is None or new.c is None else _rescale(old.c, old, state, -1) + _rescale(new.c, new, state, -1)
     return StripSums(state, e, c)
 
 
-def _shifted(sum_: Tensor, old: StripSums, new: Partial, column: int | None = None) -> Tensor:
+def _rescale(sum_: Tensor, old: StripSums, new: Partial, column: int | None = None) -> Tensor:
     """A sum of exp(X)·y·X relative to a new max: exp(down)·(sum + down·Σ exp(X)·y)."""
     down = (old.state.max - new.max).clamp_(min=-1e4)  # finite, and deep enough for exp to be 0
     mass = old.state.denominator if column is None else old.state.numerator[..., column]

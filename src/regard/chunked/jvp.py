@@ -1,4 +1,4 @@
-"""What moves: the tangents of a problem's tensors, and of the logits of a tile."""
+"""Tangents: of a problem's tensors, and of the logits of a tile."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class LogitTangents:
     def __init__(self, x: FoldedProblem, w: MaybeTensors) -> None:
         self.x = x
         query, key, value, self.bias, *self.shared = w
-        self.query, self.key, self.value = self._seen(query, key, value)
+        self.query, self.key, self.value = self._visible(query, key, value)
 
-    def _seen(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> MaybeTensors:
-        """The same, zeros where nothing is seen if a NaN or inf is there, as with the tensors that move."""
+    def _visible(self, query: Tensor | None, key: Tensor | None, value: Tensor | None) -> MaybeTensors:
+        """The tangents with zeros in hidden rows and keys if a NaN or inf is there, as in the tensors themselves."""
         x, spec = self.x, self.x.spec
         hides = spec.mask is not None or spec.bias is not None or x.bias is not None
         if not hides or all_finite(*(t for t in (query, key, value) if t is not None)):
@@ -40,18 +40,18 @@ class LogitTangents:
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor] | None:
-        """Rows and keys whose products are dq·k + q·dk; None if both stand still."""
+        """Rows and keys whose products are dq·k + q·dk; None if neither has a tangent."""
         pairs = [(self.query, self.x.key)] if self.query is not None else []
         pairs += [(self.x.query, self.key)] if self.key is not None else []
         return (torch.cat([q for q, _ in pairs], -1), torch.cat([k for _, k in pairs], -1)) if pairs else None
 
     @cached_property
     def values(self) -> Tensor:
-        """Values, and their tangents beside them if they have some."""
+        """Values, with their tangents beside them if they have any."""
         return self.x.value if self.value is None else torch.cat((self.x.value, self.value), -1)
 
     def scores(self, tile: Tile, workspace: Workspace) -> Tensor | None:
-        """The tangent of the scores (l, k, g, r, c), before cap and bias; None if they stand still."""
+        """The tangent of the scores (l, k, g, r, c), before cap and bias; None if they have none."""
         spec = self.x.spec
         if spec.pair is not None:
             given = (QUERY.part(self.x.query, tile), KEY.part(self.x.key, tile), *self.x.shared[: spec.paired])
@@ -63,11 +63,13 @@ class LogitTangents:
             return None
         rows, keys = self._factors
         return workspace.product(
-            "moving", QUERY.part(rows, tile), TRANSPOSED.part(workspace.turned("moving keys", keys, spec.n), tile)
+            "tangents",
+            QUERY.part(rows, tile),
+            TRANSPOSED.part(workspace.transposed("tangents of keys", keys, spec.n), tile),
         )
 
     def logits(self, tile: Tile, scores: Tensor | None, groups: int) -> Tensor | None:
-        """The tangent of the logits, made of that of the scores; None if they stand still."""
+        """The tangent of the logits, made of that of the scores; None if they have none."""
         spec, T = self.x.spec, scores
         if T is not None and spec.softcap is not None:
             T = T * (1 - tanh_tile(self.x, tile).square_())
@@ -85,7 +87,7 @@ class LogitTangents:
 
 
 def filled(given: Sequence[Tensor], moved: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Tangents, zeros for what stands still."""
+    """Tangents, zeros where there is none."""
     return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(given, moved, strict=True))
 
 

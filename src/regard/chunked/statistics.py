@@ -1,4 +1,4 @@
-"""What the weights say, from q, k and what is known of the rows: passes over tiles that never hold N × M numbers."""
+"""Statistics of the weights from q, k and the row statistics, by passes over tiles that never hold N × M numbers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .tile_ops import RowStats, Workspace, masked_logits, weights
 __all__ = ["Survey", "logits_at", "moments", "pooled", "received", "strongest", "survey", "top", "visible"]
 
 _TALL = 8  # rows of a cell for which sums are cheaper than a product
-_SPLIT = 32  # keys that compete before the strongest of them compete for the top
+_SPLIT = 32  # keys per block: blocks compete by their maxima first
 
 
 class Survey(NamedTuple):
-    """What one pass over all weights tells."""
+    """Every statistic that one pass over all weights can give."""
 
     map: Tensor  # (…, Hq, height, width)
     received: Tensor  # (…, Hq, M)
@@ -35,11 +35,11 @@ class Survey(NamedTuple):
 
 @torch.no_grad()
 @without_autocast
-def survey(p: Problem, found: Rows, height: int, width: int, tile_sizes: TileSizes) -> Survey:
-    """The passes `pooled`, `received` and `moments` in one, for what looks at all of them."""
-    x, look = _looking(p, found)
+def survey(p: Problem, rows: Rows, height: int, width: int, tile_sizes: TileSizes) -> Survey:
+    """`pooled`, `received` and `moments` in one pass."""
+    x, stats = _without_graph(p, rows)
     parts = _Grid(x, height, width), _Received(x), _Moments(x)
-    for tile, P, workspace in _weights(x, look, tile_sizes):
+    for tile, P, workspace in _weights(x, stats, tile_sizes):
         for part in parts:
             part.add(tile, P, workspace)
     grid, received, moments = parts
@@ -48,22 +48,22 @@ def survey(p: Problem, found: Rows, height: int, width: int, tile_sizes: TileSiz
 
 @torch.no_grad()
 @without_autocast
-def received(p: Problem, found: Rows, tile_sizes: TileSizes) -> Tensor:
+def received(p: Problem, rows: Rows, tile_sizes: TileSizes) -> Tensor:
     """Σ over queries of the weight each key receives: (…, Hq, M)."""
-    x, look = _looking(p, found)
+    x, stats = _without_graph(p, rows)
     sums = _Received(x)
-    for tile, P, workspace in _weights(x, look, tile_sizes):
+    for tile, P, workspace in _weights(x, stats, tile_sizes):
         sums.add(tile, P, workspace)
     return p.shaped(sums.total.flatten(1, 2))
 
 
 @torch.no_grad()
 @without_autocast
-def moments(p: Problem, found: Rows, tile_sizes: TileSizes) -> tuple[Tensor, Tensor]:
+def moments(p: Problem, rows: Rows, tile_sizes: TileSizes) -> tuple[Tensor, Tensor]:
     """Σ p(1 − p) and Σ p |i + M − N − j| of each row: (…, Hq, N) each."""
-    x, look = _looking(p, found)
+    x, stats = _without_graph(p, rows)
     sums = _Moments(x)
-    for tile, P, workspace in _weights(x, look, tile_sizes):
+    for tile, P, workspace in _weights(x, stats, tile_sizes):
         sums.add(tile, P, workspace)
     health, distance = (p.shaped(total.flatten(1, 2)) for total in sums.totals)
     return health, distance
@@ -71,22 +71,22 @@ def moments(p: Problem, found: Rows, tile_sizes: TileSizes) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 @without_autocast
-def pooled(p: Problem, found: Rows, height: int, width: int, tile_sizes: TileSizes) -> Tensor:
+def pooled(p: Problem, rows: Rows, height: int, width: int, tile_sizes: TileSizes) -> Tensor:
     """The mean weight in each cell of a grid over N × M: (…, Hq, height, width)."""
-    x, look = _looking(p, found)
+    x, stats = _without_graph(p, rows)
     grid = _Grid(x, height, width)
-    for tile, P, workspace in _weights(x, look, tile_sizes):
+    for tile, P, workspace in _weights(x, stats, tile_sizes):
         grid.add(tile, P, workspace)
     return p.shaped(grid.mean().flatten(1, 2))
 
 
-def _weights(x: FoldedProblem, look: RowStats, tile_sizes: TileSizes) -> Iterator[tuple[Tile, Tensor, Workspace]]:
-    """The weights (l, k, g, r, c) tile by tile, in buffers that are used again."""
+def _weights(x: FoldedProblem, stats: RowStats, tile_sizes: TileSizes) -> Iterator[tuple[Tile, Tensor, Workspace]]:
+    """The weights (l, k, g, r, c) tile by tile, in buffers that are reused."""
     workspace = Workspace()
     for strip in strips(x.spec, x.query.shape, tile_sizes):
         for run in strip.runs:
             tile = strip.tile(run)
-            yield tile, weights(x, tile, run, look, workspace), workspace
+            yield tile, weights(x, tile, run, stats, workspace), workspace
 
 
 class _Received:
@@ -106,13 +106,13 @@ class _Moments:
         n, m = x.spec.n, x.spec.m
         self._ahead = m - n
         self.totals = x.query.new_zeros(x.query.shape[:-1]), x.query.new_zeros(x.query.shape[:-1])
-        self._own = torch.arange(m - n, m, dtype=x.query.dtype, device=x.query.device)  # the place of each row
+        self._own = torch.arange(m - n, m, dtype=x.query.dtype, device=x.query.device)  # the key position of each row
         self._keys = torch.arange(m, dtype=x.query.dtype, device=x.query.device)
 
     def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
         health, distance = (ROW.part(total, tile) for total in self.totals)
         own, keys = self._own[tile.rows, None], self._keys[tile.cols]
-        behind = tile.cols.stop - 1 <= self._ahead + tile.rows.start  # every key lies at or before its row's own place
+        behind = tile.cols.stop - 1 <= self._ahead + tile.rows.start  # no key is after its row
         if behind:
             steps = torch.stack((torch.ones_like(keys), keys - keys[0]), -1)  # (c, 2)
             total, reach = (P @ steps).unbind(-1)  # (l, k, g, r)
@@ -123,7 +123,7 @@ class _Moments:
 
 
 class _Grid:
-    """The sums in the cells of a grid over N × M: by sums and products, not by a scatter, whose bits differ."""
+    """The sums in the cells of a grid over N × M: by sums and products, since a scatter is not deterministic."""
 
     def __init__(self, x: FoldedProblem, height: int, width: int) -> None:
         self._sizes = x.spec.n, x.spec.m, height, width
@@ -154,7 +154,7 @@ class _Grid:
 @torch.no_grad()
 @without_autocast
 def visible(p: Problem, tile_sizes: TileSizes) -> Tensor:
-    """How many keys each row may attend: (…, Hq, N), int64."""
+    """How many keys each row may attend to: (…, Hq, N), int64."""
     x = fold(p)
     shape = x.query.shape[:-1]
     count = torch.zeros(shape, dtype=torch.int64, device=x.query.device)
@@ -175,25 +175,25 @@ def visible(p: Problem, tile_sizes: TileSizes) -> Tensor:
 
 @torch.no_grad()
 @without_autocast
-def top(p: Problem, found: Rows, k: int, tile_sizes: TileSizes) -> tuple[Tensor, Tensor]:
+def top(p: Problem, rows: Rows, k: int, tile_sizes: TileSizes) -> tuple[Tensor, Tensor]:
     """The k largest weights of each row and their keys, ties to the lowest index; −1 where fewer are visible."""
-    x, look = _looking(p, found)
+    x, stats = _without_graph(p, rows)
     shape = (*x.query.shape[:-1], k)
     best = x.query.new_full(shape, -torch.inf)
-    where = torch.full(shape, -1, dtype=torch.int64, device=look.row_max.device)
+    where = torch.full(shape, -1, dtype=torch.int64, device=stats.row_max.device)
     workspace = Workspace()
     for strip in strips(x.spec, x.query.shape, tile_sizes):
         for run in strip.runs:
             tile = strip.tile(run)
             S = masked_logits(x, tile, run, workspace)  # (l, k, g, r, c)
             values, index = strongest(S, min(k, S.shape[-1]))
-            rows = (tile.batch, tile.heads, slice(None), tile.rows)
-            values = torch.cat((best[rows], values), -1)
-            index = torch.cat((where[rows], index + run.start), -1)
+            at = (tile.batch, tile.heads, slice(None), tile.rows)
+            values = torch.cat((best[at], values), -1)
+            index = torch.cat((where[at], index + run.start), -1)
             order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]  # earlier runs have lower keys
-            best[rows], where[rows] = values.gather(-1, order), index.gather(-1, order)
+            best[at], where[at] = values.gather(-1, order), index.gather(-1, order)
     seen = best > -torch.inf
-    share = torch.where(seen, (best - look.row_max[..., None] - look.log_row_sum[..., None]).exp(), 0.0).to(p.dtype)
+    share = torch.where(seen, (best - stats.row_max[..., None] - stats.log_row_sum[..., None]).exp(), 0.0).to(p.dtype)
     where = where.masked_fill(~seen, -1)
     return p.shaped(share.flatten(1, 2)), p.shaped(where.flatten(1, 2))
 
@@ -203,13 +203,13 @@ def logits_at(p: Problem, rows: Tensor, cols: Tensor) -> Tensor:
     """The logits of chosen rows and keys, −inf where hidden, with derivatives: (…, Hq, rows, cols)."""
     x = fold(p)
     batch, heads, groups = x.query.shape[:3]
-    spots = Points(slice(0, batch), slice(0, heads), rows, cols)
+    points = Points(slice(0, batch), slice(0, heads), rows, cols)
     bias = x.bias
     if bias is not None:
         bias = bias if bias.shape[-2] == 1 else bias.index_select(-2, rows)
         bias = bias if bias.shape[-1] == 1 else bias.index_select(-1, cols)
-    S = logits(x.spec, spots, x.query.index_select(-2, rows), x.key.index_select(-2, cols), bias, x.shared)
-    if (hide := hidden(x.spec, spots, groups, S.device)) is not None:
+    S = logits(x.spec, points, x.query.index_select(-2, rows), x.key.index_select(-2, cols), bias, x.shared)
+    if (hide := hidden(x.spec, points, groups, S.device)) is not None:
         S = torch.where(hide, -torch.inf, S)
     return p.shaped(S.flatten(1, 2))
 
@@ -217,15 +217,15 @@ def logits_at(p: Problem, rows: Tensor, cols: Tensor) -> Tensor:
 def strongest(S: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row, largest first, ties to the lowest index.
 
-    Keys compete in blocks first: the k largest lie in the k blocks with the largest maxima, so most keys are read once.
+    Blocks of keys compete first: the k largest are in the k blocks with the largest maxima, so most keys are read once.
     """
     count = S.shape[-1]
     blocks = count // _SPLIT
     if blocks < 2 * k:
         return _by_rank(S, torch.arange(count, device=S.device), k)
     body = S[..., : blocks * _SPLIT].unflatten(-1, (blocks, _SPLIT))
-    peaks = body.amax(-1)  # (…, blocks)
-    _, chosen = _by_rank(peaks, torch.arange(blocks, device=S.device), k)  # (…, k)
+    maxima = body.amax(-1)  # (…, blocks)
+    _, chosen = _by_rank(maxima, torch.arange(blocks, device=S.device), k)  # (…, k)
     chosen = chosen.sort(-1).values
     found = body.gather(-2, chosen[..., None].expand(*chosen.shape, _SPLIT)).flatten(-2)
     index = (chosen[..., None] * _SPLIT + torch.arange(_SPLIT, device=S.device)).flatten(-2)
@@ -248,10 +248,8 @@ def _by_rank(S: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return S.gather(-1, order), index.expand(S.shape).gather(-1, order)
 
 
-def _looking(p: Problem, found: Rows) -> tuple[FoldedProblem, RowStats]:
-    """The problem without its graph, and what is known of its rows."""
+def _without_graph(p: Problem, rows: Rows) -> tuple[FoldedProblem, RowStats]:
+    """The problem without its graph, and the statistics of its rows."""
     x = fold(p)
     shape = x.query.shape[:-1]
-    if found.max_logit is None or found.log_row_sum is None:
-        raise RuntimeError("a pass needs what the forward pass found")
-    return x, RowStats.at(found.max_logit.detach().reshape(shape), found.log_row_sum.detach().reshape(shape))
+    return x, RowStats.at(rows.max_logit.detach().reshape(shape), rows.log_row_sum.detach().reshape(shape))

@@ -1,4 +1,4 @@
-"""Tiles for passes without derivatives: logits in buffers that are used again, hidden pairs without a NaN."""
+"""Logits and weights of one tile, for passes that record no graph: buffers are reused, hidden pairs give no NaN."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, KeyRun, Tile
 
 __all__ = ["RowStats", "Workspace", "below_row_max", "exp_below_max", "logits_and_weights", "masked_logits", "weights"]
 
-_MANY = 64  # rows for which laying the keys out anew pays: sixteen take a third of the time without
-_DEEP = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
+_ROWS_WORTH_A_COPY = 64  # from here a transposed copy of the keys pays; 16 rows take a third of the time without
+_HIDDEN_LOGIT = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
 _FLOOR = {dtype: math.log(torch.finfo(dtype).tiny) + 0.01 for dtype in (torch.float32, torch.float64)}
-_INF_BITS = {  # integers of the same size, and −inf as one
+_INF_BITS = {  # the integer dtype of the same size, and −inf in it
     torch.float32: (torch.int32, -(2**23)),
     torch.float64: (torch.int64, -(2**52)),
 }
 
 
 class Workspace:
-    """Buffers by name. Fresh pages for every tile would cost a tenth of the time."""
+    """Buffers by name, reused from tile to tile: fresh memory for every tile would cost a tenth of the time."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
-        self._turned: dict[str, Tensor] = {}
+        self._transposed: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A tensor of this shape over a buffer of this name; its content is whatever was there."""
+        """An uninitialised tensor of this shape in the buffer of this name."""
         size = math.prod(shape)
         held = self._held.get(name)
         if held is None or held.numel() < size:
@@ -41,24 +41,24 @@ class Workspace:
     def like(self, name: str, x: Tensor) -> Tensor:
         return self.take(name, tuple(x.shape), x)
 
-    def turned(self, name: str, x: Tensor, rows: int) -> Tensor:
-        """Keys (L, K, M, D) as (L, K, D, M), laid out anew if enough rows will read them: most BLAS like it so."""
-        if name not in self._turned:
-            self._turned[name] = x.mT if rows < _MANY else _laid_out(x)
-        return self._turned[name]
+    def transposed(self, name: str, x: Tensor, rows: int) -> Tensor:
+        """Keys (L, K, M, D) as (L, K, D, M), copied if enough rows read them: most BLAS libraries prefer a copy."""
+        if name not in self._transposed:
+            self._transposed[name] = x.mT if rows < _ROWS_WORTH_A_COPY else _transposed_copy(x)
+        return self._transposed[name]
 
-    def product(self, name: str, rows: Tensor, turned: Tensor) -> Tensor:
-        """Dot products (l, k, g, r, c) of rows (l, k, g, r, D) and turned keys (l, k, D, c)."""
+    def product(self, name: str, rows: Tensor, transposed: Tensor) -> Tensor:
+        """Dot products (l, k, g, r, c) of rows (l, k, g, r, D) and transposed keys (l, k, D, c)."""
         batch, heads, groups, count, dim = rows.shape
-        cols = turned.shape[3]
+        cols = transposed.shape[3]
         S = self.take(name, (batch * heads, groups * count, cols), rows)
-        keys = turned.mT.flatten(0, 1).mT if turned.stride(2) == 1 else turned.flatten(0, 1)  # a copy keeps the layout
+        keys = transposed.mT.flatten(0, 1).mT if transposed.stride(2) == 1 else transposed.flatten(0, 1)
         torch.bmm(rows.reshape(batch * heads, groups * count, dim), keys, out=S)
         return S.view(batch, heads, groups, count, cols)
 
 
-def _laid_out(x: Tensor) -> Tensor:
-    """The keys turned, such that products with tiles of them copy nothing. MKL multiplies as fast by either layout."""
+def _transposed_copy(x: Tensor) -> Tensor:
+    """The transposed keys, so that products with tiles of them copy nothing. MKL is as fast with either layout."""
     if x.device.type == "cpu" and torch.backends.mkl.is_available():
         whole: Tensor = x.flatten(0, 1).unflatten(0, x.shape[:2])
         return whole.mT
@@ -66,7 +66,7 @@ def _laid_out(x: Tensor) -> Tensor:
 
 
 class RowStats(NamedTuple):
-    """What a pass needs of every row: its largest logit (+inf if it sees nothing), and lse above that."""
+    """What a late pass needs of every row: its largest logit (+inf if all keys are hidden), and lse − row_max."""
 
     row_max: Tensor  # (L, K, G, N)
     log_row_sum: Tensor
@@ -81,7 +81,7 @@ def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspac
     spec = x.spec
     query = QUERY.part(x.query, tile)
     if spec.pair is None:
-        S = workspace.product("logits", query, TRANSPOSED.part(workspace.turned("keys", x.key, spec.n), tile))
+        S = workspace.product("logits", query, TRANSPOSED.part(workspace.transposed("keys", x.key, spec.n), tile))
     else:
         S = products(spec, query, KEY.part(x.key, tile), x.shared)
     if spec.softcap is not None:
@@ -96,20 +96,20 @@ def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspac
 
 
 def _hide(S: Tensor, hide: Tensor) -> None:
-    """Put −inf where pairs are hidden, on CPUs by bits: of a random mask they guess every second branch wrong."""
+    """Put −inf where pairs are hidden. Branch prediction fails half the time on random masks, so bits select."""
     bits = _INF_BITS.get(S.dtype)
     if S.device.type != "cpu" or bits is None:
         S.masked_fill_(hide, -torch.inf)
         return
     kind, low = bits
-    keep = hide.to(kind).sub_(1)  # all ones where a pair is seen, else 0
+    keep = hide.to(kind).sub_(1)  # all ones where a pair is visible, else 0
     S.view(kind).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(low))
 
 
 def below_row_max(x: FoldedProblem, S: Tensor, row_max: Tensor, run: KeyRun) -> Tensor:
-    """Turn logits into distances below their row's largest, hidden pairs at a finite depth where exp is exactly 0."""
+    """Logits minus the row max, in place; hidden pairs get a finite value whose exp is exactly 0."""
     S.sub_(row_max[..., None])
-    return S if _hides_nothing(x, run) else S.clamp_(min=_DEEP)
+    return S if _hides_nothing(x, run) else S.clamp_(min=_HIDDEN_LOGIT)
 
 
 def _hides_nothing(x: FoldedProblem, run: KeyRun) -> bool:
@@ -117,9 +117,9 @@ def _hides_nothing(x: FoldedProblem, run: KeyRun) -> bool:
 
 
 def exp_below_max(x: FoldedProblem, X: Tensor, run: KeyRun, out: Tensor) -> Tensor:
-    """The exponentials of distances X; where pairs may be hidden, 0 for all below the smallest normal number.
+    """exp(X) for X ≤ 0; where pairs may be hidden, 0 for results below the smallest normal number.
 
-    There Intel's exp takes a hundred times as long, so none is taken.
+    Intel's exp takes a hundred times as long for those, so it is not called.
     """
     floor = _FLOOR.get(X.dtype)
     if floor is None or _hides_nothing(x, run):
@@ -127,25 +127,25 @@ def exp_below_max(x: FoldedProblem, X: Tensor, run: KeyRun, out: Tensor) -> Tens
     return torch.threshold_(torch.clamp(X, min=floor, out=out).exp_(), math.exp(floor + 1e-3), 0.0)
 
 
-def weights(x: FoldedProblem, tile: Tile, run: KeyRun, look: RowStats, workspace: Workspace) -> Tensor:
+def weights(x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace) -> Tensor:
     """The weights (l, k, g, r, c) of a tile."""
-    X = _depths(x, tile, run, look, workspace)
-    return _weighed(x, X, tile, run, look, out=X)
+    X = _shifted_logits(x, tile, run, stats, workspace)
+    return _weights_of(x, X, tile, run, stats, out=X)
 
 
 def logits_and_weights(
-    x: FoldedProblem, tile: Tile, run: KeyRun, look: RowStats, workspace: Workspace
+    x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
-    """The logits of a tile below their row's largest, and its weights, in two buffers: (l, k, g, r, c) each."""
-    X = _depths(x, tile, run, look, workspace)
-    return X, _weighed(x, X, tile, run, look, out=workspace.like("weights", X))
+    """The logits of a tile minus the row max, and its weights, in two buffers: (l, k, g, r, c) each."""
+    X = _shifted_logits(x, tile, run, stats, workspace)
+    return X, _weights_of(x, X, tile, run, stats, out=workspace.like("weights", X))
 
 
-def _depths(x: FoldedProblem, tile: Tile, run: KeyRun, look: RowStats, workspace: Workspace) -> Tensor:
-    return below_row_max(x, masked_logits(x, tile, run, workspace), ROW.part(look.row_max, tile), run)
+def _shifted_logits(x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace) -> Tensor:
+    return below_row_max(x, masked_logits(x, tile, run, workspace), ROW.part(stats.row_max, tile), run)
 
 
-def _weighed(x: FoldedProblem, X: Tensor, tile: Tile, run: KeyRun, look: RowStats, out: Tensor) -> Tensor:
-    """exp(X − spread), where X may be `out` itself."""
-    X = torch.sub(X, ROW.part(look.log_row_sum, tile)[..., None], out=out)
+def _weights_of(x: FoldedProblem, X: Tensor, tile: Tile, run: KeyRun, stats: RowStats, out: Tensor) -> Tensor:
+    """exp(X − log_row_sum); X may be `out` itself."""
+    X = torch.sub(X, ROW.part(stats.log_row_sum, tile)[..., None], out=out)
     return exp_below_max(x, X, run, out=out)

@@ -19,9 +19,8 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
-from gluon_in_python import MASKS, in_python, pointed
-
 import regard
+from gluon_in_python import MASKS, in_python, pointed
 from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockMask
 from regard.kernels.block_mask import _mask_bits, block_mask
 from regard.kernels.hopper import dq_order as module

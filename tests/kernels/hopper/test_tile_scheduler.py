@@ -15,9 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
-from gluon_in_python import MASKS, in_python, pointed
-
 import regard
+from gluon_in_python import MASKS, in_python, pointed
 from regard.kernels.block_lists import NONE, SPANS, BlockMask
 from regard.kernels.block_mask import _mask_bits, block_mask
 from regard.kernels.hopper import tile_scheduler
