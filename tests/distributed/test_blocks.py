@@ -15,8 +15,8 @@ from torch import Tensor
 from masks.cases import CASES, Case
 from regard.biases import Bias, alibi, relative
 from regard.core.rows import Rows
-from regard.distributed.merging import merged, nothing
-from regard.distributed.parts import part_of_bias, part_of_mask
+from regard.distributed.merge import merged, nothing
+from regard.distributed.slices import part_of_bias, part_of_mask
 from regard.masks.base import FULL, HIDDEN
 
 

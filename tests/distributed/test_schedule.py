@@ -12,7 +12,7 @@ from regard.distributed import traffic
 from regard.distributed.schedule import H200, Device, Links, Schedule, Span, schedule, tokens_to_hide
 from regard.errors import ArgumentError, RegardError
 
-ONE = Device("machine", row_max=1.0, forward=1.0, backward=1.0)  # one operation a second
+ONE = Device("machine", peak=1.0, forward=1.0, backward=1.0)  # one operation a second
 PLAIN: dict[str, Any] = {"heads": 1, "dim": 1, "dtype": torch.float32, "device": ONE}
 PAIR = 4  # operations of a pair: 2·(dim + value_dim)
 TOKEN = 8  # bytes of a token's key and value

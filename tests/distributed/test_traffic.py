@@ -13,7 +13,7 @@ import regard
 from masks.cases import CASES, Case, written_out
 from regard.distributed import traffic
 from regard.distributed.layout import cut, pieces, sizes
-from regard.distributed.routes import routes
+from regard.distributed.ring_plan import routes
 from regard.errors import ArgumentError
 from regard.masks import Mask
 from world import World

@@ -16,7 +16,7 @@ from ..core.tiling import TileSizes
 from ..masks import Mask
 from ..masks.base import FULL
 from .layout import Piece
-from .parts import part_of_bias, part_of_mask
+from .slices import part_of_bias, part_of_mask
 
 __all__ = ["Blocks", "Strips", "block_bias", "block_spec"]
 

@@ -14,11 +14,11 @@ from ..core.contexts import ACTIVE, ShardedContext
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..errors import ArgumentError
-from .asking import Asked, Place, ask
-from .attending import attend
+from .call import Asked, Place, ask
 from .layout import pieces
 from .observation import GroupObservation
 from .ranks import Group, Ranks, Told
+from .strategies import attend
 
 __all__ = ["Over", "over", "place"]
 

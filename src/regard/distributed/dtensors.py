@@ -22,7 +22,7 @@ from ..core.validation import pose
 from ..observation import Observation
 from .context import Over
 from .observation import GroupObservation
-from .placing import Where, where
+from .placement import Where, where
 
 __all__ = ["DTENSORS", "DTensors", "SpreadObservation"]
 

@@ -12,10 +12,10 @@ from ..chunked.tile_ops import RowStats
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..errors import ArgumentError, ChangedError
-from .asking import Asked
-from .attending import strips_of
-from .looking import Looking, moments, pooled, received, strongest, visible
+from .call import Asked
 from .ranks import Ranks, Told
+from .statistics import Looking, moments, pooled, received, strongest, visible
+from .strategies import strips_of
 
 __all__ = ["GroupObservation"]
 

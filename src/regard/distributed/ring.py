@@ -19,9 +19,9 @@ from ..core.rows import Rows
 from ..errors import ArgumentError
 from .blocks import Blocks
 from .layout import Piece
-from .merging import merged, nothing
+from .merge import merged, nothing
 from .ranks import Ranks, Travelling
-from .routes import Routes
+from .ring_plan import Routes
 
 __all__ = ["Home", "Ring", "Visit", "attended", "rounds"]
 

@@ -14,9 +14,9 @@ import torch
 from ..errors import ArgumentError
 from ..masks import Mask
 from ..softmax import arithmetic_dtype
-from .costs import Move, Work
+from .cost_model import Move, Work
 from .layout import check, counted, pieces, sizes
-from .routes import routes
+from .ring_plan import routes
 from .traffic import Widths
 
 __all__ = ["H200", "Device", "Links", "Schedule", "Span", "schedule", "tokens_to_hide"]
@@ -29,13 +29,13 @@ class Device:
     """How fast a rank computes: the peak in FLOP/s, and the share of it that attention reaches."""
 
     name: str
-    row_max: float
+    peak: float
     forward: float
     backward: float
 
     def speed(self, backward: bool) -> float:
         """FLOP/s of one pass."""
-        return self.row_max * (self.backward if backward else self.forward)
+        return self.peak * (self.backward if backward else self.forward)
 
 
 H200 = Device("H200", 989e12, forward=0.52, backward=0.40)

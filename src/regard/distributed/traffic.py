@@ -11,7 +11,7 @@ from ..errors import ArgumentError
 from ..masks import Mask
 from ..softmax import arithmetic_dtype
 from .layout import check, pieces, sizes
-from .routes import Routes, routes
+from .ring_plan import Routes, routes
 
 __all__ = ["Widths", "heads_bytes", "ring_bytes", "traffic"]
 

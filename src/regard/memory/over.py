@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
-from ..distributed.agreement import word
+from ..distributed.consistency import word
 from ..distributed.ranks import Ranks, Told, digest
 from ..errors import ArgumentError, DistributedError
 from ..functional import observe

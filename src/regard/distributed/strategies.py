@@ -15,15 +15,15 @@ from ..core.problem import Problem
 from ..core.rows import Rows
 from ..errors import ArgumentError, BackendError
 from ..kernels.engine import Inputs
-from .asking import Asked, against_kernels
 from .blocks import Strips
+from .call import Asked, against_kernels
 from .collectives import replicated
-from .folding import Lent, factor, folded, without_unseen
-from .heads import by_heads, cannot
 from .layout import counted
+from .local_inputs import Lent, factor, folded, without_unseen
 from .ring import Ring, attended
-from .tiles import Tiles, bias_kind
 from .traffic import Widths, heads_bytes, ring_bytes
+from .triton_blocks import Tiles, bias_kind
+from .ulysses import by_heads, cannot
 
 __all__ = ["attend", "strips_of"]
 

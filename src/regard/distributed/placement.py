@@ -16,10 +16,10 @@ from ..biases import Bias
 from ..core.dropout import draw_seed
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..masks import Mask
-from .asking import Place
-from .layout import CONTIGUOUS
-from .parts import share_of_bias
+from .call import Place
+from .layout import CONTIGUOUS, cut
 from .ranks import Ranks
+from .slices import share_of_bias
 
 __all__ = ["Where", "where"]
 

@@ -15,7 +15,7 @@ from ..scores.lending import lent_factor, lent_prepare
 from .blocks import block_spec
 from .layout import Piece
 from .ranks import Ranks
-from .routes import Routes
+from .ring_plan import Routes
 
 __all__ = ["Lent", "factor", "folded", "grouped", "without_unseen"]
 

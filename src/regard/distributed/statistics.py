@@ -20,7 +20,7 @@ from .blocks import Strips, block_bias
 from .layout import Piece
 from .ranks import Ranks
 from .ring import Home, rounds
-from .routes import Routes
+from .ring_plan import Routes
 
 __all__ = ["Looking", "moments", "pooled", "received", "strongest", "visible"]
 

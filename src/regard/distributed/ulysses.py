@@ -16,12 +16,12 @@ from ..core.folded import fold, unfold
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..masks import Mask, dense
-from .asking import Asked
+from .call import Asked
 from .collectives import Swap, swapped
-from .folding import Lent, factor, folded
 from .layout import Held, counted
-from .parts import share_of_bias
+from .local_inputs import Lent, factor, folded
 from .ranks import Ranks
+from .slices import share_of_bias
 
 __all__ = ["by_heads", "cannot", "to_heads", "to_rows"]
 

@@ -19,11 +19,11 @@ from ..core.tiling import TileSizes
 from ..core.validation import pose
 from ..errors import ArgumentError, BackendError, ShapeError
 from ..masks import Mask
-from .agreement import COLS, FINITE, KEYS, ROWS, SEED, told
-from .folding import grouped
+from .consistency import COLS, FINITE, KEYS, ROWS, SEED, told
 from .layout import Held, check, pieces
+from .local_inputs import grouped
 from .ranks import Agreed, Group, Ranks, Told
-from .routes import Routes, routes
+from .ring_plan import Routes, routes
 
 __all__ = ["STRATEGIES", "Asked", "Place", "against_kernels", "ask"]
 

@@ -11,7 +11,7 @@ import torch
 from ..masks import Mask
 from ..masks.base import FULL, HIDDEN
 from .layout import Piece, counted
-from .routes import Routes
+from .ring_plan import Routes
 from .traffic import Widths, heads_bytes, ring_bytes
 
 __all__ = ["Move", "Work"]
