@@ -1,4 +1,4 @@
-"""One call of attention over a group, checked and agreed on by all ranks before anything is exchanged."""
+"""One call of attention over a group, validated and compared across all ranks before anything is exchanged."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from ..core.tiling import TileSizes
 from ..core.validation import pose
 from ..errors import ArgumentError, BackendError, ShapeError
 from ..masks import Mask
-from .consistency import COLS, FINITE, KEYS, ROWS, SEED, told
-from .layout import Held, check, pieces
-from .local_inputs import grouped
-from .ranks import Agreed, Group, Ranks, Told
-from .ring_plan import Routes, routes
+from .consistency import CallSizes, call_info
+from .layout import Sharding, check_layout, sharding_of
+from .local_inputs import group_bias
+from .ranks import Group, RankInfo, Ranks
+from .ring_plan import RingPlan, plan_ring
 
-__all__ = ["STRATEGIES", "Asked", "Place", "against_kernels", "ask"]
+__all__ = ["STRATEGIES", "GroupCall", "ParallelConfig", "kernel_refusals", "prepare_call"]
 
 STRATEGIES = ("auto", "ring", "heads")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Over which ranks, and how, a call spreads."""
+class ParallelConfig:
+    """Over which ranks a call runs, and how."""
 
     group: Group | None = None
     layout: str = "contiguous"
     strategy: str = "auto"
-    seed: int | None = None  # of dropout, where the ranks of other groups must have the same
-    origin: tuple[int, int] = (0, 0)  # the batch item and the head at which this rank's begin, where these are spread
+    seed: int | None = None  # for dropout, if ranks of other groups must use the same
+    origin: tuple[int, int] = (0, 0)  # this rank's first batch item and head, if batch or heads are sharded too
 
     def check(self, who: str) -> None:
-        check(who, self.layout)
+        """Raise if layout or strategy is unknown."""
+        check_layout(who, self.layout)
         if self.strategy not in STRATEGIES:
             raise ArgumentError(
                 f"{who}: strategy must be one of {', '.join(map(repr, STRATEGIES))}. Got {self.strategy!r}."
@@ -49,31 +50,32 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """One call, on which all ranks agree."""
+class GroupCall:
+    """One call that is the same on all ranks."""
 
     ranks: Ranks
-    mine: Problem  # of this rank's rows and keys, without mask and bias
+    local: Problem  # this rank's rows and keys, without mask and bias
     mask: Mask | None  # of all rows and keys; or of this rank's rows and all keys
     bias: Tensor | Bias | None  # a tensor is (L|1, H|1, rows of this rank|1, M|1)
-    mask_rows: int | None  # how many rows the mask has, if it has those of this rank alone
-    routes: Routes
-    rows: int  # of all ranks
-    keys: int
+    local_mask_rows: int | None  # the number of rows of a mask that has the rows of this rank only; otherwise None
+    plan: RingPlan
+    total_rows: int  # of all ranks
+    total_keys: int
     seed: int
-    finite: bool
+    finite: bool  # whether no NaN or inf could leak from hidden pairs, on any rank
     strategy: str
     origin: tuple[int, int]
     backend: str | Backend
 
     @property
     def groups(self) -> int:
-        return self.mine.query.shape[1] // max(self.mine.key.shape[1], 1)
+        """Query heads per key head."""
+        return self.local.query.shape[1] // max(self.local.key.shape[1], 1)
 
     @property
-    def table(self) -> Tensor | None:
+    def grouped_bias(self) -> Tensor | None:
         """The bias tensor (L|1, K|1, G|1, N|1, M|1), if there is one."""
-        return grouped(self.bias if isinstance(self.bias, Tensor) else None, self.mine.key.shape[1], self.groups)
+        return group_bias(self.bias if isinstance(self.bias, Tensor) else None, self.local.key.shape[1], self.groups)
 
     @property
     def tile_sizes(self) -> TileSizes:
@@ -81,11 +83,11 @@ class Asked:
 
     @property
     def spec(self) -> Spec:
-        """The rule of all rows and keys, but for the score."""
-        p, batch = self.mine, self.mine.query.shape[0]
+        """The spec of all rows and keys, without the score."""
+        p, batch = self.local, self.local.query.shape[0]
         return Spec(
-            n=self.rows,
-            m=self.keys,
+            n=self.total_rows,
+            m=self.total_keys,
             mask=self.mask,
             softcap=p.softcap,
             dropout=p.dropout,
@@ -97,17 +99,17 @@ class Asked:
         )
 
 
-def _reverse_alone(who: str) -> None:
+def _refuse_transforms(who: str) -> None:
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         raise ArgumentError(
-            f"{who}: over a group there is reverse mode alone, without torch.func. Gather the sequence on one rank, "
-            f"with regard.distributed.gather, and call regard.attention."
+            f"{who}: a call over a group supports reverse mode only, without torch.func. Gather the sequence on one "
+            f"rank, with regard.distributed.gather, and call regard.attention."
         )
 
 
-def ask(
+def prepare_call(
     who: str,
-    place: Place,
+    config: ParallelConfig,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -117,90 +119,91 @@ def ask(
     backend: str | Backend = "auto",
     observed: bool = False,
     **given: Any,
-) -> Asked:
-    """Check a call on this rank, agree on it with the others, and find out who needs what."""
-    _reverse_alone(who)
-    ranks = Ranks.of(who, place.group)
+) -> GroupCall:
+    """Validate a call on this rank, compare it with the other ranks, and plan which rank needs which keys."""
+    _refuse_transforms(who)
+    ranks = Ranks.of(who, config.group)
 
-    def checked() -> tuple[Told, tuple[Problem, Problem | None]]:
-        place.check(who)
-        _backend(who, backend)
-        mine = pose(query, key, value, observed=observed, who=who, **given)
-        own = _with_tensors(mine, query, key, value, mask, bias)
-        how = {"layout": place.layout, "strategy": place.strategy, "backend": backend}
-        finite = _finite(mine, mask, bias, backend)
-        return told(mine, mask, bias, _seed(who, mine, place), finite, how), (mine, own)
+    def prepare() -> tuple[RankInfo, tuple[Problem, Problem | None]]:
+        config.check(who)
+        _check_backend(who, backend)
+        local = pose(query, key, value, observed=observed, who=who, **given)
+        with_tensors = _pose_with_tensors(local, query, key, value, mask, bias)
+        how = {"layout": config.layout, "strategy": config.strategy, "backend": backend}
+        finite = _nothing_leaks(local, mask, bias, backend)
+        return call_info(local, mask, bias, _seed(who, local, config), finite, how), (local, with_tensors)
 
-    agreed, (mine, own) = ranks.agree(checked)
-    _fitting(who, agreed)
-    n, m = (sum(said[at] for said in agreed.sizes) for at in (ROWS, KEYS))
-    rows = pieces(who, "rows", [said[ROWS] for said in agreed.sizes], place.layout)
-    keys = pieces(who, "keys", [said[KEYS] for said in agreed.sizes], place.layout)
+    info, (local, with_tensors) = ranks.agree(prepare)
+    sizes = [CallSizes(*numbers) for numbers in info.sizes]
+    _check_keys(who, sizes)
+    n, m = sum(of_rank.rows for of_rank in sizes), sum(of_rank.keys for of_rank in sizes)
+    rows = sharding_of(who, "rows", [of_rank.rows for of_rank in sizes], config.layout)
+    keys = sharding_of(who, "keys", [of_rank.keys for of_rank in sizes], config.layout)
     whole = pose(
-        *(_long(x, length, mine.dtype) for x, length in ((query, n), (key, m), (value, m))),
+        *(_placeholder(x, length, local.dtype) for x, length in ((query, n), (key, m), (value, m))),
         mask=mask if isinstance(mask, Mask) else None,
         bias=bias if isinstance(bias, Bias) else None,
-        score=mine.score,
+        score=local.score,
         who=who,
     )
-    local = isinstance(mask, Tensor)
-    return Asked(
-        ranks,
-        mine,
-        own.mask if local and own is not None else whole.mask,
-        own.bias if isinstance(bias, Tensor) and own is not None else whole.bias,
-        mine.rows if local else None,
-        _routes(rows, keys, whole.mask, n, m, known=not local),
-        n,
-        m,
-        agreed.sizes[0][SEED],
-        all(said[FINITE] for said in agreed.sizes),
-        place.strategy,
-        place.origin,
-        backend,
+    mask_is_local = isinstance(mask, Tensor)
+    return GroupCall(
+        ranks=ranks,
+        local=local,
+        mask=with_tensors.mask if mask_is_local and with_tensors is not None else whole.mask,
+        bias=with_tensors.bias if isinstance(bias, Tensor) and with_tensors is not None else whole.bias,
+        local_mask_rows=local.rows if mask_is_local else None,
+        plan=_cached_plan(rows, keys, whole.mask, n, m, known=not mask_is_local),
+        total_rows=n,
+        total_keys=m,
+        seed=sizes[0].seed,
+        finite=all(of_rank.finite for of_rank in sizes),
+        strategy=config.strategy,
+        origin=config.origin,
+        backend=backend,
     )
 
 
-def _finite(p: Problem, mask: Mask | Tensor | None, bias: Tensor | Bias | None, backend: str | Backend) -> bool:
-    """Whether nothing in this rank's tensors could reach what may not see it: they are finite, or nothing is hidden.
+def _nothing_leaks(p: Problem, mask: Mask | Tensor | None, bias: Tensor | Bias | None, backend: str | Backend) -> bool:
+    """Whether this rank's tensors are finite, or nothing is hidden: then no NaN or inf leaks from hidden pairs.
 
-    Our kernels never touch what nobody may see; but before them it would pass through a score.
+    Our kernels never read hidden keys; but a score is applied to them before the kernels run.
     """
     hides = mask is not None or bias is not None
-    if not hides or (p.score is None and not against_kernels(p, bias, backend)):
+    if not hides or (p.score is None and not kernel_refusals(p, bias, backend)):
         return True
     return all_finite(p.query, p.key, p.value)
 
 
-def against_kernels(p: Problem, bias: Tensor | Bias | None, backend: str | Backend) -> list[str]:
-    """Why the blocks of a ring are not computed by our kernels; the same on all ranks, whatever their lengths."""
-    named = backend == "triton" or isinstance(backend, Triton)
-    if not named and not (backend == "auto" and p.query.is_cuda):
+def kernel_refusals(p: Problem, bias: Tensor | Bias | None, backend: str | Backend) -> list[str]:
+    """Why our kernels do not compute the blocks of a ring; the same on all ranks, whatever their lengths."""
+    requested = backend == "triton" or isinstance(backend, Triton)
+    if not requested and not (backend == "auto" and p.query.is_cuda):
         return ["they are for GPUs, and for backend='auto' or 'triton'"]
     query, key, value = (x.new_empty(*x.shape[:-2], 1, x.shape[-1]) for x in (p.query, p.key, p.value))
     return KNOWN["triton"].refuses(p._replace(query=query, key=key, value=value, bias=bias, notes={}))
 
 
-def _seed(who: str, p: Problem, place: Place) -> int:
-    if place.seed is not None or not p.dropout:
-        return place.seed or 0
+def _seed(who: str, p: Problem, config: ParallelConfig) -> int:
+    if config.seed is not None or not p.dropout:
+        return config.seed or 0
     return draw_seed(who)
 
 
-def _with_tensors(
+def _pose_with_tensors(
     p: Problem, query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, bias: Tensor | Bias | None
 ) -> Problem | None:
-    """Check the tensors that hold this rank's rows and all keys, against as many keys as they have."""
+    """Validate a mask and bias that are tensors, which hold this rank's rows and all keys: as many as they have."""
     if mask is not None and not isinstance(mask, Mask | Tensor):
-        pose(query, key, value, mask=mask, who=p.who)  # which refuses it
+        pose(query, key, value, mask=mask, who=p.who)  # raises
     if bias is not None and not isinstance(bias, Bias | Tensor):
         pose(query, key, value, bias=bias, who=p.who)
     tensors = [t for t in (mask, bias) if isinstance(t, Tensor)]
     if not tensors:
         return None
-    cols = max((t.shape[-1] for t in tensors if t.dim()), default=1)
+    keys = max((t.shape[-1] for t in tensors if t.dim()), default=1)
     return pose(
-        *(_long(x, length, p.dtype) for x, length in ((query, query.shape[-2]), (key, cols), (value, cols))),
+        *(_placeholder(x, length, p.dtype) for x, length in ((query, query.shape[-2]), (key, keys), (value, keys))),
         mask=mask if isinstance(mask, Tensor) else None,
         bias=bias if isinstance(bias, Tensor) else None,
         score=p.score,
@@ -208,31 +211,31 @@ def _with_tensors(
     )
 
 
-def _fitting(who: str, agreed: Agreed) -> None:
-    """Raise, on all ranks alike, if a rank's mask or bias does not have all keys."""
-    keys = sum(said[KEYS] for said in agreed.sizes)
-    for rank, said in enumerate(agreed.sizes):
-        for name, cols in zip(("mask", "bias"), said[COLS:], strict=True):
-            if cols not in (0, 1, keys):
+def _check_keys(who: str, sizes: list[CallSizes]) -> None:
+    """Raise, on all ranks alike, if the mask or bias of a rank does not have all keys."""
+    total = sum(of_rank.keys for of_rank in sizes)
+    for rank, of_rank in enumerate(sizes):
+        for name, keys in (("mask", of_rank.mask_keys), ("bias", of_rank.bias_keys)):
+            if keys not in (0, 1, total):
                 raise ShapeError(
                     f"{who}: a {name} that is a tensor holds the rows of its rank and the keys of all ranks. There are "
-                    f"{keys} keys; got {cols} in that of rank {rank}."
+                    f"{total} keys; the {name} of rank {rank} has {keys}."
                 )
 
 
-def _routes(rows: Held, keys: Held, mask: Mask | None, n: int, m: int, known: bool) -> Routes:
+def _cached_plan(rows: Sharding, keys: Sharding, mask: Mask | None, n: int, m: int, known: bool) -> RingPlan:
     if mask is None or mask.constant:
-        return routes(rows, keys, mask, n, m, known)
-    found: Routes = mask.remembered(("routes", rows, keys), lambda: routes(rows, keys, mask, n, m))
-    return found
+        return plan_ring(rows, keys, mask, n, m, known)
+    plan: RingPlan = mask.remembered(("ring plan", rows, keys), lambda: plan_ring(rows, keys, mask, n, m))
+    return plan
 
 
-def _long(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """A tensor like x but for its length, that holds a single number; in the dtype of the call, so that it stays so."""
+def _placeholder(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of x's shape except its length, which stores one number; in the dtype of the call."""
     return x.new_zeros((), dtype=dtype).expand(*x.shape[:-2], length, x.shape[-1])
 
 
-def _backend(who: str, backend: str | Backend) -> None:
+def _check_backend(who: str, backend: str | Backend) -> None:
     if not isinstance(backend, Backend) and backend != "auto" and backend not in KNOWN:
         raise BackendError(
             f"{who}: backend must be 'auto', {', '.join(map(repr, KNOWN))}, or a backend object. Got {backend!r}."

@@ -5,102 +5,110 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from ..masks import Mask
 from ..masks.base import FULL, HIDDEN
-from .layout import Piece, counted
-from .ring_plan import Routes
-from .traffic import Widths, heads_bytes, ring_bytes
+from .layout import TokenRange, tokens_per_rank
+from .ring_plan import RingPlan
+from .traffic import TokenBytes, heads_bytes, ring_bytes
 
-__all__ = ["Move", "Work"]
+__all__ = ["CostModel", "Message"]
 
-Move = tuple[int, int, int]
-"""From which rank, to which, how many bytes."""
-_GRID = 64  # parts of a side of a block whose pairs are counted
+_GRID = 64  # cells per side of a block whose pairs are estimated
+
+
+class Message(NamedTuple):
+    """Bytes from one rank to another."""
+
+    source: int
+    target: int
+    size: int
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
-    """One pass over a sequence that is cut for ranks: who computes how much in which step, and what travels."""
+class CostModel:
+    """One pass over a sharded sequence: how much each rank computes in each step, and what it sends."""
 
-    routes: Routes
+    plan: RingPlan
     mask: Mask | None
     length: int
-    per_pair: int
-    """Floating-point operations of one pair of a row and a key, over all heads and batch items."""
-    widths: Widths
-    query_back: int
-    """Bytes of the gradient of a row's queries, which is added up in exact arithmetic."""
+    flops_per_pair: int
+    """Over all heads and batch items."""
+    per_token: TokenBytes
+    query_gradient: int
+    """Bytes of the gradient of a row's queries, which is summed in exact arithmetic."""
     statistics: int
-    """Bytes of what is kept of a row for the backward pass."""
+    """Bytes of a row's statistics, which are kept for the backward pass."""
     backward: bool
-    _counted: dict[tuple[Piece, Piece], float] = field(default_factory=dict)
+    _pairs: dict[tuple[TokenRange, TokenRange], float] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
-        return self.routes.count
+        return self.plan.count
 
-    def pairs(self, row: Piece, key: Piece) -> float:
-        """How many pairs a block has: all, or as many as a grid of it shows, a partial cell counting for half."""
-        state = self.routes.seen.get((row, key), HIDDEN)
+    def pairs(self, rows: TokenRange, keys: TokenRange) -> float:
+        """How many pairs a block has; if it is partial, estimated on a grid in which a partial cell counts half."""
+        state = self.plan.blocks.get((rows, keys), HIDDEN)
         if state in (HIDDEN, FULL) or self.mask is None:
-            return 0.0 if state == HIDDEN else float(row.size * key.size)
-        if (row, key) not in self._counted:
-            rows, cols = _edges(row), _edges(key)
-            shares = self.mask.cover(rows, cols, self.length, self.length).double() / FULL
-            self._counted[row, key] = float(rows.diff().double() @ shares @ cols.diff().double())
-        return self._counted[row, key]
+            return 0.0 if state == HIDDEN else float(rows.size * keys.size)
+        if (rows, keys) not in self._pairs:
+            row_edges, key_edges = _grid_edges(rows), _grid_edges(keys)
+            shares = self.mask.cover(row_edges, key_edges, self.length, self.length).double() / FULL
+            self._pairs[rows, keys] = float(row_edges.diff().double() @ shares @ key_edges.diff().double())
+        return self._pairs[rows, keys]
 
-    def step(self, rank: int, step: int) -> float:
+    def step_flops(self, rank: int, step: int) -> float:
         """Floating-point operations of a rank in one step of the ring."""
-        rows, keys = self.routes.rows[rank], self.routes.wanted(rank, step)
-        return self.per_pair * sum(self.pairs(row, key) for row in rows for key in keys)
+        ranges, key_ranges = self.plan.rows[rank], self.plan.keys_at(rank, step)
+        return self.flops_per_pair * sum(self.pairs(rows, keys) for rows in ranges for keys in key_ranges)
 
     def flops(self, strategy: str) -> list[float]:
         """Floating-point operations of every rank."""
-        found = [sum(self.step(rank, step) for step in range(self.ranks)) for rank in range(self.ranks)]
+        found = [sum(self.step_flops(rank, step) for step in range(self.ranks)) for rank in range(self.ranks)]
         return found if strategy == "ring" else [sum(found) / self.ranks] * self.ranks
 
     def bytes(self, strategy: str) -> list[int]:
         """Bytes that every rank sends."""
         if strategy == "ring":
-            return ring_bytes(self.routes, self.widths, self.backward)
-        rows, keys = counted(self.routes.rows), counted(self.routes.keys)
-        return heads_bytes(rows, keys, self.widths, self.backward)
+            return ring_bytes(self.plan, self.per_token, self.backward)
+        rows, keys = tokens_per_rank(self.plan.rows), tokens_per_rank(self.plan.keys)
+        return heads_bytes(rows, keys, self.per_token, self.backward)
 
-    def out(self, step: int) -> Iterator[Move]:
-        """Keys and values that must be there when a step of the ring begins."""
-        for to in range(self.ranks):
-            for source, key in self.routes.arrivals(to, step):
-                yield source, to, key.size * (self.widths.key + self.widths.value)
+    def key_messages(self, step: int) -> Iterator[Message]:
+        """Keys and values that must arrive before a step of the ring begins."""
+        for target in range(self.ranks):
+            for source, keys in self.plan.receives(target, step):
+                yield Message(source, target, keys.size * (self.per_token.key + self.per_token.value))
 
-    def home(self, step: int) -> Iterator[Move]:
+    def gradient_messages(self, step: int) -> Iterator[Message]:
         """Gradients of keys and values that go to their owners after a step of a backward ring."""
         if self.backward and step:
             for rank in range(self.ranks):
-                for key in self.routes.wanted(rank, step):
-                    yield rank, key.owner, key.size * self.widths.back
+                for keys in self.plan.keys_at(rank, step):
+                    yield Message(rank, keys.owner, keys.size * self.per_token.kv_gradients)
 
     def memory(self, strategy: str) -> list[int]:
-        """Bytes of every rank's tensors: inputs and results, cotangents and gradients, and what visits."""
-        w, tokens = self.widths, counted(self.routes.rows)
+        """Bytes of every rank's tensors: inputs and results, cotangents and gradients, and other ranks' keys."""
+        w, tokens = self.per_token, tokens_per_rank(self.plan.rows)
         own = w.query + w.key + w.value + w.output + self.statistics
-        if strategy == "heads":  # the own part, and the own heads of the whole sequence
+        if strategy == "heads":  # this rank's tokens, and its heads of the whole sequence
             share = self.length * own // self.ranks
             return [(t * own + share) * (2 if self.backward else 1) for t in tokens]
-        slopes = w.output + self.query_back + w.back if self.backward else 0
-        guest = 2 * (w.key + w.value) + (3 * w.back if self.backward else 0)  # one there, one on its way
-        guests = [
-            max((sum(key.size for key in self.routes.wanted(rank, s)) for s in range(1, self.ranks)), default=0)
+        gradients = w.output + self.query_gradient + w.kv_gradients if self.backward else 0
+        # One range of another rank's keys is in use, and one in transit.
+        per_visitor = 2 * (w.key + w.value) + (3 * w.kv_gradients if self.backward else 0)
+        visitors = [
+            max((sum(keys.size for keys in self.plan.keys_at(rank, s)) for s in range(1, self.ranks)), default=0)
             for rank in range(self.ranks)
         ]
-        return [t * (own + slopes) + most * guest for t, most in zip(tokens, guests, strict=True)]
+        return [t * (own + gradients) + most * per_visitor for t, most in zip(tokens, visitors, strict=True)]
 
 
-def _edges(piece: Piece) -> torch.Tensor:
-    """The edges of a grid on a piece, without cells that have nothing in them."""
-    count = min(_GRID, piece.size)
-    edges = [piece.start + piece.size * at // count for at in range(count + 1)]
+def _grid_edges(tokens: TokenRange) -> torch.Tensor:
+    """The edges of a grid on a range, without empty cells."""
+    count = min(_GRID, tokens.size)
+    edges = [tokens.start + tokens.size * at // count for at in range(count + 1)]
     return torch.tensor([edges[0], *(b for a, b in pairwise(edges) if b > a)])

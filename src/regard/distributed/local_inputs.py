@@ -1,4 +1,4 @@
-"""A rank's tensors as they enter the exchange: score and scale folded in, and what nobody may see left out."""
+"""A rank's tensors as they enter the exchange: score and scale folded in, unseen queries and keys zeroed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torch import Tensor
 from ..core.nonfinite import visible_rows_and_keys
 from ..core.problem import Problem
 from ..core.spec import Spec
+from ..masks.base import PARTIAL
 from ..scores.base import Prepared
 from ..scores.lending import lent_factor, lent_prepare
-from .blocks import block_spec
-from .layout import Piece
+from .blocks import Block, block_spec
+from .layout import TokenRange
 from .ranks import Ranks
-from .ring_plan import Routes
+from .ring_plan import RingPlan
 
-__all__ = ["Lent", "factor", "folded", "grouped", "without_unseen"]
+__all__ = ["ReplicatedInputs", "fold_scale", "group_bias", "logit_scale", "zero_unseen_everywhere"]
 
 
 @dataclass(frozen=True, eq=False)
-class Lent:
-    """What all ranks have alike, with gradients that are added up over them: it stands in for the call's own."""
+class ReplicatedInputs:
+    """What is the same on all ranks, with gradients that are summed over them; it replaces the call's own tensors."""
 
     scale: float | Tensor
     sink: Tensor | None
@@ -30,51 +31,52 @@ class Lent:
     parameters: dict[str, Tensor]  # of the score
 
 
-def factor(p: Problem, lent: Lent) -> float | Tensor | None:
-    """What q·k is multiplied by, one number or one a head, where that is all that score and scale do; else None."""
+def logit_scale(p: Problem, replicated: ReplicatedInputs) -> float | Tensor | None:
+    """The factor of q·k, one number or one per head, if score and scale do nothing else; otherwise None."""
     if p.score is None:
-        return lent.scale
-    return lent_factor(p.score, lent.parameters, p.query.new_empty(0, p.query.shape[-1], dtype=p.exact_dtype))
+        return replicated.scale
+    probe = p.query.new_empty(0, p.query.shape[-1], dtype=p.exact_dtype)
+    return lent_factor(p.score, replicated.parameters, probe)
 
 
-def folded(p: Problem, lent: Lent) -> Prepared:
-    """Fold score and scale into this rank's queries, in exact arithmetic, and keys, in their own if left alone."""
+def fold_scale(p: Problem, replicated: ReplicatedInputs) -> Prepared:
+    """Fold score and scale into this rank's queries, in exact arithmetic, and into its keys only if the score does."""
     exact = p.exact_dtype
-    query, times = p.query.to(exact), factor(p, lent)
-    if times is None and p.score is not None:
-        return lent_prepare(p.score, lent.parameters, query, p.key.to(exact))
-    if isinstance(times, Tensor):
-        times = times.to(exact).reshape(-1, 1, 1)
-    return Prepared(query if times is None else query * times, p.key)
+    query, scale = p.query.to(exact), logit_scale(p, replicated)
+    if scale is None and p.score is not None:
+        return lent_prepare(p.score, replicated.parameters, query, p.key.to(exact))
+    if isinstance(scale, Tensor):
+        scale = scale.to(exact).reshape(-1, 1, 1)
+    return Prepared(query if scale is None else query * scale, p.key)
 
 
-def grouped(bias: Tensor | None, heads: int, groups: int) -> Tensor | None:
+def group_bias(bias: Tensor | None, heads: int, groups: int) -> Tensor | None:
     """A bias (L|1, H|1, N|1, M|1) as (L|1, K|1, G|1, N|1, M|1)."""
     if bias is None:
         return None
     return bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (heads, groups))
 
 
-def without_unseen(
-    p: Problem, ranks: Ranks, routes: Routes, spec: Spec, mask_rows: int | None, bias: Tensor | None
+def zero_unseen_everywhere(
+    p: Problem, ranks: Ranks, plan: RingPlan, spec: Spec, local_mask_rows: int | None, bias: Tensor | None
 ) -> Problem:
-    """Zero what takes no part anywhere: queries without a key, and keys that no row of any rank may see."""
+    """Zero the queries that see no key, and the keys and values that no row of any rank may see."""
     batch, heads = p.key.shape[:2]
-    rows = torch.zeros(*p.query.shape[:3], dtype=torch.bool, device=p.device)
-    keys = torch.zeros(batch, heads, spec.m, dtype=torch.bool, device=p.device)
-    everywhere = Piece(ranks.rank, 0, spec.m, 0)
-    for row in routes.rows[ranks.rank]:
-        part = None if bias is None or bias.shape[-2] == 1 else bias.narrow(-2, row.here, row.size)
-        some = block_spec(spec, mask_rows, row, everywhere, state=1)
-        fake = p.key.new_zeros(()).expand(batch, heads, spec.m, 1)
-        by_row, by_key = visible_rows_and_keys(some, p.query, fake, bias if part is None else part)
-        rows.narrow(-1, row.here, row.size).copy_(by_row)
-        keys |= by_key
-    keys = ranks.everyones(keys.to(torch.uint8)).bool().any(0)
-    mine = torch.cat([keys[..., piece.start : piece.stop] for piece in routes.keys[ranks.rank]] or [keys[..., :0]], -1)
-    mine = mine[..., None]
+    row_seen = torch.zeros(*p.query.shape[:3], dtype=torch.bool, device=p.device)
+    key_seen = torch.zeros(batch, heads, spec.m, dtype=torch.bool, device=p.device)
+    all_keys = TokenRange(ranks.rank, 0, spec.m, 0)
+    for rows in plan.rows[ranks.rank]:
+        part = bias if bias is None or bias.shape[-2] == 1 else bias.narrow(-2, rows.local_start, rows.size)
+        of_rows = block_spec(spec, local_mask_rows, Block(rows, all_keys, PARTIAL))
+        probe = p.key.new_zeros(()).expand(batch, heads, spec.m, 1)
+        by_row, by_key = visible_rows_and_keys(of_rows, p.query, probe, part)
+        row_seen.narrow(-1, rows.local_start, rows.size).copy_(by_row)
+        key_seen |= by_key
+    key_seen = ranks.all_gather(key_seen.to(torch.uint8)).bool().any(0)
+    mine = [key_seen[..., keys.start : keys.stop] for keys in plan.keys[ranks.rank]] or [key_seen[..., :0]]
+    kept = torch.cat(mine, -1)[..., None]
     return p._replace(
-        query=torch.where(rows[..., None], p.query, 0.0),
-        key=torch.where(mine, p.key, 0.0),
-        value=torch.where(mine, p.value, 0.0),
+        query=torch.where(row_seen[..., None], p.query, 0.0),
+        key=torch.where(kept, p.key, 0.0),
+        value=torch.where(kept, p.value, 0.0),
     )

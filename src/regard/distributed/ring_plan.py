@@ -1,9 +1,8 @@
-"""Which rank needs which keys, and how they get there.
+"""Which rank needs which keys, and how the ring brings them there.
 
-At step s every rank looks at the keys of the rank s places before it. A piece of keys comes from the neighbour that
-looked at it one step earlier, or from its owner if that neighbour had no use for it. So a rank holds at most its own
-pieces, those it looks at, and those that are on their way; and a piece goes once to each rank that needs it, to no
-other.
+At step s every rank attends to the keys of the rank s positions before it. A range of keys comes from the neighbour
+that used it one step earlier, or from its owner if that neighbour did not need it. So a rank holds at most its own
+ranges, those it attends to, and those in transit; and a range goes once to each rank that needs it, and to no other.
 """
 
 from __future__ import annotations
@@ -11,84 +10,92 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..masks import Mask
 from ..masks.base import FULL, HIDDEN, PARTIAL
-from .layout import Held, Piece
+from .layout import Sharding, TokenRange
 
-__all__ = ["Routes", "routes"]
+__all__ = ["Hop", "RingPlan", "plan_ring"]
+
+
+class Hop(NamedTuple):
+    """A range of keys and the rank it comes from, or goes to."""
+
+    peer: int
+    keys: TokenRange
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
-    """The pieces of rows and of keys of every rank, and which pairs of them may see each other."""
+class RingPlan:
+    """The row ranges and key ranges of every rank, and which pairs of them the mask allows."""
 
-    rows: Held
-    keys: Held
-    seen: dict[tuple[Piece, Piece], int]  # PARTIAL or FULL; what is hidden is not in it
+    rows: Sharding
+    keys: Sharding
+    blocks: dict[tuple[TokenRange, TokenRange], int]
+    """PARTIAL or FULL for each (rows, keys); hidden blocks are left out."""
 
     @property
     def count(self) -> int:
+        """The number of ranks."""
         return len(self.rows)
 
     @cached_property
-    def needed(self) -> list[set[Piece]]:
-        """The pieces of keys that each rank needs."""
-        found: list[set[Piece]] = [set() for _ in self.rows]
-        for row, key in self.seen:
-            found[row.owner].add(key)
-        return found
+    def needed(self) -> list[set[TokenRange]]:
+        """The key ranges that each rank needs."""
+        needed: list[set[TokenRange]] = [set() for _ in self.rows]
+        for rows, keys in self.blocks:
+            needed[rows.owner].add(keys)
+        return needed
 
-    def wanted(self, rank: int, step: int) -> list[Piece]:
-        """What a rank looks at in a step, in the order in which its owner holds it."""
-        return [key for key in self.keys[(rank - step) % self.count] if key in self.needed[rank]]
+    def keys_at(self, rank: int, step: int) -> list[TokenRange]:
+        """The key ranges that a rank attends to in a step, in the order in which their owner holds them."""
+        return [keys for keys in self.keys[(rank - step) % self.count] if keys in self.needed[rank]]
 
-    def arrivals(self, rank: int, step: int) -> list[tuple[int, Piece]]:
-        """What must have come to a rank when a step begins, and from whom."""
-        before = (rank - 1) % self.count
+    def receives(self, rank: int, step: int) -> list[Hop]:
+        """What a rank receives for a step, and from which ranks."""
+        previous = (rank - 1) % self.count
         return [
-            (before if key in self.needed[before] else key.owner, key) for key in self.wanted(rank, step) if step > 0
+            Hop(previous if keys in self.needed[previous] else keys.owner, keys)
+            for keys in self.keys_at(rank, step)
+            if step > 0
         ]
 
-    def departures(self, rank: int, step: int) -> list[tuple[int, Piece]]:
-        """What a rank sends so that it is there when a step begins, and to whom."""
-        return [(to, key) for to in range(self.count) for source, key in self.arrivals(to, step) if source == rank]
+    def sends(self, rank: int, step: int) -> list[Hop]:
+        """What a rank sends for a step, and to which ranks."""
+        return [Hop(to, keys) for to in range(self.count) for source, keys in self.receives(to, step) if source == rank]
 
-    def outward(self, rank: int) -> int:
-        """How many keys a rank sends to others in one round."""
-        return sum(key.size for step in range(1, self.count) for _, key in self.departures(rank, step))
+    def keys_sent(self, rank: int) -> int:
+        """How many keys a rank sends in one round of the ring."""
+        return sum(keys.size for step in range(1, self.count) for _, keys in self.sends(rank, step))
 
-    def homeward(self, rank: int) -> int:
-        """For how many keys of others a rank has something to tell their owners after it has looked at them."""
-        return sum(key.size for key in self.needed[rank] if key.owner != rank)
+    def gradients_sent(self, rank: int) -> int:
+        """For how many keys of other ranks a rank sends gradients back to the owners."""
+        return sum(keys.size for keys in self.needed[rank] if keys.owner != rank)
 
 
-def routes(rows: Held, keys: Held, mask: Mask | None, n: int, m: int, known: bool = True) -> Routes:
-    """Find out who needs what from a mask over all n × m pairs; one that is not `known` to all may hide nothing."""
-    row_pieces, key_pieces = _ordered(rows), _ordered(keys)
-    if mask is None or not known or not row_pieces or not key_pieces:
+def plan_ring(rows: Sharding, keys: Sharding, mask: Mask | None, n: int, m: int, known: bool = True) -> RingPlan:
+    """Plan the ring for a mask over all n × m pairs; a mask that is not `known` to all ranks may hide no block."""
+    row_ranges, key_ranges = _in_sequence_order(rows), _in_sequence_order(keys)
+    if mask is None or not known or not row_ranges or not key_ranges:
         state = FULL if mask is None and known else PARTIAL
-        return Routes(rows, keys, {(row, key): state for row in row_pieces for key in key_pieces})
-    cover = mask.cover(_edges(row_pieces), _edges(key_pieces), n, m).tolist()
-    return Routes(
-        rows,
-        keys,
-        {
-            (row, key): state
-            for row, line in zip(row_pieces, cover, strict=True)
-            for key, state in zip(key_pieces, line, strict=True)
-            if state != HIDDEN
-        },
-    )
+        return RingPlan(rows, keys, {(i, j): state for i in row_ranges for j in key_ranges})
+    cover = mask.cover(_edges(row_ranges), _edges(key_ranges), n, m).tolist()
+    blocks = {
+        (i, j): state
+        for i, states in zip(row_ranges, cover, strict=True)
+        for j, state in zip(key_ranges, states, strict=True)
+        if state != HIDDEN
+    }
+    return RingPlan(rows, keys, blocks)
 
 
-def _edges(ordered: Sequence[Piece]) -> Tensor:
-    return torch.tensor([*(piece.start for piece in ordered), ordered[-1].stop])
+def _edges(ranges: Sequence[TokenRange]) -> Tensor:
+    return torch.tensor([*(tokens.start for tokens in ranges), ranges[-1].stop])
 
 
-def _ordered(held: Held) -> Sequence[Piece]:
-    """All pieces, in the order of the sequence."""
-    return sorted((piece for some in held for piece in some), key=lambda piece: piece.start)
+def _in_sequence_order(sharding: Sharding) -> Sequence[TokenRange]:
+    return sorted((tokens for of_rank in sharding for tokens in of_rank), key=lambda tokens: tokens.start)

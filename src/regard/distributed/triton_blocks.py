@@ -1,4 +1,4 @@
-"""Blocks by our kernels, on GPUs."""
+"""Blocks computed by our Triton kernels, on GPUs."""
 
 from __future__ import annotations
 
@@ -15,64 +15,56 @@ from ..core.spec import Spec
 from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
 from ..kernels.block_mask import block_mask
 from ..kernels.engine import Inputs, KernelSpec, TritonEngine
-from .blocks import Blocks, block_bias, block_spec
-from .layout import Piece
+from .blocks import Block, BlockAttention, block_bias, block_spec
 
-__all__ = ["Tiles", "bias_kind"]
+__all__ = ["TritonBlockAttention", "bias_kind"]
 
 
 def bias_kind(bias: object) -> int:
-    """Which kind of bias kernels take it for."""
+    """The kernels' constant for this kind of bias."""
     if bias is None:
         return PLAIN
     return ALIBI if isinstance(bias, Alibi) else RELATIVE if isinstance(bias, Relative) else TENSOR
 
 
 @dataclass(frozen=True, eq=False)
-class Tiles(Blocks):
-    """Blocks of inputs as in `fusion.Inputs`, without a sink. Rows are (L, H, n, …), and in float32."""
+class TritonBlockAttention(BlockAttention):
+    """Blocks of inputs as in `kernels.engine.Inputs`, without a sink. Rows are (L, H, n, …), in float32."""
 
     spec: Spec  # of all rows and keys
-    mask_rows: int | None  # how many rows the mask has, if it has those of this rank alone
-    kind: int  # of the bias
+    local_mask_rows: int | None
+    bias_kind: int
     scale: float
     observed: bool
     device: torch.device
 
-    def engine(self, row: Piece, key: Piece, state: int) -> Engine:
-        spec = block_spec(self.spec, self.mask_rows, row, key, state)
-        seen = block_mask(spec.mask, spec.n, spec.m, self.device, spec.inner)
+    def engine(self, block: Block) -> Engine:
+        spec = block_spec(self.spec, self.local_mask_rows, block)
+        tiles = block_mask(spec.mask, spec.n, spec.m, self.device, spec.inner)
         offset = spec.bias.offset if isinstance(spec.bias, Alibi | Relative) else None
-        return TritonEngine(KernelSpec(spec, seen, self.kind, offset or 0, self.scale, self.observed))
+        return TritonEngine(KernelSpec(spec, tiles, self.bias_kind, offset or 0, self.scale, self.observed))
 
-    def inputs(self, x: MaybeTensors, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> MaybeTensors:
+    def inputs(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> MaybeTensors:
         query, _, _, bias, *others = x
         if query is None:
             raise RuntimeError("a rank has queries")
-        k, v = (t.to(query.dtype) for t in visitor)
-        return Inputs(query.narrow(-2, row.here, row.size), k, v, self.bias(bias, row, key), *others)
+        key, value = (t.to(query.dtype) for t in kv)
+        rows = block.rows
+        return Inputs(query.narrow(-2, rows.local_start, rows.size), key, value, self.bias(bias, block), *others)
 
-    def bias(self, bias: Tensor | None, row: Piece, key: Piece) -> Tensor | None:
-        return block_bias(bias, row, key) if self.kind == TENSOR else bias
+    def bias(self, bias: Tensor | None, block: Block) -> Tensor | None:
+        return block_bias(bias, block.rows, block.keys) if self.bias_kind == TENSOR else bias
 
-    def forward(self, x: MaybeTensors, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]) -> Rows:
-        found = super().forward(x, row, key, state, visitor)
-        return found._replace(output=found.output.float())  # what is merged is rounded once, at the end
+    def forward(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> Rows:
+        rows = super().forward(x, block, kv)
+        return rows._replace(output=rows.output.float())  # merged in float32, and rounded once, at the end
 
     def vjp(
-        self,
-        x: MaybeTensors,
-        found: Rows,
-        g: MaybeTensors,
-        needs: Needs,
-        row: Piece,
-        key: Piece,
-        state: int,
-        visitor: Sequence[Tensor],
+        self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs, block: Block, kv: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        query = x[0]
+        query, (dO, *d_statistics) = x[0], g
         if query is None:
             raise RuntimeError("a rank has queries")
-        dO = torch.zeros_like(found.output) if g[0] is None else g[0]
-        found = Rows(*(t.contiguous() for t in found))
-        return super().vjp(x, found, (dO.to(query.dtype), *g[1:]), needs, row, key, state, visitor)
+        dO = torch.zeros_like(rows.output) if dO is None else dO
+        rows = Rows(*(t.contiguous() for t in rows))
+        return super().vjp(x, rows, (dO.to(query.dtype), *d_statistics), needs, block, kv)
