@@ -131,7 +131,7 @@ def dtensors(kind: str, names: list[str]) -> dict[str, float]:
 
     count = dist.get_world_size()
     meshes = {"one": ((count,), [Shard(2)]), "replicated": ((count,), [Replicate()])}
-    pair = {"batch": Shard(0), "heads": Shard(1), "rows": Shard(2), "alike": Replicate()}
+    pair = {"batch": Shard(0), "heads": Shard(1), "rows": Shard(2), "replicated": Replicate()}
     sizes, placements = meshes.get(kind) or ((2, count // 2), [pair[word] for word in kind.split()])
     mesh = init_device_mesh("cpu", sizes)
     far: dict[str, float] = {}
@@ -175,12 +175,14 @@ def dtensors(kind: str, names: list[str]) -> dict[str, float]:
     bias = torch.randn(h, 1, 13, dtype=torch.float64, requires_grad=True)
     x = torch.randn(b, h, 13, 4, dtype=torch.float64)
     true = torch.autograd.grad(regard.attention(x, x, x, sink=shared, bias=bias).square().sum(), (shared, bias))
-    alike = [distribute_tensor(t.detach(), mesh, [Replicate()] * len(sizes)).requires_grad_() for t in (shared, bias)]
+    replicated = [
+        distribute_tensor(t.detach(), mesh, [Replicate()] * len(sizes)).requires_grad_() for t in (shared, bias)
+    ]
     sharded_x = distribute_tensor(x, mesh, placements)
-    output = regard.attention(sharded_x, sharded_x, sharded_x, sink=alike[0], bias=alike[1])
+    output = regard.attention(sharded_x, sharded_x, sharded_x, sink=replicated[0], bias=replicated[1])
     far["is one"] = 0.0 if isinstance(output, DTensor) else 1.0
     output.square().sum().full_tensor().backward()
-    for what, t, y in zip(("sink", "bias"), alike, true, strict=True):
+    for what, t, y in zip(("sink", "bias"), replicated, true, strict=True):
         far[f"gradient of {what}"] = far_from(t.grad.full_tensor(), y)
     return far
 
@@ -196,7 +198,7 @@ def odd_dtensors() -> dict[str, str]:
     part = DTensor.from_local(x, mesh, [Partial()])
     return {
         "mixed": error_of(lambda: regard.attention(rows, x, rows)),
-        "not alike": error_of(lambda: regard.attention(rows, heads, heads)),
+        "different placements": error_of(lambda: regard.attention(rows, heads, heads)),
         "dim": error_of(lambda: regard.attention(dim, dim, dim)),
         "partial": error_of(lambda: regard.observe(part, part, part)),
         "heads": error_of(lambda: regard.attention(heads, one, one)),

@@ -86,9 +86,9 @@ def _late(seen: Any, whole: Any, rows: Tensor, keys: Tensor) -> dict[str, float]
         size = min(3, n), min(4, m)
         far["map"] = far_from(seen.map(*size), whole.map(*size))
     values, positions = seen.top(2)
-    true_values, true_places = (x.index_select(-2, rows) for x in whole.top(2))
+    true_values, true_positions = (x.index_select(-2, rows) for x in whole.top(2))
     far["top"] = far_from(values, true_values)
-    far["top's positions"] = float((positions != true_places).sum())
+    far["top's positions"] = float((positions != true_positions).sum())
     return far
 
 

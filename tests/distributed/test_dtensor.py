@@ -18,7 +18,7 @@ def test_dtensors_give_what_plain_tensors_give(world: Worlds, kind: str) -> None
     close(world(2).run("dtensors", kind, []))
 
 
-@pytest.mark.parametrize("kind", ["batch rows", "rows heads", "alike rows", "batch heads"])
+@pytest.mark.parametrize("kind", ["batch rows", "rows heads", "replicated rows", "batch heads"])
 def test_dtensors_may_use_two_mesh_dimensions(world: Worlds, kind: str) -> None:
     close(world(4).run("dtensors", kind, ["padding", "dense", "alibi", "sink", "dropout"]))
 
@@ -26,7 +26,7 @@ def test_dtensors_may_use_two_mesh_dimensions(world: Worlds, kind: str) -> None:
 def test_dtensors_with_unusable_placements_are_refused(world: Worlds) -> None:
     expected = {
         "mixed": "must all be DTensors",
-        "not alike": "must have the same placements",
+        "different placements": "must have the same placements",
         "dim": "batch, heads and length may be sharded",
         "partial": "must be sharded or replicated",
         "heads": "must both be divisible by the 2",

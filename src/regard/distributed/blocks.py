@@ -73,7 +73,7 @@ def _cached_slice(mask: Mask, n: int, m: int, row: int, key: int) -> Mask:
     """A slice of a mask; unless the mask is constant, it is cached, because kernels store their block masks with it."""
     if mask.constant:
         return slice_mask(mask, n, m, row, key)
-    part: Mask = mask.remembered(("part", n, m, row, key), lambda: slice_mask(mask, n, m, row, key))
+    part: Mask = mask.remembered(("slice", n, m, row, key), lambda: slice_mask(mask, n, m, row, key))
     return part
 
 

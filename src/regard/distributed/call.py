@@ -212,7 +212,7 @@ def _pose_with_tensors(
 
 
 def _check_keys(who: str, sizes: list[CallSizes]) -> None:
-    """Raise, on all ranks alike, if the mask or bias of a rank does not have all keys."""
+    """Raise, on every rank, if the mask or bias of a rank does not have all keys."""
     total = sum(of_rank.keys for of_rank in sizes)
     for rank, of_rank in enumerate(sizes):
         for name, keys in (("mask", of_rank.mask_keys), ("bias", of_rank.bias_keys)):

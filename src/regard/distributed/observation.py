@@ -15,7 +15,7 @@ from ..errors import ArgumentError, ChangedError
 from . import statistics
 from .call import GroupCall
 from .ranks import RankInfo, Ranks
-from .statistics import ObservedCall
+from .statistics import Moments, ObservedCall
 from .strategies import chunked_blocks
 
 __all__ = ["GroupObservation"]
@@ -69,12 +69,12 @@ class GroupObservation:
     @property
     def gradient_health(self) -> Tensor:
         """Σ p(1 − p), the trace of the softmax Jacobian: 0 where the softmax is saturated, (…, Hq, n)."""
-        return self._moments[0]
+        return self._moments.gradient_health
 
     @property
     def distance(self) -> Tensor:
         """Σ p·|i + M − N − j|: how far from its own position each row looks, the ends aligned, (…, Hq, n)."""
-        return self._moments[1]
+        return self._moments.distance
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row and their positions among all keys, each (…, Hq, n, k).
@@ -100,10 +100,9 @@ class GroupObservation:
     scores = weights
 
     @cached_property
-    def _moments(self) -> tuple[Tensor, Tensor]:
+    def _moments(self) -> Moments:
         self._agree("gradient_health")
-        health, distance = statistics.moments(self._observed_call)
-        return self._shaped(health), self._shaped(distance)
+        return Moments(*map(self._shaped, statistics.moments(self._observed_call)))
 
     @cached_property
     def _observed_call(self) -> ObservedCall:

@@ -28,7 +28,7 @@ _EVERYTHING = slice(None)
 
 @dataclass(frozen=True)
 class QueryPlacement:
-    """How a query (…, Hq, N, D) is placed on a mesh; keys and values are placed alike."""
+    """How a query (…, Hq, N, D) is placed on a mesh; keys and values have the same placement."""
 
     who: str
     mesh: DeviceMesh
@@ -152,7 +152,7 @@ class QueryPlacement:
 
 
 def read_placement(who: str, query: Tensor, key: Tensor, value: Tensor) -> QueryPlacement:
-    """Read how queries, keys and values are placed; raise if not alike, or in a way that attention cannot use."""
+    """Read how queries, keys and values are placed; raise if they differ, or if attention cannot use the placement."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, DTensor):
             raise DtypeError(f"{who}: query, key and value must all be DTensors, or none. {name} is not one.")

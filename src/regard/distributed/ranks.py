@@ -36,7 +36,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """What all ranks told each other."""
+    """What all ranks told one another before a call."""
 
     sizes: tuple[tuple[int, ...], ...]
     """The sizes of every rank."""

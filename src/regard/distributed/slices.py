@@ -27,7 +27,7 @@ class _MaskSlice(Mask):
     row: int
     key: int
 
-    factory: ClassVar[str] = "part"
+    factory: ClassVar[str] = "slice_mask"
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         return self.whole.allows(i + self.row, j + self.key, self.n, self.m)

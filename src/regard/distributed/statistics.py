@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from .ranks import Ranks
 from .ring import ReduceToOwner, ring_steps
 from .ring_plan import RingPlan
 
-__all__ = ["ObservedCall", "moments", "pooled", "received", "top", "visible"]
+__all__ = ["Moments", "ObservedCall", "moments", "pooled", "received", "top", "visible"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +96,17 @@ def received(call: ObservedCall) -> Tensor:
     return total.mT.flatten(1, 2)
 
 
+class Moments(NamedTuple):
+    """Two moments of the weights p of each row."""
+
+    gradient_health: Tensor  # Σ p(1 − p)
+    distance: Tensor  # Σ p |i + M − N − j|
+
+
 @torch.no_grad()
 @without_autocast
-def moments(call: ObservedCall) -> tuple[Tensor, Tensor]:
-    """Σ p(1 − p) and Σ p |i + M − N − j| of each row: (L, Hq, n) each."""
+def moments(call: ObservedCall) -> Moments:
+    """The moments of each row: (L, Hq, n) each."""
     spec = call.blocks.spec
     health, distance = (call.query.new_zeros(call.query.shape[:-1]) for _ in range(2))
     for _, ranges in call.ring():
@@ -111,7 +119,7 @@ def moments(call: ObservedCall) -> tuple[Tensor, Tensor]:
                     away = (i[:, None] - j + (rows.start - keys.start + spec.m - spec.n)).abs().to(P.dtype)
                     ROW.part(health_part, tile).add_((P - P * P).sum(-1))
                     ROW.part(distance_part, tile).add_((P * away).sum(-1))
-    return health.flatten(1, 2), distance.flatten(1, 2)
+    return Moments(health.flatten(1, 2), distance.flatten(1, 2))
 
 
 @torch.no_grad()
