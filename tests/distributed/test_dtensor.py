@@ -1,4 +1,4 @@
-"""DTensors that are spread over a mesh go in, and such come out; nothing else has to be said."""
+"""DTensors in, DTensors out; no other argument is needed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def test_dtensors_give_what_plain_tensors_give(world: Worlds, kind: str) -> None
     close(world(2).run("dtensors", kind, []))
 
 
-@pytest.mark.parametrize("kind", ["batch rows", "rows heads", "alike rows", "batch heads"])
-def test_dtensors_may_be_spread_over_two_dimensions_of_a_mesh(world: Worlds, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["batch rows", "rows heads", "replicated rows", "batch heads"])
+def test_dtensors_may_use_two_mesh_dimensions(world: Worlds, kind: str) -> None:
     close(world(4).run("dtensors", kind, ["padding", "dense", "alibi", "sink", "dropout"]))
 
 
-def test_dtensors_that_are_spread_without_meaning_are_refused(world: Worlds) -> None:
-    said = {
+def test_dtensors_with_unusable_placements_are_refused(world: Worlds) -> None:
+    expected = {
         "mixed": "must all be DTensors",
-        "not alike": "must be spread alike",
+        "different placements": "must have the same placements",
         "dim": "batch, heads and length may be sharded",
         "partial": "must be sharded or replicated",
-        "heads": "must both divide by the 2",
+        "heads": "must both be divisible by the 2",
     }
-    for told in world(2).run("odd_dtensors"):
-        for what, words in said.items():
-            assert words in told[what], what
+    for result in world(2).run("odd_dtensors"):
+        for what, words in expected.items():
+            assert words in result[what], what

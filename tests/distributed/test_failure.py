@@ -10,7 +10,7 @@ TIMEOUT = 4.0
 ENDS = {
     "killed": ("dies", "killed"),
     "hanging": ("dies", "hanging"),
-    "hanging on the way back": ("dies", "hanging backward"),
+    "hanging in the backward pass": ("dies", "hanging backward"),
     "killed while heads are exchanged": ("dies", "killed heads"),
     "absent": ("absent",),
 }
@@ -18,7 +18,7 @@ ENDS = {
 
 @pytest.fixture(scope="module")
 def ends() -> dict[str, list[object]]:
-    """What three ranks say if the second one ends so; all at once, since each waits for its timeout."""
+    """What three ranks return if the second one fails; all cases at once, because each waits for its timeout."""
     worlds = {name: World(3) for name in ENDS}
     for name, each in worlds.items():
         each.send(*ENDS[name], TIMEOUT)
@@ -35,10 +35,10 @@ def test_every_other_rank_gets_one_clear_error_in_time(ends: dict[str, list[obje
         assert not isinstance(answer, Failed), str(answer)
         said, took = answer
         assert said.startswith(f"DistributedError: distributed.attention: rank {rank} of 3 got no answer from")
-        assert "has ended, hangs, or did not call" in said
+        assert "has exited, hangs, or did not call" in said
         assert took < 2 * TIMEOUT + 3
 
 
 @pytest.mark.parametrize("name", [name for name in ENDS if "killed" in name])
-def test_the_rank_that_was_killed_says_nothing(ends: dict[str, list[object]], name: str) -> None:
+def test_the_killed_rank_does_not_answer(ends: dict[str, list[object]], name: str) -> None:
     assert isinstance(ends[name][1], Failed)

@@ -1,4 +1,4 @@
-"""Parts of a sequence: cut, found again, and put together, with gradients."""
+"""Parts of a sequence: sharded, located and gathered, with gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ Worlds = Callable[[int], World]
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_gather_gives_back_what_shard_has_cut_with_the_gradient_of_all_losses(
-    world: Worlds, size: int, layout: str
-) -> None:
-    for told in world(size).run("parts", layout):
-        assert all(told.values()), told
+def test_gather_inverts_shard_with_the_gradient_of_all_losses(world: Worlds, size: int, layout: str) -> None:
+    for result in world(size).run("parts", layout):
+        assert all(result.values()), result
 
 
 def test_without_a_group_the_error_says_what_to_call() -> None:

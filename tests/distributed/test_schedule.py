@@ -1,4 +1,4 @@
-"""The cost model and the simulated schedule, against cases that are worked out by hand."""
+"""The cost model and the simulated schedule, against cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from regard.distributed import traffic
 from regard.distributed.schedule import H200, Device, Links, Schedule, Span, schedule, tokens_to_hide
 from regard.errors import ArgumentError, RegardError
 
-ONE = Device("machine", row_max=1.0, forward=1.0, backward=1.0)  # one operation a second
+ONE = Device("machine", peak=1.0, forward=1.0, backward=1.0)  # one operation per second
 PLAIN: dict[str, Any] = {"heads": 1, "dim": 1, "dtype": torch.float32, "device": ONE}
-PAIR = 4  # operations of a pair: 2·(dim + value_dim)
+PAIR = 4  # operations per pair: 2·(dim + value_dim)
 TOKEN = 8  # bytes of a token's key and value
 
 
@@ -41,7 +41,7 @@ def test_traffic_that_takes_longer_than_a_step_is_waited_for() -> None:
 def test_contiguous_shards_of_a_causal_sequence_leave_the_first_ranks_idle() -> None:
     found = planned(8, 2, mask=regard.causal())
     assert found.flops == (PAIR * 10, PAIR * (10 + 16))
-    assert found.bytes == (TOKEN * 4, 0)  # nobody needs the last keys
+    assert found.bytes == (TOKEN * 4, 0)  # no other rank needs the last keys
     assert found.time == pytest.approx(PAIR * 26)
     assert found.busy == pytest.approx(36 / 52)
 
@@ -63,7 +63,7 @@ def test_backward_computes_five_products_and_sends_gradients_home() -> None:
     assert found.flops == (10 * 32, 10 * 32)
     assert found.bytes == (2 * TOKEN * 4, 2 * TOKEN * 4)
     assert found.computes == ((Span(0, 160), Span(160, 320)),) * 2
-    assert found.sends == ((Span(0, 32), Span(320, 352)),) * 2  # the last gradients find nothing to hide behind
+    assert found.sends == ((Span(0, 32), Span(320, 352)),) * 2  # no computation hides the last gradients
     assert (found.time, found.exposed) == (352, 32)
 
 
@@ -75,7 +75,7 @@ def test_gradients_and_keys_share_the_links() -> None:
 
 def test_heads_exchange_first_then_compute_then_exchange() -> None:
     found = planned(8, 2, bandwidth=1.0, heads=2, strategy="heads")
-    # Of 4 tokens, half of the heads of q, k and v: 4·(2·3)·4 bytes / 2; back, half of the output.
+    # There: half of the heads of q, k and v of 4 tokens, 4·(2·3)·4 bytes / 2; back: half of the output.
     assert found.sends == ((Span(0, 48), Span(304, 320)),) * 2
     assert found.computes == ((Span(48, 304),),) * 2  # one head of 8 × 8 pairs
     assert found.bytes == (64, 64)
@@ -123,7 +123,7 @@ def test_work_in_long_blocks_is_counted_on_a_grid() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_ring_hides_its_traffic_from_so_many_tokens_on(causal: bool, backward: bool) -> None:
+def test_the_ring_hides_its_traffic_from_tokens_to_hide_on(causal: bool, backward: bool) -> None:
     given: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dim": 64, "value_dim": 128, "backward": backward}
     enough = tokens_to_hide(causal=causal, bandwidth=50e9, **given)
     how: dict[str, Any] = {"mask": regard.causal(), "layout": "zigzag"} if causal else {}
@@ -134,11 +134,11 @@ def test_the_ring_hides_its_traffic_from_so_many_tokens_on(causal: bool, backwar
     last = max(span.stop for some in many.sends for span in some) - max(
         span.stop for some in many.computes for span in some
     )
-    assert many.exposed <= max(last, 0.0) + 1e-9 * many.time  # but for the gradients of the last step
+    assert many.exposed <= max(last, 0.0) + 1e-9 * many.time  # except the gradients of the last step
 
 
 def test_the_rule_for_hiding_in_numbers() -> None:
-    # bf16, as many heads of keys as of queries: F / W tokens, F = 989e12 · 0.52 and W = 450e9.
+    # bf16, as many key heads as query heads: F / W tokens, F = 989e12 · 0.52 and W = 450e9.
     assert tokens_to_hide() == pytest.approx(989e12 * 0.52 / 450e9)
     assert tokens_to_hide(kv_heads=8) == pytest.approx(tokens_to_hide() / 4)
     assert tokens_to_hide(causal=True) == pytest.approx(tokens_to_hide() * 2 * 1.5)
@@ -146,12 +146,12 @@ def test_the_rule_for_hiding_in_numbers() -> None:
     assert H200.speed(False) > H200.speed(True)
 
 
-def test_memory_is_the_own_tokens_and_two_visitors() -> None:
-    # 4 own tokens of q, k, v, o and 4 statistics, 4 visiting keys and values twice; in backward the output's cotangent,
-    # three gradients, and three times the visitors' gradients besides.
+def test_memory_is_a_ranks_own_tokens_and_two_visiting_shards() -> None:
+    # q, k, v, o and 4 statistics of a rank's 4 tokens, and twice 4 visiting keys and values; in the backward pass also
+    # the output's cotangent, three gradients, and three times the visitors' gradients.
     assert planned(8, 2).memory == (4 * (4 * 4 + 4 * 4) + 2 * 4 * TOKEN,) * 2
     assert planned(8, 2, backward=True).memory == (4 * (4 * 4 + 4 * 4 + 4 * 4) + 5 * 4 * TOKEN,) * 2
-    assert planned(8, 2, mask=regard.causal()).memory[0] == 4 * (4 * 4 + 4 * 4)  # nobody visits the first
+    assert planned(8, 2, mask=regard.causal()).memory[0] == 4 * (4 * 4 + 4 * 4)  # no keys visit the first rank
 
 
 def test_a_schedule_is_drawn() -> None:
@@ -174,12 +174,12 @@ def test_a_schedule_is_drawn() -> None:
     [
         ({"layout": "spiral"}, "layout"),
         ({"strategy": "star"}, "strategy"),
-        ({"strategy": "heads", "heads": 3}, "divide"),
+        ({"strategy": "heads", "heads": 3}, "divisible"),
         ({"heads": 0}, "heads"),
         ({"batch": 1.5}, "batch"),
     ],
 )
-def test_arguments_without_a_meaning_are_refused(wrong: dict[str, Any], says: str) -> None:
+def test_meaningless_arguments_are_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(RegardError, match=says):
         schedule(8, 2, **wrong)
     with pytest.raises(ArgumentError, match="ranks"):

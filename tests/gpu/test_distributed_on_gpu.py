@@ -31,14 +31,14 @@ def test_three_ranks_on_one_device_give_what_one_process_gives(
 ) -> None:
     how = {"layout": layout, "backend": backend}
     bound = 2e-4 if dtype == torch.float32 else 0.04
-    for rank, told in enumerate(three.run("on_device", NAMES, DEVICE, dtype, how, patience=LONG)):
-        for name, far in told.items():
+    for rank, result in enumerate(three.run("on_device", NAMES, DEVICE, dtype, how, patience=LONG)):
+        for name, far in result.items():
             assert {what: gap for what, gap in far.items() if not gap <= bound} == {}, (rank, name)
 
 
 def test_heads_are_exchanged_on_a_device_too(three: World) -> None:
-    for told in three.run("on_device", ["multi-head"], DEVICE, torch.float32, {"strategy": "heads"}, patience=LONG):
-        assert all(gap <= 2e-4 for far in told.values() for gap in far.values()), told
+    for result in three.run("on_device", ["multi-head"], DEVICE, torch.float32, {"strategy": "heads"}, patience=LONG):
+        assert all(gap <= 2e-4 for far in result.values() for gap in far.values()), result
 
 
 def test_runs_on_a_device_repeat_bit_for_bit(three: World) -> None:

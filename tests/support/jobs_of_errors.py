@@ -1,4 +1,4 @@
-"""Jobs that go wrong: what is said, and when."""
+"""Jobs that go wrong: which error is raised, and when."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import regard
 from regard import distributed as d
 
 
-def complaint(call: Any) -> str:
-    """What an error says, with its kind; nothing if there is none."""
+def error_of(call: Any) -> str:
+    """The error that a call raises, with its class; empty if it raises none."""
     try:
         call()
     except regard.errors.RegardError as error:
@@ -27,17 +27,17 @@ def complaint(call: Any) -> str:
 
 
 def mismatches() -> dict[str, str]:
-    """What is said if one rank's call is not that of the others."""
+    """The errors if one rank's call differs from the others."""
     odd = dist.get_rank() == 1
     q = torch.randn(2, 4, 5, 8)
     sink, bias = torch.zeros(4), torch.zeros(5, 15)
 
     def call(*tensors: Tensor, **given: Any) -> str:
-        return complaint(lambda: d.attention(*(tensors or (q, q, q)), **given))
+        return error_of(lambda: d.attention(*(tensors or (q, q, q)), **given))
 
     wide = torch.randn(2, 4, 5, 6)
     few = torch.randn(1, 4, 5, 8)
-    said = {
+    errors = {
         "dtype": call(*([q.double()] * 3 if odd else [q] * 3)),
         "dim of values": call(q, q, wide if odd else q),
         "batch": call(*([few] * 3 if odd else [q] * 3)),
@@ -60,20 +60,20 @@ def mismatches() -> dict[str, str]:
         "strategy": call(strategy="ring" if odd else "heads"),
         "backend": call(backend="chunked" if odd else "auto"),
         "requires_grad": call(q.clone().requires_grad_(odd), q, q),
-        "call": complaint(lambda: (d.observe if odd else d.attention)(q, q, q)),
+        "call": error_of(lambda: (d.observe if odd else d.attention)(q, q, q)),
     }
-    said["nothing"] = call()
-    return said
+    errors["nothing"] = call()
+    return errors
 
 
 def refusals() -> dict[str, str]:
-    """What is said if one rank's call is wrong in itself, and if all are."""
+    """The errors if one rank's call is invalid, and if all are."""
     odd = dist.get_rank() == 1
     count = dist.get_world_size()
     q = torch.randn(2, 4, 6, 8)
 
     def call(*tensors: Tensor, **given: Any) -> str:
-        return complaint(lambda: d.attention(*(tensors or (q, q, q)), **given))
+        return error_of(lambda: d.attention(*(tensors or (q, q, q)), **given))
 
     once = q.clone().requires_grad_()
     (first,) = torch.autograd.grad(d.attention(once, q, q, strategy="ring").square().sum(), once, create_graph=True)
@@ -88,8 +88,8 @@ def refusals() -> dict[str, str]:
         "a backend that cannot": call(backend="sdpa", strategy="ring"),
         "heads": call(q[:, :1], q[:, :1], q[:, :1], strategy="heads"),
         "zigzag": call(*(torch.randn(1, 1, 6 + odd, 8) for _ in range(3)), layout="zigzag"),
-        "second derivative": complaint(lambda: first.sum().backward()),
-        "forward mode": complaint(lambda: torch.func.jvp(lambda x: d.attention(x, q, q), (q,), (q,))),
+        "second derivative": error_of(lambda: first.sum().backward()),
+        "forward mode": error_of(lambda: torch.func.jvp(lambda x: d.attention(x, q, q), (q,), (q,))),
         "group and mesh": call(group=dist.group.WORLD, mesh=init_device_mesh("cpu", (count,))),
         "mesh": call(mesh=init_device_mesh("cpu", (1, count))),
         "nothing": call(),
@@ -97,24 +97,24 @@ def refusals() -> dict[str, str]:
 
 
 def late_refusals() -> dict[str, str]:
-    """What is said if ranks ask an observation for different things, or one of them may not ask."""
+    """The errors if ranks ask an observation for different things, or for what is not available."""
     odd = dist.get_rank() == 1
     q = torch.randn(2, 4, 6, 8)
     seen = d.observe(q, q, q, mask=regard.causal())
-    said = {
-        "different members": complaint(lambda: seen.top(2) if odd else seen.map(2, 2)),
-        "different numbers": complaint(lambda: seen.top(2 + odd)),
-        "too many cells": complaint(lambda: seen.map(1000, 2)),
-        "weights": complaint(lambda: seen.weights()),
+    errors = {
+        "different members": error_of(lambda: seen.top(2) if odd else seen.map(2, 2)),
+        "different numbers": error_of(lambda: seen.top(2 + odd)),
+        "too many cells": error_of(lambda: seen.map(1000, 2)),
+        "weights": error_of(lambda: seen.weights()),
     }
     if odd:
         q.add_(1.0)
-    said["changed"] = complaint(lambda: seen.received)
-    return said
+    errors["changed"] = error_of(lambda: seen.received)
+    return errors
 
 
 def _impatient(timeout: float) -> Any:
-    """A group of all ranks, which have met, that waits no longer than this."""
+    """A group of all ranks with this timeout, after all of them have arrived."""
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=timeout))
     dist.barrier()
@@ -122,7 +122,7 @@ def _impatient(timeout: float) -> Any:
 
 
 def dies(how: str, timeout: float) -> tuple[str, float]:
-    """Rank 1 ends, or hangs, in the middle of a ring, forward or backward; what the others are told, and when."""
+    """Rank 1 exits or hangs in the middle of a call, forward or backward; the errors of the others, and when."""
     from regard.chunked.engine import ChunkedEngine
 
     q = torch.randn(2, 3, 32, 8, requires_grad=True)
@@ -131,7 +131,7 @@ def dies(how: str, timeout: float) -> tuple[str, float]:
     real, calls = getattr(ChunkedEngine, name), []
     last = 1 if strategy == "heads" else 2
 
-    def mortal(self: Any, *args: Any) -> Any:
+    def failing(self: Any, *args: Any) -> Any:
         calls.append(0)
         if dist.get_rank() == 1 and len(calls) == last:
             if "killed" in how:
@@ -140,12 +140,12 @@ def dies(how: str, timeout: float) -> tuple[str, float]:
         return real(self, *args)
 
     group = _impatient(timeout)
-    setattr(ChunkedEngine, name, mortal)
+    setattr(ChunkedEngine, name, failing)
     start = time.monotonic()
-    said = complaint(lambda: d.attention(q, q, q, group=group, strategy=strategy, backend="chunked").sum().backward())
+    error = error_of(lambda: d.attention(q, q, q, group=group, strategy=strategy, backend="chunked").sum().backward())
     took = time.monotonic() - start
     setattr(ChunkedEngine, name, real)
-    return said, took
+    return error, took
 
 
 def absent(timeout: float) -> tuple[str, float]:
@@ -155,4 +155,4 @@ def absent(timeout: float) -> tuple[str, float]:
     if dist.get_rank() == 1:
         time.sleep(1000)
     q = torch.randn(2, 2, 32, 8)
-    return complaint(lambda: d.attention(q, q, q, group=group)), time.monotonic() - start
+    return error_of(lambda: d.attention(q, q, q, group=group)), time.monotonic() - start

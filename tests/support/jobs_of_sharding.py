@@ -1,4 +1,4 @@
-"""Jobs about who holds what: parts, groups, bytes that are sent, DTensors."""
+"""Jobs about sharding: parts, groups, bytes sent, DTensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import regard
-from jobs_of_errors import complaint
+from jobs_of_errors import error_of
 from jobs_of_values import far_from
 from regard import distributed as d
 
@@ -24,8 +24,8 @@ def parts(layout: str) -> dict[str, bool]:
     for length in (0, 1, count, 5 * count - 1, 8 * count):
         x = torch.randn(3, length, 2, dtype=torch.float64)
         mine = d.shard(x, layout=layout).clone().requires_grad_()
-        places = d.positions(length, layout=layout)
-        found[f"shard {length}"] = torch.equal(mine, x[:, places])
+        positions = d.positions(length, layout=layout)
+        found[f"shard {length}"] = torch.equal(mine, x[:, positions])
         whole = d.gather(mine, layout=layout)
         found[f"gather {length}"] = torch.equal(whole, x)
         (whole.sin() * (dist.get_rank() + 1)).sum().backward()
@@ -35,28 +35,28 @@ def parts(layout: str) -> dict[str, bool]:
 
 
 def within(layout: str) -> dict[str, Any]:
-    """Inside `over`, the plain calls take parts."""
+    """Inside `over`, plain calls take parts of a sequence."""
     tensors = [torch.randn(2, 4, 13, 8, dtype=torch.float64) for _ in range(3)]
     whole = regard.observe(*tensors, mask=regard.causal())
-    places = d.positions(13, layout=layout)
-    parts = [x[:, :, places] for x in tensors]
+    positions = d.positions(13, layout=layout)
+    parts = [x[:, :, positions] for x in tensors]
     with d.over(layout=layout):
         output = regard.attention(*parts, mask=regard.causal())
         seen = regard.observe(*parts, mask=regard.causal())
-        told = regard.core.contexts.token_positions(len(places), output.device)
-        refused = complaint(lambda: regard.scaled_dot_product_attention(*parts))
+        inside = regard.core.contexts.token_positions(len(positions), output.device)
+        refused = error_of(lambda: regard.scaled_dot_product_attention(*parts))
     after = regard.core.contexts.token_positions(3, output.device)
     return {
-        "output": torch.allclose(output, whole.output[:, :, places]),
-        "entropy": torch.allclose(seen.entropy, whole.entropy[:, :, places]),
-        "places": torch.equal(told, places),
+        "output": torch.allclose(output, whole.output[:, :, positions]),
+        "entropy": torch.allclose(seen.entropy, whole.entropy[:, :, positions]),
+        "positions": torch.equal(inside, positions),
         "refused": "over" in refused,
         "after": after is None and torch.equal(regard.attention(*tensors), regard.attention(*tensors)),
     }
 
 
 def groups() -> dict[str, bool]:
-    """Two groups of two, each with a sequence of its own; and one rank alone."""
+    """Two groups of two ranks, each with its own sequence; and one rank alone."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     torch.manual_seed(rank % 2)
@@ -77,51 +77,51 @@ def groups() -> dict[str, bool]:
     found["mesh"] = torch.allclose(output, true, atol=1e-6)
     alone = [dist.new_group([r]) for r in range(4)][rank]
     found["alone"] = torch.allclose(d.attention(x, x, x, group=alone), regard.attention(x, x, x), atol=1e-6)
-    outside = complaint(lambda: d.attention(x, x, x, group=pairs[1 - rank % 2]))
+    outside = error_of(lambda: d.attention(x, x, x, group=pairs[1 - rank % 2]))
     found["outside"] = "not in the group" in outside
     return found
 
 
 @contextmanager
-def counted() -> Iterator[list[int]]:
-    """The bytes that this rank sends to others, by the calls of torch.distributed."""
+def count_bytes() -> Iterator[list[int]]:
+    """Count the bytes that this rank sends to others through torch.distributed."""
     sent = [0]
-    point, swap = dist.batch_isend_irecv, dist.all_to_all_single
+    send_receive, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
 
-    def pointed(operations: list[Any]) -> Any:
+    def counted_send_receive(operations: list[Any]) -> Any:
         sent[0] += sum(o.tensor.nbytes for o in operations if o.op is dist.isend)
-        return point(operations)
+        return send_receive(operations)
 
-    def swapped(into: Tensor, x: Tensor, receives: list[int], sends: list[int], group: Any = None) -> Any:
+    def counted_all_to_all(into: Tensor, x: Tensor, receives: list[int], sends: list[int], group: Any = None) -> Any:
         sent[0] += (sum(sends) - sends[dist.get_rank(group)]) * x.element_size() * (x[0].numel() if x.dim() > 1 else 1)
-        return swap(into, x, receives, sends, group=group)
+        return all_to_all(into, x, receives, sends, group=group)
 
-    dist.batch_isend_irecv, dist.all_to_all_single = pointed, swapped
+    dist.batch_isend_irecv, dist.all_to_all_single = counted_send_receive, counted_all_to_all
     try:
         yield sent
     finally:
-        dist.batch_isend_irecv, dist.all_to_all_single = point, swap
+        dist.batch_isend_irecv, dist.all_to_all_single = send_receive, all_to_all
 
 
 def sends(
     length: int, keys: int, mask: Any, layout: str, strategy: str, dtype: torch.dtype
 ) -> dict[str, tuple[int, int]]:
-    """The bytes counted, and those of the formula, forward and backward."""
+    """The bytes sent, and those of the formula, forward and backward."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sizes = {"batch": 2, "heads": 2 * ranks, "kv_heads": ranks, "dim": 4, "value_dim": 6, "dtype": dtype, "mask": mask}
     shapes = (2, 2 * ranks, length, 4), (2, ranks, keys, 4), (2, ranks, keys, 6)
     parts = [d.shard(torch.randn(shape).to(dtype), layout=layout).clone().requires_grad_() for shape in shapes]
     how = {"layout": layout, "strategy": strategy}
-    with counted() as forward:
+    with count_bytes() as forward:
         output = d.attention(*parts, mask=mask, **how)
-    with counted() as backward:
+    with count_bytes() as backward:
         output.sum().backward()
-    with counted() as watched:
+    with count_bytes() as observed:
         d.observe(*parts, mask=mask, **how)
     return {
         "forward": (forward[0], d.traffic(length, ranks, keys=keys, **sizes, **how)[rank]),
         "backward": (backward[0], d.traffic(length, ranks, keys=keys, **sizes, **how, backward=True)[rank]),
-        "observed": (watched[0], d.traffic(length, ranks, keys=keys, **sizes, **how, observed=True)[rank]),
+        "observed": (observed[0], d.traffic(length, ranks, keys=keys, **sizes, **how, observed=True)[rank]),
     }
 
 
@@ -131,7 +131,7 @@ def dtensors(kind: str, names: list[str]) -> dict[str, float]:
 
     count = dist.get_world_size()
     meshes = {"one": ((count,), [Shard(2)]), "replicated": ((count,), [Replicate()])}
-    pair = {"batch": Shard(0), "heads": Shard(1), "rows": Shard(2), "alike": Replicate()}
+    pair = {"batch": Shard(0), "heads": Shard(1), "rows": Shard(2), "replicated": Replicate()}
     sizes, placements = meshes.get(kind) or ((2, count // 2), [pair[word] for word in kind.split()])
     mesh = init_device_mesh("cpu", sizes)
     far: dict[str, float] = {}
@@ -162,11 +162,11 @@ def dtensors(kind: str, names: list[str]) -> dict[str, float]:
         far[f"{name} map"] = far_from(seen.map(3, 4).full_tensor(), whole.map(3, 4))
         far[f"{name} top"] = far_from(seen.top(2)[1].full_tensor(), whole.top(2)[1])
         slope = torch.linspace(-1, 1, whole.output.numel(), dtype=torch.float64).view(whole.output.shape)
-        spread_slope = distribute_tensor(slope, mesh, placements)
+        sharded_slope = distribute_tensor(slope, mesh, placements)
         torch.manual_seed(3 + dist.get_rank())
         output = regard.attention(*sharded, **given)
         far[f"{name} placements"] = 0.0 if list(output.placements) == placements else 1.0
-        (output * spread_slope).sum().full_tensor().backward()
+        (output * sharded_slope).sum().full_tensor().backward()
         true = torch.autograd.grad((whole.output * slope).sum(), tensors)
         for what, x, y in zip(("query", "key", "value"), sharded, true, strict=True):
             far[f"{name} gradient of {what}"] = far_from(x.grad.full_tensor(), y)
@@ -175,18 +175,20 @@ def dtensors(kind: str, names: list[str]) -> dict[str, float]:
     bias = torch.randn(h, 1, 13, dtype=torch.float64, requires_grad=True)
     x = torch.randn(b, h, 13, 4, dtype=torch.float64)
     true = torch.autograd.grad(regard.attention(x, x, x, sink=shared, bias=bias).square().sum(), (shared, bias))
-    alike = [distribute_tensor(t.detach(), mesh, [Replicate()] * len(sizes)).requires_grad_() for t in (shared, bias)]
-    spread_x = distribute_tensor(x, mesh, placements)
-    output = regard.attention(spread_x, spread_x, spread_x, sink=alike[0], bias=alike[1])
+    replicated = [
+        distribute_tensor(t.detach(), mesh, [Replicate()] * len(sizes)).requires_grad_() for t in (shared, bias)
+    ]
+    sharded_x = distribute_tensor(x, mesh, placements)
+    output = regard.attention(sharded_x, sharded_x, sharded_x, sink=replicated[0], bias=replicated[1])
     far["is one"] = 0.0 if isinstance(output, DTensor) else 1.0
     output.square().sum().full_tensor().backward()
-    for what, t, y in zip(("sink", "bias"), alike, true, strict=True):
+    for what, t, y in zip(("sink", "bias"), replicated, true, strict=True):
         far[f"gradient of {what}"] = far_from(t.grad.full_tensor(), y)
     return far
 
 
 def odd_dtensors() -> dict[str, str]:
-    """DTensors that are spread in ways that attention cannot read."""
+    """The errors for DTensors with placements that attention cannot use."""
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -195,9 +197,9 @@ def odd_dtensors() -> dict[str, str]:
     one = distribute_tensor(x[:, :1], mesh, [Shard(1)])
     part = DTensor.from_local(x, mesh, [Partial()])
     return {
-        "mixed": complaint(lambda: regard.attention(rows, x, rows)),
-        "not alike": complaint(lambda: regard.attention(rows, heads, heads)),
-        "dim": complaint(lambda: regard.attention(dim, dim, dim)),
-        "partial": complaint(lambda: regard.observe(part, part, part)),
-        "heads": complaint(lambda: regard.attention(heads, one, one)),
+        "mixed": error_of(lambda: regard.attention(rows, x, rows)),
+        "different placements": error_of(lambda: regard.attention(rows, heads, heads)),
+        "dim": error_of(lambda: regard.attention(dim, dim, dim)),
+        "partial": error_of(lambda: regard.observe(part, part, part)),
+        "heads": error_of(lambda: regard.attention(heads, one, one)),
     }

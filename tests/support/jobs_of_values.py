@@ -1,4 +1,4 @@
-"""Jobs that compare: how far a rank's results are from those of one process that has the whole sequence."""
+"""Jobs that compare a rank's results with those of one process that has the whole sequence."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from regard import distributed as d
 ROWS = ("output", "lse", "entropy", "max_logit", "visible", "perplexity", "gradient_health", "distance")
 
 
-def _mine(x: Any, places: Tensor) -> Any:
-    """This rank's rows of a mask or bias that is a tensor; it keeps all keys."""
+def _mine(x: Any, positions: Tensor) -> Any:
+    """This rank's rows, and all keys, of a mask or bias that is a tensor."""
     if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] == 1:
         return x
-    return x.index_select(-2, places)
+    return x.index_select(-2, positions)
 
 
-def _slopes(seen: Any, places: Tensor | None, shape: Any) -> Tensor:
-    """A number that all differentiable results have a part in; each row's weight is that of its place in the whole."""
+def _loss(seen: Any, positions: Tensor | None, shape: Any) -> Tensor:
+    """A loss of all differentiable results, in which a row's weight depends on its position in the whole sequence."""
     w = torch.linspace(-1, 1, shape.numel(), dtype=torch.float64).view(shape)
-    w = w if places is None else w.index_select(-2, places)
+    w = w if positions is None else w.index_select(-2, positions)
     lse = torch.where(seen.lse > -torch.inf, seen.lse, 0.0)
     return (seen.output.double() * w).sum() + lse.double().sin().sum() + seen.entropy.double().square().sum()
 
 
 def far_from(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to the size of the truth; infinities must be the same."""
+    """The largest difference, relative to the size of the true value; infinities must agree."""
     if tuple(a.shape) != tuple(b.shape):
         return float("inf")
     a, b = a.detach().double(), b.detach().double()
@@ -47,18 +47,18 @@ def far_from(a: Tensor, b: Tensor) -> float:
 def compared(
     tensors: list[Tensor], given: dict[str, Any], how: dict[str, Any], passes: bool = True
 ) -> dict[str, float]:
-    """How far every result and gradient of this rank is from that of one process."""
+    """The error of every result and gradient of this rank, against one process."""
     layout = how.get("layout", "contiguous")
     whole = regard.observe(*tensors, **given, backend="reference")
     shared = leaves(tensors, given)
-    true = torch.autograd.grad(_slopes(whole, None, whole.output.shape), shared, allow_unused=True)
+    true = torch.autograd.grad(_loss(whole, None, whole.output.shape), shared, allow_unused=True)
     rows, keys = (d.positions(x.shape[-2], layout=layout) for x in tensors[:2])
     parts = [
         x.detach().index_select(-2, at).requires_grad_() for x, at in zip(tensors, (rows, keys, keys), strict=True)
     ]
     mine = {k: _mine(v, rows) if k in ("mask", "bias") else v for k, v in given.items()}
     seen = d.observe(*parts, **mine, **how)
-    found = torch.autograd.grad(_slopes(seen, rows, whole.output.shape), [*parts, *shared[3:]], allow_unused=True)
+    found = torch.autograd.grad(_loss(seen, rows, whole.output.shape), [*parts, *shared[3:]], allow_unused=True)
     far = {
         name: far_from(getattr(seen, name), _rows(getattr(whole, name), rows, name))
         for name in ROWS[: 8 if passes else 4]
@@ -66,7 +66,7 @@ def compared(
     for name, at, a, b in zip(("query", "key", "value"), (rows, keys, keys), found, true, strict=False):
         far[f"gradient of {name}"] = far_from(zero_if_none(a), zero_if_none(b if b is None else b.index_select(-2, at)))
     for x, a, b in zip(shared[3:], found[3:], true[3:], strict=True):
-        if x is given.get("bias"):  # its rows are each rank's own
+        if x is given.get("bias"):  # each rank has its own rows
             a = zero_if_none(a).expand(x.shape).clone()
             dist.all_reduce(a)
         far[f"gradient of {tuple(x.shape)}"] = far_from(zero_if_none(a), zero_if_none(b))
@@ -75,8 +75,8 @@ def compared(
     return far
 
 
-def _rows(x: Tensor, places: Tensor, name: str) -> Tensor:
-    return x.index_select(-2 if name == "output" else -1, places)
+def _rows(x: Tensor, positions: Tensor, name: str) -> Tensor:
+    return x.index_select(-2 if name == "output" else -1, positions)
 
 
 def _late(seen: Any, whole: Any, rows: Tensor, keys: Tensor) -> dict[str, float]:
@@ -85,15 +85,15 @@ def _late(seen: Any, whole: Any, rows: Tensor, keys: Tensor) -> dict[str, float]
     if n and m:
         size = min(3, n), min(4, m)
         far["map"] = far_from(seen.map(*size), whole.map(*size))
-    values, places = seen.top(2)
-    true_values, true_places = (x.index_select(-2, rows) for x in whole.top(2))
+    values, positions = seen.top(2)
+    true_values, true_positions = (x.index_select(-2, rows) for x in whole.top(2))
     far["top"] = far_from(values, true_values)
-    far["top's places"] = float((places != true_places).sum())
+    far["top's positions"] = float((positions != true_positions).sum())
     return far
 
 
 def contract(names: list[str], how: dict[str, Any], passes: list[str]) -> dict[str, dict[str, float]]:
-    """Cases of the contract, some of them with the late passes of an observation."""
+    """Cases of the contract, some of them with the later passes of an observation."""
     return {name: compared(*BY_NAME[name].inputs(torch.float64), how, name in passes) for name in names}
 
 
@@ -138,7 +138,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 
 
 def masks(layout: str, strategy: str, shortest: int) -> dict[str, dict[str, float]]:
-    """Every mask there is, on queries of as many batch items and heads as it tells apart."""
+    """Every mask, with as many batch items and heads as it distinguishes."""
     found = {}
     for at, (mask, n, m) in enumerate(MASKS):
         items, heads = mask.lead
@@ -157,7 +157,7 @@ def masks(layout: str, strategy: str, shortest: int) -> dict[str, dict[str, floa
 
 
 def sizes(rows: list[int], keys: list[int], mask: str) -> dict[str, float]:
-    """Parts of any size, one after the other."""
+    """Contiguous shards of any size."""
     torch.manual_seed(0)
     rank, n, m = dist.get_rank(), sum(rows), sum(keys)
     tensors = [torch.randn(2, 2, size, 4, dtype=torch.float64, requires_grad=True) for size in (n, m, m)]
@@ -170,10 +170,10 @@ def sizes(rows: list[int], keys: list[int], mask: str) -> dict[str, float]:
         for x, start, count in zip(tensors, starts, counts, strict=True)
     ]
     seen = d.observe(*parts, **given)
-    places = torch.arange(starts[0], starts[0] + counts[0])
-    _slopes(whole, None, whole.output.shape).backward()
-    _slopes(seen, places, whole.output.shape).backward()
-    far = {"output": far_from(seen.output, whole.output[..., places, :])}
+    positions = torch.arange(starts[0], starts[0] + counts[0])
+    _loss(whole, None, whole.output.shape).backward()
+    _loss(seen, positions, whole.output.shape).backward()
+    far = {"output": far_from(seen.output, whole.output[..., positions, :])}
     for name, part, x, start in zip(("query", "key", "value"), parts, tensors, starts, strict=True):
         far[name] = far_from(zero_if_none(part.grad), x.grad.narrow(-2, start, part.shape[-2]))
     far["received"] = far_from(seen.received, whole.received.narrow(-1, starts[1], counts[1]))
@@ -181,7 +181,7 @@ def sizes(rows: list[int], keys: list[int], mask: str) -> dict[str, float]:
 
 
 def shapes(layout: str) -> dict[str, float]:
-    """Queries without heads, without a batch, with many leading dimensions, and with keys that broadcast."""
+    """Queries without heads, without a batch, with many leading dimensions, and keys that broadcast."""
     far = {}
     kinds = {
         "(N, D)": ((9, 4), (11, 4), (11, 3)),
@@ -220,7 +220,7 @@ def contract_double(x: Any) -> Any:
 
 
 def dropped(layout: str, strategy: str) -> dict[str, float]:
-    """Dropout of one process with the seed of rank 0; the other ranks' generators stand elsewhere."""
+    """Dropout equals that of one process with the seed of rank 0; the other ranks have other seeds."""
     far = {}
     for name in ("causal", "bias", "Additive", "sink"):
         tensors, given = BY_NAME[name].inputs(torch.float64)
@@ -242,7 +242,7 @@ def dropped(layout: str, strategy: str) -> dict[str, float]:
 
 
 def repeats(layout: str, strategy: str, device: str = "cpu") -> int:
-    """How many of some runs differ in a bit, while ranks are late by chance."""
+    """How many of four runs differ in any bit, while ranks are delayed at random."""
     tensors, given = BY_NAME["all together"].inputs(torch.float32)
     del given["bias"]
     given = {k: _moved(v, torch.device(device)) for k, v in given.items()}
@@ -268,7 +268,7 @@ def repeats(layout: str, strategy: str, device: str = "cpu") -> int:
 
 
 def unseen(tensor: bool) -> dict[str, bool]:
-    """Keys and values that no row of any rank may see are NaN, and so are the queries that see nothing."""
+    """Keys and values that no row of any rank may see, and queries that see nothing, are NaN or inf."""
     n = 12
     allowed = torch.ones(n, n, dtype=torch.bool).tril()
     allowed[:, [2, 7]] = False
@@ -279,57 +279,57 @@ def unseen(tensor: bool) -> dict[str, bool]:
     tensors[0][..., 5, :] = torch.nan
     tensors[1][..., 2, :] = torch.inf
     tensors[2][..., 7, :] = torch.nan
-    places = d.positions(n)
-    parts = [x.index_select(-2, places).requires_grad_() for x in tensors]
-    mask = allowed[places] if tensor else regard.dense(allowed)
+    positions = d.positions(n)
+    parts = [x.index_select(-2, positions).requires_grad_() for x in tensors]
+    mask = allowed[positions] if tensor else regard.dense(allowed)
     output = d.attention(*parts, mask=mask, score=regard.scores.Cosine())
     output.sum().backward()
-    same = [torch.allclose(x.grad, y.grad.index_select(-2, places)) for x, y in zip(parts, true, strict=True)]
+    same = [torch.allclose(x.grad, y.grad.index_select(-2, positions)) for x, y in zip(parts, true, strict=True)]
     return {"output": bool(output.isfinite().all()), "gradients": all(same)}
 
 
 def steps(layout: str) -> dict[str, Any]:
-    """What happens when in a ring: a letter for each piece that is sent for, computed with, or waited for."""
+    """The order of events in a ring, one letter each: post a transfer, compute a block, wait for a transfer."""
     from regard.chunked.engine import ChunkedEngine
-    from regard.distributed.ranks import Travelling
+    from regard.distributed.ranks import Transfer
 
-    told: list[str] = []
-    post, attend, arrived = dist.batch_isend_irecv, ChunkedEngine.forward, Travelling.arrived
+    events: list[str] = []
+    post, attend, wait = dist.batch_isend_irecv, ChunkedEngine.forward, Transfer.wait
 
-    def noted(letter: str, real: Any) -> Any:
+    def record(letter: str, real: Any) -> Any:
         def call(*args: Any) -> Any:
-            told.append(letter)
+            events.append(letter)
             return real(*args)
 
         return call
 
     x = torch.randn(1, 1, 24, 4)
     mine = d.shard(x, layout=layout)
-    dist.batch_isend_irecv, ChunkedEngine.forward, Travelling.arrived = (
-        noted("p", post),
-        noted("c", attend),
-        noted("w", arrived),
+    dist.batch_isend_irecv, ChunkedEngine.forward, Transfer.wait = (
+        record("p", post),
+        record("c", attend),
+        record("w", wait),
     )
     try:
         d.attention(mine, mine, mine, layout=layout, strategy="ring")
-        full = "".join(told)
-        told.clear()
+        full = "".join(events)
+        events.clear()
         d.attention(mine, mine, mine, layout=layout, strategy="ring", mask=regard.causal())
     finally:
-        dist.batch_isend_irecv, ChunkedEngine.forward, Travelling.arrived = post, attend, arrived
-    return {"full": full, "causal": told.count("c")}
+        dist.batch_isend_irecv, ChunkedEngine.forward, Transfer.wait = post, attend, wait
+    return {"full": full, "causal": events.count("c")}
 
 
 def unlike(strategy: str) -> dict[str, float]:
-    """Each rank's loss reads another result, and one asks for the gradient of its queries alone."""
+    """Each rank's loss uses another result, and one rank asks only for the gradient of its queries."""
     tensors = [torch.randn(2, 4, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     whole = regard.observe(*tensors, mask=regard.causal())
     rank, count = dist.get_rank(), dist.get_world_size()
     names = ("output", "entropy", "lse")
     total = torch.zeros((), dtype=torch.float64)
     for other in range(count):
-        places = torch.arange(12).chunk(count)[other]
-        total = total + _rows(getattr(whole, names[other]), places, names[other]).sin().sum()
+        positions = torch.arange(12).chunk(count)[other]
+        total = total + _rows(getattr(whole, names[other]), positions, names[other]).sin().sum()
     true = torch.autograd.grad(total, tensors)
     parts = [d.shard(x.detach()).clone().requires_grad_() for x in tensors]
     seen = d.observe(*parts, mask=regard.causal(), strategy=strategy)
@@ -339,25 +339,25 @@ def unlike(strategy: str) -> dict[str, float]:
 
 
 def ties(layout: str) -> dict[str, bool]:
-    """All weights of a row are the same, so that its strongest keys are the first that it sees."""
+    """All weights of a row are equal, so that its top keys are the first that it sees."""
     n = 11
     x = torch.zeros(1, 2, n, 4)
     whole = regard.observe(x, x, x, mask=regard.causal() | regard.prefix(2))
-    places = d.positions(n, layout=layout)
-    mine = x[:, :, places]
+    positions = d.positions(n, layout=layout)
+    mine = x[:, :, positions]
     found = d.observe(mine, mine, mine, mask=regard.causal() | regard.prefix(2), layout=layout).top(4)
     true = whole.top(4)
     return {
-        "places": torch.equal(found[1], true[1][:, :, places]),
-        "weights": torch.equal(found[0], true[0][:, :, places]),
+        "positions": torch.equal(found[1], true[1][:, :, positions]),
+        "weights": torch.equal(found[0], true[0][:, :, positions]),
     }
 
 
 def around() -> dict[str, bool]:
-    """What users put around a call: autocast, checkpointing, inference mode, torch.compile."""
+    """What users wrap around a call: autocast, checkpointing, inference mode, torch.compile."""
     tensors = [torch.randn(2, 4, 13, 8) for _ in range(3)]
-    places = d.positions(13)
-    parts = [x[:, :, places].requires_grad_() for x in tensors]
+    positions = d.positions(13)
+    parts = [x[:, :, positions].requires_grad_() for x in tensors]
 
     def call(*given: Tensor) -> Tensor:
         return d.attention(*given, mask=regard.causal(), dropout=0.3)
@@ -366,14 +366,14 @@ def around() -> dict[str, bool]:
     with torch.autocast("cpu", torch.bfloat16):
         output = d.attention(*parts, mask=regard.causal())
         whole = regard.attention(*tensors, mask=regard.causal())
-    found["autocast"] = output.dtype == torch.bfloat16 and torch.allclose(output, whole[:, :, places], atol=0.02)
+    found["autocast"] = output.dtype == torch.bfloat16 and torch.allclose(output, whole[:, :, positions], atol=0.02)
     torch.manual_seed(1)
     plain = torch.autograd.grad(call(*parts).sin().sum(), parts)
     torch.manual_seed(1)
     again = torch.utils.checkpoint.checkpoint(call, *parts, use_reentrant=False)
     found["checkpoint"] = all(map(torch.equal, plain, torch.autograd.grad(again.sin().sum(), parts)))
     with torch.inference_mode():
-        seen = d.observe(*(x[:, :, places] for x in tensors), mask=regard.causal())
+        seen = d.observe(*(x[:, :, positions] for x in tensors), mask=regard.causal())
         found["inference"] = torch.allclose(seen.output, d.attention(*parts, mask=regard.causal()), atol=1e-5)
         found["inference, later"] = seen.received.shape == seen.lse.shape
     compiled = torch.compile(lambda *given: d.attention(*given, mask=regard.causal()) * 2, backend="eager")

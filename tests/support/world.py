@@ -1,4 +1,4 @@
-"""Processes that form a group and do jobs together: started once, for many jobs."""
+"""Processes that form a group and run jobs together: started once, for many jobs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ import pytest
 HERE = Path(__file__).resolve().parent
 PATIENCE = 120.0  # seconds for one job
 Case = Callable[[int, Path], None]
-"""What one rank does, given its number and a folder that all ranks share; nothing is raised where all is well."""
+"""What one rank runs, given its rank and a folder that all ranks share; it raises if something is wrong."""
 
 
 class World:
-    """So many ranks over gloo; `run` has all of them do one job.
+    """Ranks over gloo; `run` runs one job on all of them.
 
     A job is a function of `jobs_of_*.py` by its name, or one of a module's CASES: "modules_over_group:dropout".
     """
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
-        context = get_context("forkserver")  # which imports torch once, and forks before anything runs
+        context = get_context("forkserver")  # it imports torch once, and forks before anything runs
         context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "regard.distributed"])
         self.size = size
-        self.sound = True  # until a job fails: then ranks may still wait for each other
+        self.sound = True  # until a job fails: after that, ranks may still wait for each other
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, self.processes = [], []
         for rank in range(size):
@@ -46,24 +46,24 @@ class World:
             self.processes.append(process)
 
     def run(self, job: str, *args: Any, patience: float = PATIENCE) -> list[Any]:
-        """What every rank's job gives back; a job that raised, or did not end, is an error here."""
+        """What the job returns on every rank; raise if it raised, or did not finish, on any of them."""
         for answer in (answers := self.tried(job, *args, patience=patience)):
             if isinstance(answer, Failed):
                 raise AssertionError(str(answer))
         return answers
 
     def tried(self, job: str, *args: Any, patience: float = PATIENCE) -> list[Any]:
-        """The same, with what went wrong in the place of an answer."""
+        """As `run`, with a Failed in place of an answer if something went wrong."""
         self.send(job, *args)
         return self.answers(patience)
 
     def send(self, job: str, *args: Any) -> None:
-        """Have all ranks begin a job."""
+        """Start a job on all ranks."""
         for pipe in self._pipes:
             pipe.send((job, args))
 
     def answers(self, patience: float = PATIENCE, awaited: Sequence[int] | None = None) -> list[Any]:
-        """What the ranks give back, or what went wrong; those that are not awaited must have answered already."""
+        """What the ranks return, or a Failed; ranks that are not awaited must have answered already."""
         until = time.monotonic() + patience
         first = range(self.size) if awaited is None else awaited
         found = {rank: self._answer(rank, until) for rank in first}
@@ -77,7 +77,7 @@ class World:
                 return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             return Failed(f"rank {rank} is gone")
-        return Failed(f"rank {rank} did not end")
+        return Failed(f"rank {rank} did not finish")
 
     def close(self) -> None:
         for process in self.processes:
@@ -111,7 +111,7 @@ def _serve(pipe: Any, store: str, rank: int, size: int, timeout: float) -> None:
         torch.manual_seed(0)
         try:
             answer = _job(job, rank)(*args)
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001  (the test tells it)
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001  (the test reports it)
             answer = Failed(f"rank {rank}: {traceback.format_exc()}")
         pipe.send(answer)
 

@@ -1,4 +1,4 @@
-"""Attention over several devices, on torch.distributed: each rank holds its part of the sequence."""
+"""Attention over several devices, on torch.distributed: each rank holds a part of the sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..backends import Backend
 from ..biases import Bias
 from ..masks import Mask
 from ..scores import Score
-from .context import Over, over, place
+from .context import GroupContext, over, parallel_config
 from .layout import gather, positions, shard
 from .observation import GroupObservation
 from .ranks import Group
@@ -48,16 +48,17 @@ def attention(
     layout: str = "contiguous",
     strategy: str = "auto",
 ) -> Tensor:
-    """Attend over a sequence of which every rank holds a part; each gets the rows of its own queries.
+    """Attend over a sequence that is split over the ranks; each rank gets the rows of its own queries.
 
-    The arguments are those of `regard.attention`, of this rank's tokens: query (…, Hq, n, D), key (…, Hk, m, D), value
-    (…, Hk, m, Dv). A mask object and a structured bias speak of the whole sequence; a mask or bias that is a tensor has
-    this rank's rows and all keys, (…, Hq, n, M). What all ranks have alike (scale, sink, a score's parameters, a
-    structured bias's table) gets on each of them the gradient of the sum of all ranks' losses; so does everything else.
-    A backward pass exchanges too: all ranks make it, or none. First derivatives only.
+    The arguments are those of `regard.attention`, for this rank's tokens: query (…, Hq, n, D), key (…, Hk, m, D), value
+    (…, Hk, m, Dv). A mask object and a structured bias refer to the whole sequence; a mask or bias that is a tensor has
+    this rank's rows and all keys, (…, Hq, n, M). Every gradient is that of the sum of all ranks' losses; what is the
+    same on all ranks (scale, sink, a score's parameters, a structured bias's table) gets it on each of them. The
+    backward pass communicates too: all ranks run it, or none. First derivatives only.
 
     - `group` or `mesh`: the ranks, all of them by default; `layout`: "contiguous" or "zigzag", as `shard` cuts;
-    - `strategy`: "ring" lets keys and values go round, "heads" exchanges sequence for heads; "auto" sends less.
+    - `strategy`: "ring" sends keys and values round, "heads" exchanges sequence for heads; "auto" takes the one that
+      sends less.
 
     >>> import torch, regard
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -67,8 +68,8 @@ def attention(
     >>> torch.distributed.destroy_process_group()
     """
     given = {"mask": mask, "bias": bias, "score": score, "scale": scale, "softcap": softcap, "sink": sink}
-    where = place("distributed.attention", group, mesh, layout, strategy)
-    return Over(where).attention(query, key, value, **given, dropout=dropout, backend=backend)
+    config = parallel_config("distributed.attention", group, mesh, layout, strategy)
+    return GroupContext(config).attention(query, key, value, **given, dropout=dropout, backend=backend)
 
 
 def observe(
@@ -89,7 +90,7 @@ def observe(
     layout: str = "contiguous",
     strategy: str = "auto",
 ) -> GroupObservation:
-    """Attend over a group, and see what the weights say: the arguments of `attention`, an Observation's members.
+    """Attend over a group and observe the weights: the arguments of `attention`, the members of an Observation.
 
     >>> import torch
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -99,5 +100,5 @@ def observe(
     >>> torch.distributed.destroy_process_group()
     """
     given = {"mask": mask, "bias": bias, "score": score, "scale": scale, "softcap": softcap, "sink": sink}
-    where = place("distributed.observe", group, mesh, layout, strategy)
-    return Over(where).observe(query, key, value, **given, dropout=dropout, backend=backend)
+    config = parallel_config("distributed.observe", group, mesh, layout, strategy)
+    return GroupContext(config).observe(query, key, value, **given, dropout=dropout, backend=backend)

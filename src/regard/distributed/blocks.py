@@ -1,10 +1,11 @@
-"""Attention between one piece of rows and one piece of keys: which engine computes it, and from which parts."""
+"""Attention of one range of rows to one range of keys: the engine that computes it, and its inputs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,94 +16,95 @@ from ..core.spec import Spec
 from ..core.tiling import TileSizes
 from ..masks import Mask
 from ..masks.base import FULL
-from .layout import Piece
-from .parts import part_of_bias, part_of_mask
+from .layout import TokenRange
+from .slices import slice_bias, slice_mask
 
-__all__ = ["Blocks", "Strips", "block_bias", "block_spec"]
+__all__ = ["Block", "BlockAttention", "ChunkedBlockAttention", "block_bias", "block_spec"]
 
 
-class Blocks(ABC):
-    """A way to compute blocks. Inputs are (query, key, value, bias, …), of this rank's rows and of keys that visit."""
+class Block(NamedTuple):
+    """Some rows and some keys of the whole problem."""
+
+    rows: TokenRange
+    keys: TokenRange
+    state: int  # PARTIAL or FULL
+
+
+class BlockAttention(ABC):
+    """Computes blocks. `x` is (query, key, value, bias, …) of this rank; `kv` are the keys and values of the block."""
 
     observed: bool
 
     @abstractmethod
-    def engine(self, row: Piece, key: Piece, state: int) -> Engine:
-        """The engine of a block, which is PARTIAL or FULL."""
+    def engine(self, block: Block) -> Engine:
+        """The engine that computes a block."""
 
     @abstractmethod
-    def inputs(self, x: MaybeTensors, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> MaybeTensors:
-        """The inputs of a block, of those of this rank and the keys and values that visit."""
+    def inputs(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> MaybeTensors:
+        """The engine's inputs for a block."""
 
-    def forward(self, x: MaybeTensors, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]) -> Rows:
-        """What a block says of its rows."""
-        return self.engine(row, key, state).forward(self.inputs(x, row, key, visitor))
+    def forward(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> Rows:
+        """The partial rows of a block."""
+        return self.engine(block).forward(self.inputs(x, block, kv))
 
     def vjp(
-        self,
-        x: MaybeTensors,
-        found: Rows,
-        g: MaybeTensors,
-        needs: Needs,
-        row: Piece,
-        key: Piece,
-        state: int,
-        visitor: Sequence[Tensor],
+        self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs, block: Block, kv: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """The cotangents of a block's inputs, for what all keys said of its rows and its rows' cotangents."""
-        return self.engine(row, key, state).vjp(self.inputs(x, row, key, visitor), found, g, needs)
+        """The cotangents of a block's inputs; `rows` are the merged rows over all keys, and `g` their cotangents."""
+        return self.engine(block).vjp(self.inputs(x, block, kv), rows, g, needs)
 
-    def bias(self, bias: Tensor | None, row: Piece, key: Piece) -> Tensor | None:
-        """The part of the fourth input that belongs to a block."""
-        return block_bias(bias, row, key)
+    def bias(self, bias: Tensor | None, block: Block) -> Tensor | None:
+        """The part of the bias input, or of its gradient, that belongs to a block."""
+        return block_bias(bias, block.rows, block.keys)
 
 
-def block_spec(spec: Spec, mask_rows: int | None, row: Piece, key: Piece, state: int) -> Spec:
-    """The rule of a block, from one for all rows and keys; a mask of this rank's rows alone says how many these are."""
+def block_spec(spec: Spec, local_mask_rows: int | None, block: Block) -> Spec:
+    """The spec of a block, from that of all rows and keys; `local_mask_rows` as in `GroupCall`."""
+    rows, keys, state = block
     mask: Mask | None = spec.mask
     if mask is not None:
-        first = row.start if mask_rows is None else row.here
-        mask = None if state == FULL else _part(mask, mask_rows or spec.n, spec.m, first, key.start)
-    bias = None if spec.bias is None else part_of_bias(spec.bias, spec.n, spec.m, row.start, key.start)
-    corner = (row.start, key.start)
-    return replace(spec, n=row.size, m=key.size, mask=mask, bias=bias, corner=corner)
+        first = rows.start if local_mask_rows is None else rows.local_start
+        mask = None if state == FULL else _cached_slice(mask, local_mask_rows or spec.n, spec.m, first, keys.start)
+    bias = None if spec.bias is None else slice_bias(spec.bias, spec.n, spec.m, rows.start, keys.start)
+    return replace(spec, n=rows.size, m=keys.size, mask=mask, bias=bias, corner=(rows.start, keys.start))
 
 
-def _part(mask: Mask, n: int, m: int, row: int, key: int) -> Mask:
-    """A part of a mask; one that is costly to read is remembered, for kernels keep with it what they have read."""
+def _cached_slice(mask: Mask, n: int, m: int, row: int, key: int) -> Mask:
+    """A slice of a mask; unless the mask is constant, it is cached, because kernels store their block masks with it."""
     if mask.constant:
-        return part_of_mask(mask, n, m, row, key)
-    part: Mask = mask.remembered(("part", n, m, row, key), lambda: part_of_mask(mask, n, m, row, key))
+        return slice_mask(mask, n, m, row, key)
+    part: Mask = mask.remembered(("slice", n, m, row, key), lambda: slice_mask(mask, n, m, row, key))
     return part
 
 
 @dataclass(frozen=True, eq=False)
-class Strips(Blocks):
-    """Blocks by strips of plain torch, on any device: inputs as in `Canonical`, keys and values in any dtype."""
+class ChunkedBlockAttention(BlockAttention):
+    """Blocks in plain torch, on any device: inputs as in `FoldedProblem`, keys and values in any dtype."""
 
     spec: Spec  # of all rows and keys
-    mask_rows: int | None  # how many rows the mask has, if it has those of this rank alone
+    local_mask_rows: int | None
     tile_sizes: TileSizes
     observed: bool
 
-    def spec_of(self, row: Piece, key: Piece, state: int) -> Spec:
-        """The rule of a block."""
-        return block_spec(self.spec, self.mask_rows, row, key, state)
+    def spec_of(self, block: Block) -> Spec:
+        """The spec of a block."""
+        return block_spec(self.spec, self.local_mask_rows, block)
 
-    def engine(self, row: Piece, key: Piece, state: int) -> Engine:
-        return ChunkedEngine(self.spec_of(row, key, state), self.tile_sizes, self.observed)
+    def engine(self, block: Block) -> Engine:
+        return ChunkedEngine(self.spec_of(block), self.tile_sizes, self.observed)
 
-    def inputs(self, x: MaybeTensors, row: Piece, key: Piece, visitor: Sequence[Tensor]) -> MaybeTensors:
+    def inputs(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> MaybeTensors:
         query, _, _, bias, *shared = x
         if query is None:
             raise RuntimeError("a rank has queries")
-        k, v = (t.to(query.dtype) for t in visitor)
-        return query.narrow(-2, row.here, row.size), k, v, self.bias(bias, row, key), *shared
+        key, value = (t.to(query.dtype) for t in kv)
+        rows = block.rows
+        return query.narrow(-2, rows.local_start, rows.size), key, value, self.bias(bias, block), *shared
 
 
-def block_bias(bias: Tensor | None, row: Piece, key: Piece) -> Tensor | None:
+def block_bias(bias: Tensor | None, rows: TokenRange, keys: TokenRange) -> Tensor | None:
     """The part of a bias tensor (…, rows of this rank | 1, all keys | 1) that belongs to a block."""
     if bias is None:
         return None
-    bias = bias if bias.shape[-2] == 1 else bias.narrow(-2, row.here, row.size)
-    return bias if bias.shape[-1] == 1 else bias.narrow(-1, key.start, key.size)
+    bias = bias if bias.shape[-2] == 1 else bias.narrow(-2, rows.local_start, rows.size)
+    return bias if bias.shape[-1] == 1 else bias.narrow(-1, keys.start, keys.size)

@@ -1,4 +1,4 @@
-"""Exchanges between ranks as functions with derivatives: every gradient is that of the sum of all ranks' losses."""
+"""Differentiable collectives: every gradient is that of the sum of all ranks' losses."""
 
 from __future__ import annotations
 
@@ -11,80 +11,83 @@ from torch import Tensor
 from ..compat.torch import call_function
 from .ranks import Ranks
 
-__all__ = ["Swap", "replicated", "swapped"]
+__all__ = ["Splits", "all_to_all", "replicate"]
 
 
-class Swap(NamedTuple):
-    """How many rows of a tensor go to each rank, and how many come from each."""
+class Splits(NamedTuple):
+    """How many rows of a tensor go to each rank, and how many come from each rank."""
 
     sends: list[int]
     receives: list[int]
 
 
-def swapped(ranks: Ranks, tensors: Sequence[Tensor], swaps: Sequence[Swap]) -> tuple[Tensor, ...]:
-    """Send rows of tensors to every rank, and give those that came, in rank order.
+def all_to_all(ranks: Ranks, tensors: Sequence[Tensor], splits: Sequence[Splits]) -> tuple[Tensor, ...]:
+    """Send rows of tensors to every rank, and return those that arrive, in rank order.
 
-    All tensors together, so that on the way back every rank exchanges all of them, whatever its own loss reads.
+    All tensors go through one function, so that every rank exchanges all of them in the backward pass, whichever of
+    them its own loss uses.
     """
-    there: tuple[Tensor, ...] = call_function(_Swapped, ranks, tuple(swaps), *tensors)
-    return there
+    received: tuple[Tensor, ...] = call_function(_AllToAll, ranks, tuple(splits), *tensors)
+    return received
 
 
-class _Swapped(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, swaps: tuple[Swap, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.swaps = ranks, swaps
-        ctx.wanted = ctx.needs_input_grad[2:]  # alike on all ranks, as the tensors are
-        return tuple(ranks.swap(x, *swap) for x, swap in zip(tensors, swaps, strict=True))
+    def forward(ctx: Any, ranks: Ranks, splits: tuple[Splits, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.splits = ranks, splits
+        ctx.needs = ctx.needs_input_grad[2:]  # the same on all ranks, because requires_grad is
+        return tuple(ranks.all_to_all(x, *split) for x, split in zip(tensors, splits, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        some = [
-            (g, Swap(swap.receives, swap.sends)) for g, swap, w in zip(grads, ctx.swaps, ctx.wanted, strict=True) if w
+        needed = [
+            (g, Splits(split.receives, split.sends))
+            for g, split, need in zip(grads, ctx.splits, ctx.needs, strict=True)
+            if need
         ]
-        back = iter(swapped(ctx.ranks, [g for g, _ in some], [swap for _, swap in some]))
-        return None, None, *(next(back) if w else None for w in ctx.wanted)
+        back = iter(all_to_all(ctx.ranks, [g for g, _ in needed], [split for _, split in needed]))
+        return None, None, *(next(back) if need else None for need in ctx.needs)
 
 
-def replicated(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Tensors that every rank has alike, as they are; on the way back their gradients are added up over the ranks.
+def replicate(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors that are the same on all ranks; in the backward pass their gradients are summed over the ranks.
 
-    All of them together, so that the ranks meet once, and at the same point of their backward passes.
+    All tensors go through one function, so that the ranks communicate once, at the same point of the backward pass.
     """
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         return tuple(tensors)
-    found: tuple[Tensor, ...] = call_function(_Replicated, ranks, *tensors)
-    return found
+    replicated: tuple[Tensor, ...] = call_function(_Replicate, ranks, *tensors)
+    return replicated
 
 
-class _Replicated(torch.autograd.Function):
+class _Replicate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.wanted = ranks, [t.requires_grad for t in tensors]
+        ctx.ranks, ctx.needs = ranks, [t.requires_grad for t in tensors]
         ctx.like = [(t.shape, t.dtype) for t in tensors]
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        given = [g for g, want in zip(grads, ctx.wanted, strict=True) if want]
-        wide = torch.float64 if any(g.dtype == torch.float64 for g in given) else torch.float32
-        total: Tensor = call_function(_Summed, ctx.ranks, torch.cat([g.flatten().to(wide) for g in given]))
-        rest = iter(total.split([g.numel() for g in given]))
+        needed = [g for g, need in zip(grads, ctx.needs, strict=True) if need]
+        dtype = torch.float64 if any(g.dtype == torch.float64 for g in needed) else torch.float32
+        total: Tensor = call_function(_AllReduce, ctx.ranks, torch.cat([g.flatten().to(dtype) for g in needed]))
+        rest = iter(total.split([g.numel() for g in needed]))
         return None, *(
-            next(rest).view(shape).to(dtype) if want else None
-            for want, (shape, dtype) in zip(ctx.wanted, ctx.like, strict=True)
+            next(rest).view(shape).to(dtype) if need else None
+            for need, (shape, dtype) in zip(ctx.needs, ctx.like, strict=True)
         )
 
 
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks, on each of them; so is its gradient."""
+class _AllReduce(torch.autograd.Function):
+    """The sum over the ranks, on each of them; its gradient is the same sum."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, x: Tensor) -> Tensor:
         ctx.ranks = ranks
-        return ranks.total(x)
+        return ranks.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
-        found: Tensor = call_function(_Summed, ctx.ranks, g)
-        return None, found
+        total: Tensor = call_function(_AllReduce, ctx.ranks, g)
+        return None, total

@@ -1,10 +1,10 @@
-"""A context in which regard.attention and regard.observe take parts of a sequence that the ranks of a group hold."""
+"""A context in which regard.attention and regard.observe take this rank's part of a sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,52 +15,60 @@ from ..core.contexts import ACTIVE, ShardedContext
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..errors import ArgumentError
-from .asking import Asked, Place, ask
-from .attending import attend
-from .layout import pieces
+from .call import GroupCall, ParallelConfig, prepare_call
+from .layout import sharding_of
 from .observation import GroupObservation
-from .ranks import Group, Ranks, Told
+from .ranks import Group, RankInfo, Ranks
+from .strategies import attend
 
-__all__ = ["Over", "over", "place"]
+__all__ = ["GroupContext", "over", "parallel_config"]
 
 
-class Over(ShardedContext):
-    """Calls over the ranks of a place."""
+class _Result(NamedTuple):
+    call: GroupCall
+    problem: Problem
+    rows: Rows
 
-    def __init__(self, where: Place) -> None:
-        self._place = where
+
+class GroupContext(ShardedContext):
+    """Runs calls over the ranks of a group."""
+
+    def __init__(self, config: ParallelConfig) -> None:
+        self._config = config
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        answer = self._untraced if torch.compiler.is_compiling() else self._answer
-        return answer("distributed.attention", query, key, value, **given)[2].output
+        run = self._run_untraced if torch.compiler.is_compiling() else self._run
+        return run("distributed.attention", query, key, value, **given).rows.output
 
     def observe(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> GroupObservation:
-        answer = self._untraced if torch.compiler.is_compiling() else self._answer
-        return GroupObservation(*answer("distributed.observe", query, key, value, observed=True, **given))
+        run = self._run_untraced if torch.compiler.is_compiling() else self._run
+        return GroupObservation(*run("distributed.observe", query, key, value, observed=True, **given))
 
     @not_traced
-    def _untraced(self, who: str, *tensors: Tensor, **given: Any) -> tuple[Asked, Problem, Rows]:
-        return self._answer(who, *tensors, **given)
+    def _run_untraced(self, who: str, *tensors: Tensor, **given: Any) -> _Result:
+        return self._run(who, *tensors, **given)
 
-    def _answer(self, who: str, *tensors: Tensor, **given: Any) -> tuple[Asked, Problem, Rows]:
+    def _run(self, who: str, *tensors: Tensor, **given: Any) -> _Result:
         query, key, value = tensors
-        asked = ask(who, self._place, query, key, value, **given)
-        return asked, *attend(asked)
+        call = prepare_call(who, self._config, query, key, value, **given)
+        return _Result(call, *attend(call))
 
     def token_positions(self, count: int, device: torch.device) -> Tensor:
-        who, layout = "distributed.over", self._place.layout
-        ranks = Ranks.of(who, self._place.group)
-        agreed, _ = ranks.agree(lambda: (Told((count,), {"layout": layout}), None))
-        held = pieces(who, "tokens", [size for (size,) in agreed.sizes], layout)[ranks.rank]
-        found = [torch.arange(piece.start, piece.stop, device=device) for piece in held]
+        who, layout = "distributed.over", self._config.layout
+        ranks = Ranks.of(who, self._config.group)
+        info, _ = ranks.agree(lambda: (RankInfo((count,), {"layout": layout}), None))
+        mine = sharding_of(who, "tokens", [size for (size,) in info.sizes], layout)[ranks.rank]
+        found = [torch.arange(tokens.start, tokens.stop, device=device) for tokens in mine]
         return torch.cat(found or [torch.arange(0, device=device)])
 
 
-def place(who: str, group: Group | None, mesh: DeviceMesh | None, layout: str, strategy: str) -> Place:
-    """Where a call spreads, from a call's arguments."""
+def parallel_config(
+    who: str, group: Group | None, mesh: DeviceMesh | None, layout: str, strategy: str
+) -> ParallelConfig:
+    """The configuration that the arguments of a call describe."""
     if group is not None and mesh is not None:
         raise ArgumentError(f"{who}: group and mesh exclude each other: both name the ranks. Leave one out.")
-    return Place(mesh if group is None else group, layout, strategy)
+    return ParallelConfig(mesh if group is None else group, layout, strategy)
 
 
 @contextmanager
@@ -73,7 +81,7 @@ def over(
 ) -> Iterator[None]:
     """Let regard.attention and regard.observe, and modules built on them, take parts of a sequence as `attention` does.
 
-    Rotary positions of `regard.nn.MultiheadAttention` are then those in the whole sequence. A backward pass that
+    Rotary positions of `regard.nn.MultiheadAttention` are then positions in the whole sequence. A backward pass that
     computes activations again (checkpointing) must run inside the context too.
 
     >>> import torch, regard
@@ -87,12 +95,12 @@ def over(
     >>> torch.distributed.destroy_process_group()
     """
     who = "distributed.over"
-    where = place(who, group, mesh, layout, strategy)
-    where.check(who)
-    Ranks.of(who, where.group)
-    here = Over(where)
-    ACTIVE.append(here)
+    config = parallel_config(who, group, mesh, layout, strategy)
+    config.check(who)
+    Ranks.of(who, config.group)
+    context = GroupContext(config)
+    ACTIVE.append(context)
     try:
         yield
     finally:
-        ACTIVE.remove(here)
+        ACTIVE.remove(context)

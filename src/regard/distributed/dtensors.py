@@ -1,9 +1,9 @@
-"""DTensor in, DTensor out: queries, keys and values that say themselves how they are spread over a mesh."""
+"""DTensor in, DTensor out: queries, keys and values that carry their own placement on a mesh."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,77 +20,84 @@ from ..core.rows import Rows
 from ..core.tiling import TileSizes
 from ..core.validation import pose
 from ..observation import Observation
-from .context import Over
+from .context import GroupContext
 from .observation import GroupObservation
-from .placing import Where, where
+from .placement import QueryPlacement, read_placement
 
-__all__ = ["DTENSORS", "DTensors", "SpreadObservation"]
+__all__ = ["DTENSORS", "DTensorContext", "DTensorObservation"]
 
 
-class DTensors(ShardedContext):
-    """Calls with DTensors: over the ranks that share the sequence, or on each rank if none do."""
+class DTensorContext(ShardedContext):
+    """Runs calls with DTensors: over the ranks that share the sequence, or on each rank alone if none do."""
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        at = where("attention", query, key, value)
-        parts = _parts(query, key, value)
-        tail = query.shape[-2], value.shape[-1]
-        if at.sequence is not None:
-            output = Over(at.place(given["dropout"])).attention(*parts, **at.given(given))
-            return at.dressed(output, *tail)
-        backend, p = _posed(at, parts, given, observed=False)
-        return at.dressed(_run(at, p, backend)[1].output, *tail)
+        placement = read_placement("attention", query, key, value)
+        tensors, arguments = _to_local(query, key, value), placement.local_arguments(given)
+        if placement.sequence is not None:
+            output = GroupContext(placement.config(given["dropout"])).attention(*tensors, **arguments)
+        else:
+            output = _run_locally(placement, tensors, arguments, observed=False).rows.output
+        return placement.to_dtensor(output, query.shape[-2], value.shape[-1])
 
-    def observe(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> SpreadObservation:
-        at = where("observe", query, key, value)
-        parts = _parts(query, key, value)
-        sizes = (query.shape[-2], key.shape[-2], value.shape[-1])
-        if at.sequence is not None:
-            return SpreadObservation(at, Over(at.place(given["dropout"])).observe(*parts, **at.given(given)), *sizes)
-        backend, p = _posed(at, parts, given, observed=True)
-        return SpreadObservation(at, Observation(p, *_run(at, p, backend)), *sizes)
+    def observe(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> DTensorObservation:
+        placement = read_placement("observe", query, key, value)
+        tensors, arguments = _to_local(query, key, value), placement.local_arguments(given)
+        observation: Observation | GroupObservation
+        if placement.sequence is not None:
+            observation = GroupContext(placement.config(given["dropout"])).observe(*tensors, **arguments)
+        else:
+            observation = Observation(*_run_locally(placement, tensors, arguments, observed=True))
+        return DTensorObservation(placement, observation, query.shape[-2], key.shape[-2], value.shape[-1])
 
     def token_positions(self, count: int, device: torch.device) -> Tensor:
-        return torch.arange(count, device=device)  # a DTensor's length is that of the whole
+        return torch.arange(count, device=device)  # the length of a DTensor is that of the whole sequence
 
 
-DTENSORS = DTensors()
+DTENSORS = DTensorContext()
 
 
-def _parts(*tensors: Tensor) -> list[Tensor]:
+def _to_local(*tensors: Tensor) -> list[Tensor]:
     return [x.to_local() for x in tensors if isinstance(x, DTensor)]
 
 
-def _posed(at: Where, parts: list[Tensor], given: dict[str, Any], observed: bool) -> tuple[str | Backend, Problem]:
-    mine = at.given(given)
-    backend = mine.pop("backend")
-    query, key, value = parts
-    return backend, pose(query, key, value, **mine, observed=observed, who=at.who)
+class _Result(NamedTuple):
+    problem: Problem
+    backend: Backend
+    rows: Rows
 
 
-def _run(at: Where, p: Problem, backend: str | Backend) -> tuple[Backend, Rows]:
-    """Attend on this rank alone; what dropout drops is decided by places in the whole."""
+def _run_locally(
+    placement: QueryPlacement, tensors: list[Tensor], arguments: dict[str, Any], observed: bool
+) -> _Result:
+    """Attend on this rank alone; dropout depends on positions in the whole problem."""
+    backend: str | Backend = arguments.pop("backend")
+    query, key, value = tensors
+    p = pose(query, key, value, **arguments, observed=observed, who=placement.who)
     if not p.dropout:
         chosen = choose(p, backend)
-        return chosen, run(p, chosen)
-    chosen = choose(p, "chunked" if backend == "auto" else backend)
-    x = fold(p, seed=at.seed())
-    engine = ChunkedEngine(replace(x.spec, origin=at.origin), TileSizes(), p.observed)
-    return KNOWN["chunked"], unfold(p, attend(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
+        return _Result(p, chosen, run(p, chosen))
+    choose(p, "chunked" if backend == "auto" else backend)  # raises if the backend refuses
+    x = fold(p, seed=placement.draw_seed())
+    engine = ChunkedEngine(replace(x.spec, origin=placement.origin), TileSizes(), p.observed)
+    return _Result(p, KNOWN["chunked"], unfold(p, attend(engine, (x.query, x.key, x.value, x.bias, *x.shared))))
 
 
-class SpreadObservation:
-    """What an Observation tells, in DTensors that are spread as the query is."""
+class DTensorObservation:
+    """The members of an Observation, as DTensors that are placed as the query is."""
 
-    def __init__(self, at: Where, seen: Observation | GroupObservation, rows: int, keys: int, dim: int) -> None:
-        self._at, self._seen, self._rows, self._keys, self._dim = at, seen, rows, keys, dim
+    def __init__(
+        self, placement: QueryPlacement, seen: Observation | GroupObservation, rows: int, keys: int, value_dim: int
+    ) -> None:
+        self._placement, self._seen = placement, seen
+        self._rows, self._keys, self._value_dim = rows, keys, value_dim
 
     def __repr__(self) -> str:
-        return f"SpreadObservation({self._seen!r} on {self._at.mesh})"
+        return f"DTensorObservation({self._seen!r} on {self._placement.mesh})"
 
     @property
     def output(self) -> Tensor:
         """As `attention`; differentiable, (…, Hq, N, Dv)."""
-        return self._at.dressed(self._seen.output, self._rows, self._dim)
+        return self._placement.to_dtensor(self._seen.output, self._rows, self._value_dim)
 
     @property
     def lse(self) -> Tensor:
@@ -114,7 +121,7 @@ class SpreadObservation:
 
     @property
     def visible(self) -> Tensor:
-        """How many keys each row may attend, (…, Hq, N)."""
+        """How many keys each row may attend to, (…, Hq, N)."""
         return self._row(self._seen.visible)
 
     @property
@@ -124,22 +131,22 @@ class SpreadObservation:
 
     @property
     def distance(self) -> Tensor:
-        """How far from its own place each row looks, (…, Hq, N)."""
+        """How far from its own position each row looks, (…, Hq, N)."""
         return self._row(self._seen.distance)
 
     @property
     def received(self) -> Tensor:
         """Σ over queries of the weight each key receives, (…, Hq, M)."""
-        return self._at.dressed(self._seen.received, self._keys)
+        return self._placement.to_dtensor(self._seen.received, self._keys)
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest weights of each row and their keys, each (…, Hq, N, k)."""
-        values, places = self._seen.top(k)
-        return self._at.dressed(values, self._rows, k), self._at.dressed(places, self._rows, k)
+        values, positions = self._seen.top(k)
+        return self._placement.to_dtensor(values, self._rows, k), self._placement.to_dtensor(positions, self._rows, k)
 
     def map(self, height: int, width: int) -> Tensor:
         """The mean weight in each cell of a grid over N × M, (…, Hq, height, width); whole along the sequence."""
-        return self._at.dressed(self._seen.map(height, width), height, width, gathered=True)
+        return self._placement.to_dtensor(self._seen.map(height, width), height, width, gathered=True)
 
     def _row(self, x: Tensor) -> Tensor:
-        return self._at.dressed(x, self._rows)
+        return self._placement.to_dtensor(x, self._rows)

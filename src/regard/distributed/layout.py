@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds, and the way there and back.
+"""Which tokens of a sequence each rank holds, and how to shard and gather them.
 
 Contiguous: rank r holds the r-th part. Zigzag: the sequence is cut into twice as many parts as there are ranks, and
 rank r holds the r-th from the front and the r-th from the back, so that under a causal mask all have the same work.
@@ -15,90 +15,89 @@ from torch import Tensor
 
 from ..compat.torch import call_function
 from ..errors import ArgumentError, DtypeError, ShapeError
-from .collectives import Swap, swapped
-from .ranks import Group, Ranks, Told
+from .collectives import Splits, all_to_all
+from .ranks import Group, RankInfo, Ranks
 
 __all__ = [
     "CONTIGUOUS",
     "ZIGZAG",
-    "Held",
-    "Piece",
-    "check",
-    "counted",
-    "cut",
+    "Sharding",
+    "TokenRange",
+    "check_layout",
     "gather",
-    "pieces",
     "positions",
     "shard",
-    "sizes",
+    "shard_sizes",
+    "sharding_of",
+    "split_sequence",
+    "tokens_per_rank",
 ]
 
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 
 
-class Piece(NamedTuple):
-    """Tokens start:stop of the whole sequence, which their owner holds at here:here + size."""
+class TokenRange(NamedTuple):
+    """Tokens start:stop of the whole sequence; their owner holds them at local_start:local_start + size."""
 
     owner: int
     start: int
     stop: int
-    here: int
+    local_start: int
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
 
-Held = tuple[tuple[Piece, ...], ...]
-"""The pieces of every rank."""
+Sharding = tuple[tuple[TokenRange, ...], ...]
+"""The token ranges of every rank."""
 
 
-def counted(held: Sequence[Sequence[Piece]]) -> list[int]:
+def tokens_per_rank(sharding: Sequence[Sequence[TokenRange]]) -> list[int]:
     """How many tokens each rank holds."""
-    return [sum(piece.size for piece in some) for some in held]
+    return [sum(tokens.size for tokens in ranges) for ranges in sharding]
 
 
-def check(who: str, layout: str) -> str:
-    """Give a layout's name, or raise if there is none of that name."""
+def check_layout(who: str, layout: str) -> None:
+    """Raise if there is no layout of this name."""
     if layout not in (CONTIGUOUS, ZIGZAG):
         raise ArgumentError(f"{who}: layout must be {CONTIGUOUS!r} or {ZIGZAG!r}. Got {layout!r}.")
-    return layout
 
 
-def sizes(length: int, count: int, layout: str = CONTIGUOUS) -> list[int]:
-    """How many of `length` tokens each of `count` ranks is given by `shard`; the last parts may be shorter.
+def shard_sizes(length: int, count: int, layout: str = CONTIGUOUS) -> list[int]:
+    """How many of `length` tokens `shard` gives to each of `count` ranks; the last parts may be shorter.
 
-    >>> sizes(10, 4), sizes(10, 2, "zigzag")
+    >>> shard_sizes(10, 4), shard_sizes(10, 2, "zigzag")
     ([3, 3, 3, 1], [4, 6])
     """
-    return counted(cut(length, count, layout))
+    return tokens_per_rank(split_sequence(length, count, layout))
 
 
-def pieces(who: str, what: str, held: Sequence[int], layout: str) -> Held:
-    """The pieces of every rank, of ranks that hold so many tokens each; pieces without a token are left out."""
+def sharding_of(who: str, what: str, sizes: Sequence[int], layout: str) -> Sharding:
+    """The token ranges of ranks that hold `sizes` tokens each; empty ranges are left out."""
     if layout == ZIGZAG:
-        found = cut(sum(held), len(held), layout)
-        due = counted(found)
-        if list(held) != due:
+        ranges = split_sequence(sum(sizes), len(sizes), layout)
+        expected = tokens_per_rank(ranges)
+        if list(sizes) != expected:
             raise ShapeError(
-                f"{who}: in the zigzag layout of {sum(held)} {what}, the ranks hold {due} of them. Got {list(held)}; "
-                f"regard.distributed.shard(x, layout='zigzag') cuts so."
+                f"{who}: in the zigzag layout of {sum(sizes)} {what}, the ranks hold {expected} of them. "
+                f"Got {list(sizes)}; regard.distributed.shard(x, layout='zigzag') cuts this way."
             )
     else:
-        starts = [0, *accumulate(held)]
-        found = [[Piece(r, starts[r], starts[r + 1], 0)] for r in range(len(held))]
-    return tuple(tuple(p for p in some if p.size) for some in found)
+        starts = [0, *accumulate(sizes)]
+        ranges = [[TokenRange(r, starts[r], starts[r + 1], 0)] for r in range(len(sizes))]
+    return tuple(tuple(tokens for tokens in of_rank if tokens.size) for of_rank in ranges)
 
 
-def cut(length: int, count: int, layout: str) -> list[list[Piece]]:
-    """The pieces of every rank as `shard` cuts them."""
+def split_sequence(length: int, count: int, layout: str) -> list[list[TokenRange]]:
+    """The token ranges of every rank, as `shard` cuts them."""
     parts = 2 * count if layout == ZIGZAG else count
     step = max(1, -(-length // parts))
     edges = [min(at * step, length) for at in range(parts + 1)]
     if layout == CONTIGUOUS:
-        return [[Piece(r, edges[r], edges[r + 1], 0)] for r in range(count)]
-    both = [(Piece(r, edges[r], edges[r + 1], 0), edges[-2 - r], edges[-1 - r]) for r in range(count)]
-    return [[first, Piece(first.owner, start, stop, first.size)] for first, start, stop in both]
+        return [[TokenRange(r, edges[r], edges[r + 1], 0)] for r in range(count)]
+    front = [TokenRange(r, edges[r], edges[r + 1], 0) for r in range(count)]
+    return [[first, TokenRange(r, edges[-2 - r], edges[-1 - r], first.size)] for r, first in enumerate(front)]
 
 
 def positions(
@@ -108,18 +107,19 @@ def positions(
     layout: str = CONTIGUOUS,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Give the places in a sequence of `length` tokens that this rank holds: int64, in the order in which it does."""
+    """Give the positions in a sequence of `length` tokens that this rank holds: int64, in local order."""
     who = "positions"
     ranks = Ranks.of(who, group)
-    _length(who, length)
-    held = cut(length, ranks.count, check(who, layout))[ranks.rank]
-    return torch.cat([torch.arange(p.start, p.stop, device=device) for p in held])
+    _check_length(who, length)
+    check_layout(who, layout)
+    mine = split_sequence(length, ranks.count, layout)[ranks.rank]
+    return torch.cat([torch.arange(tokens.start, tokens.stop, device=device) for tokens in mine])
 
 
 def shard(x: Tensor, group: Group | None = None, *, layout: str = CONTIGUOUS, dim: int = -2) -> Tensor:
-    """Take this rank's part of a tensor that every rank has whole; nothing is sent.
+    """Take this rank's part of a tensor that every rank holds whole; nothing is sent.
 
-    Its gradient is that of this rank's part alone, as that of every weight that all ranks have.
+    Its gradient is that of this rank's part only, as for every weight that all ranks hold.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> x = torch.arange(6.0).view(6, 1)
@@ -129,63 +129,65 @@ def shard(x: Tensor, group: Group | None = None, *, layout: str = CONTIGUOUS, di
     """
     who = "shard"
     ranks = Ranks.of(who, group)
-    dim = _dim(who, x, dim)
-    held = cut(x.shape[dim], ranks.count, check(who, layout))[ranks.rank]
-    parts = [x.narrow(dim, p.start, p.size) for p in held]
+    dim = _check_dim(who, x, dim)
+    check_layout(who, layout)
+    mine = split_sequence(x.shape[dim], ranks.count, layout)[ranks.rank]
+    parts = [x.narrow(dim, tokens.start, tokens.size) for tokens in mine]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def gather(x: Tensor, group: Group | None = None, *, layout: str = CONTIGUOUS, dim: int = -2) -> Tensor:
-    """Put the parts of all ranks together, on every rank; a part's gradient is that of the sum of all ranks' losses."""
+    """Join the parts of all ranks, on every rank; a part's gradient is that of the sum of all ranks' losses."""
     who = "gather"
     ranks = Ranks.of(who, group)
 
-    def told() -> tuple[Told, int]:
-        at = _dim(who, x, dim)
-        check(who, layout)
+    def prepare() -> tuple[RankInfo, int]:
+        at = _check_dim(who, x, dim)
+        check_layout(who, layout)
         shape = [str(size) if d != at else "…" for d, size in enumerate(x.shape)]
         facts = {
             "x": f"{str(x.dtype).removeprefix('torch.')} ({', '.join(shape)})",
             "layout": layout,
             "requires_grad": str(x.requires_grad and torch.is_grad_enabled()),
         }
-        return Told((x.shape[at],), facts), at
+        return RankInfo((x.shape[at],), facts), at
 
-    agreed, at = ranks.agree(told)
-    held = pieces(who, "tokens", [size for (size,) in agreed.sizes], layout)
-    whole: Tensor = call_function(_Gathered, ranks, held, x.movedim(at, 0))
+    info, at = ranks.agree(prepare)
+    sharding = sharding_of(who, "tokens", [size for (size,) in info.sizes], layout)
+    whole: Tensor = call_function(_Gather, ranks, sharding, x.movedim(at, 0))
     return whole.movedim(0, at)
 
 
-class _Gathered(torch.autograd.Function):
-    """(n, …) of each rank -> (N, …) on all."""
+class _Gather(torch.autograd.Function):
+    """(n, …) on each rank -> (N, …) on all."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, held: Held, x: Tensor) -> Tensor:
-        ctx.ranks, ctx.held = ranks, held
-        counts = counted(held)
-        there = ranks.swap(x.expand(ranks.count, *x.shape).flatten(0, 1), [len(x)] * ranks.count, counts)
-        every = [p for some in held for p in some]
-        parts = sorted(zip(every, there.split([p.size for p in every]), strict=True), key=lambda pair: pair[0].start)
-        return torch.cat([part for _, part in parts]) if parts else there
+    def forward(ctx: Any, ranks: Ranks, sharding: Sharding, x: Tensor) -> Tensor:
+        ctx.ranks, ctx.sharding = ranks, sharding
+        counts = tokens_per_rank(sharding)
+        received = ranks.all_to_all(x.expand(ranks.count, *x.shape).flatten(0, 1), [len(x)] * ranks.count, counts)
+        ranges = [tokens for of_rank in sharding for tokens in of_rank]
+        parts = zip(ranges, received.split([tokens.size for tokens in ranges]), strict=True)
+        ordered = [part for _, part in sorted(parts, key=lambda pair: pair[0].start)]
+        return torch.cat(ordered) if ordered else received
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[None, None, Tensor]:
-        counts = counted(ctx.held)
+        counts = tokens_per_rank(ctx.sharding)
         mine = counts[ctx.ranks.rank]
-        parts = torch.cat([g[p.start : p.stop] for some in ctx.held for p in some] or [g])
-        (back,) = swapped(ctx.ranks, [parts], [Swap(counts, [mine] * ctx.ranks.count)])
+        parts = torch.cat([g[tokens.start : tokens.stop] for of_rank in ctx.sharding for tokens in of_rank] or [g])
+        (back,) = all_to_all(ctx.ranks, [parts], [Splits(counts, [mine] * ctx.ranks.count)])
         return None, None, back.view(ctx.ranks.count, mine, *g.shape[1:]).sum(0)
 
 
-def _dim(who: str, x: Tensor, dim: int) -> int:
+def _check_dim(who: str, x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise DtypeError(f"{who}: x must be a tensor. Got {type(x).__name__}.")
     if not -x.dim() <= dim < x.dim():
-        raise ShapeError(f"{who}: dim must name a dimension of x. Got dim={dim} for x of shape {tuple(x.shape)}.")
+        raise ShapeError(f"{who}: dim must be a dimension of x. Got dim={dim} for x of shape {tuple(x.shape)}.")
     return dim % x.dim()
 
 
-def _length(who: str, length: int) -> None:
+def _check_length(who: str, length: int) -> None:
     if not isinstance(length, int) or isinstance(length, bool) or length < 0:
         raise ArgumentError(f"{who}: length must be a whole number of tokens, at least 0. Got {length!r}.")

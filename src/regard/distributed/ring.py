@@ -1,7 +1,7 @@
-"""The ring: keys and values go round, and every rank looks at those that its rows may see.
+"""Ring attention: keys and values go round, and every rank attends to those that its rows may see.
 
-The next pieces travel while those that are there are computed with. On the way back they go round once more; what a
-rank finds for the keys of another travels home to their owner, who adds it up in the order of the steps.
+The next ranges are in transit while the current ones are computed. In the backward pass keys and values go round once
+more; what a rank computes for the keys of another is sent to their owner, which adds it up in the order of the steps.
 """
 
 from __future__ import annotations
@@ -13,200 +13,200 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.engine import FIELDS, WITH_GRAD, MaybeTensors
+from ..autograd.engine import FIELDS, WITH_GRAD, MaybeTensors, Needs
 from ..compat.torch import call_function, without_autocast
 from ..core.rows import Rows
 from ..errors import ArgumentError
-from .blocks import Blocks
-from .layout import Piece
-from .merging import merged, nothing
-from .ranks import Ranks, Travelling
-from .routes import Routes
+from .blocks import Block, BlockAttention
+from .layout import TokenRange
+from .merge import empty_rows, merge_partials
+from .ranks import Ranks, Receive, Send, Transfer
+from .ring_plan import RingPlan
 
-__all__ = ["Home", "Ring", "Visit", "attended", "rounds"]
-
-Wanted = tuple[bool, ...]
+__all__ = ["ReduceToOwner", "RingAttention", "RingStep", "ring_attention", "ring_steps"]
 
 
-class Visit(NamedTuple):
-    """The pieces of keys that a rank looks at in one step, and their parts of the tensors that go round."""
+class RingStep(NamedTuple):
+    """The key ranges that a rank attends to in one step, with their parts of the tensors that go round."""
 
     step: int
-    pieces: list[tuple[Piece, list[Tensor]]]
+    ranges: list[tuple[TokenRange, list[Tensor]]]
 
 
-def rounds(ranks: Ranks, routes: Routes, tensors: Sequence[Tensor]) -> Iterator[Visit]:
-    """Let tensors (…, keys of this rank, dim) go round; yield each step's visitors while the next are on the way."""
+def ring_steps(ranks: Ranks, plan: RingPlan, tensors: Sequence[Tensor]) -> Iterator[RingStep]:
+    """Let tensors (…, keys of this rank, dim) go round; yield each step's ranges while the next are in transit."""
     rank = ranks.rank
-    own = {key: [t.narrow(-2, key.here, key.size) for t in tensors] for key in routes.keys[rank]}
+    own = {keys: [t.narrow(-2, keys.local_start, keys.size) for t in tensors] for keys in plan.keys[rank]}
     here = own
-    for step in range(routes.count):
-        coming = _sent(ranks, routes, step + 1, own, here, tensors) if step + 1 < routes.count else None
-        yield Visit(step, [(key, here[key]) for key in routes.wanted(rank, step)])
-        if coming is not None:
-            parts = iter(coming.arrived())
-            here = {key: [next(parts) for _ in tensors] for _, key in routes.arrivals(rank, step + 1)}
+    for step in range(plan.count):
+        transfer = _start_step(ranks, plan, step + 1, own, here, tensors) if step + 1 < plan.count else None
+        yield RingStep(step, [(keys, here[keys]) for keys in plan.keys_at(rank, step)])
+        if transfer is not None:
+            parts = iter(transfer.wait())
+            here = {keys: [next(parts) for _ in tensors] for _, keys in plan.receives(rank, step + 1)}
 
 
-def _sent(
+def _start_step(
     ranks: Ranks,
-    routes: Routes,
+    plan: RingPlan,
     step: int,
-    own: dict[Piece, list[Tensor]],
-    here: dict[Piece, list[Tensor]],
+    own: dict[TokenRange, list[Tensor]],
+    here: dict[TokenRange, list[Tensor]],
     tensors: Sequence[Tensor],
-) -> Travelling:
-    sends = [(to, t) for to, key in routes.departures(ranks.rank, step) for t in (own.get(key) or here[key])]
+) -> Transfer:
+    sends = [Send(to, t) for to, keys in plan.sends(ranks.rank, step) for t in (own.get(keys) or here[keys])]
     receives = [
-        (source, (*t.shape[:-2], key.size, t.shape[-1]), t.dtype)
-        for source, key in routes.arrivals(ranks.rank, step)
+        Receive(source, (*t.shape[:-2], keys.size, t.shape[-1]), t.dtype)
+        for source, keys in plan.receives(ranks.rank, step)
         for t in tensors
     ]
-    return ranks.post(sends, receives, tensors[0].device)
+    return ranks.send_receive(sends, receives, tensors[0].device)
 
 
-class Home:
-    """Sums (…, keys of this rank, dim) of what all ranks find for its keys, added up in the order of the steps."""
+class ReduceToOwner:
+    """Sums (…, keys of this rank, dim) over what all ranks compute for its keys, in the order of the steps."""
 
-    def __init__(self, ranks: Ranks, routes: Routes, sums: Sequence[Tensor]) -> None:
-        self._ranks, self._routes, self._sums = ranks, routes, sums
-        self._coming: tuple[int, Travelling] | None = None
+    def __init__(self, ranks: Ranks, plan: RingPlan, sums: Sequence[Tensor]) -> None:
+        self._ranks, self._plan, self._sums = ranks, plan, sums
+        self._transit: tuple[int, Transfer] | None = None
 
-    def send(self, step: int, found: dict[Piece, list[Tensor]]) -> None:
-        """Send home what was found in a step, and take in what others found for this rank one step earlier."""
-        ranks, routes = self._ranks, self._routes
-        self.settle()
+    def send(self, step: int, partials: dict[TokenRange, list[Tensor]]) -> None:
+        """Send a step's partial sums to their owners, and add what others sent to this rank one step earlier."""
+        ranks, plan = self._ranks, self._plan
+        self.finish()
         if step == 0:
-            self._add(found)
+            self._add(partials)
             return
-        sends = [(key.owner, t) for key in routes.wanted(ranks.rank, step) for t in found[key]]
-        other = (ranks.rank + step) % routes.count
+        sends = [Send(keys.owner, t) for keys in plan.keys_at(ranks.rank, step) for t in partials[keys]]
+        other = (ranks.rank + step) % plan.count
         receives = [
-            (other, (*t.shape[:-2], key.size, t.shape[-1]), t.dtype)
-            for key in routes.wanted(other, step)
+            Receive(other, (*t.shape[:-2], keys.size, t.shape[-1]), t.dtype)
+            for keys in plan.keys_at(other, step)
             for t in self._sums
         ]
-        self._coming = step, ranks.post(sends, receives, self._sums[0].device)
+        self._transit = step, ranks.send_receive(sends, receives, self._sums[0].device)
 
-    def settle(self) -> None:
-        """Wait for what is on its way, and add it."""
-        if self._coming is None:
+    def finish(self) -> None:
+        """Wait for what is in transit, and add it."""
+        if self._transit is None:
             return
-        step, coming = self._coming
-        self._coming = None
-        parts = iter(coming.arrived())
-        other = (self._ranks.rank + step) % self._routes.count
-        self._add({key: [next(parts) for _ in self._sums] for key in self._routes.wanted(other, step)})
+        step, transfer = self._transit
+        self._transit = None
+        parts = iter(transfer.wait())
+        other = (self._ranks.rank + step) % self._plan.count
+        self._add({keys: [next(parts) for _ in self._sums] for keys in self._plan.keys_at(other, step)})
 
-    def _add(self, found: dict[Piece, list[Tensor]]) -> None:
-        for key, parts in found.items():
-            for whole, part in zip(self._sums, parts, strict=True):
-                whole.narrow(-2, key.here, key.size).add_(part)
+    def _add(self, partials: dict[TokenRange, list[Tensor]]) -> None:
+        for keys, parts in partials.items():
+            for total, part in zip(self._sums, parts, strict=True):
+                total.narrow(-2, keys.local_start, keys.size).add_(part)
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
-    """Attention of this rank's rows over the keys of all, as passes without a graph."""
+class RingAttention:
+    """Attention of this rank's rows to the keys of all ranks, as passes that record no graph."""
 
     ranks: Ranks
-    routes: Routes
-    blocks: Blocks
+    plan: RingPlan
+    blocks: BlockAttention
 
     @without_autocast
     def forward(self, x: MaybeTensors) -> Rows:
         """The forward pass."""
-        mine = self.routes.rows[self.ranks.rank]
-        found: dict[Piece, Rows] = {}
-        for _, visitors in rounds(self.ranks, self.routes, _travellers(x)):
-            for key, visitor in visitors:
-                for row, state in self._pairs(key):
-                    seen = self.blocks.forward(x, row, key, state, visitor)
-                    found[row] = merged(found.get(row), seen, self.blocks.observed)
-        return _whole(x, mine, found)
+        merged: dict[TokenRange, Rows] = {}
+        for _, ranges in ring_steps(self.ranks, self.plan, _keys_and_values(x)):
+            for keys, kv in ranges:
+                for block in self._blocks_of(keys):
+                    partial = self.blocks.forward(x, block, kv)
+                    merged[block.rows] = merge_partials(merged.get(block.rows), partial, self.blocks.observed)
+        return _join_rows(x, self.plan.rows[self.ranks.rank], merged)
 
     @without_autocast
-    def vjp(self, x: MaybeTensors, found: Rows, g: MaybeTensors, wanted: Wanted) -> list[Tensor | None]:
-        """The cotangents of the inputs that are wanted, for cotangents g of output, lse and entropy."""
-        exact = found.lse.dtype
+    def vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> list[Tensor | None]:
+        """The cotangents of the inputs that need one, for the cotangents g of output, lse and entropy."""
+        dtype = rows.lse.dtype
         grads = [
-            None if t is None or not want else torch.zeros(t.shape, dtype=exact, device=t.device)
-            for t, want in zip(x, wanted, strict=True)
+            None if t is None or not need else torch.zeros(t.shape, dtype=dtype, device=t.device)
+            for t, need in zip(x, needs, strict=True)
         ]
-        home = Home(self.ranks, self.routes, [t for t in grads[1:3] if t is not None])
-        for step, visitors in rounds(self.ranks, self.routes, _travellers(x)):
-            told: dict[Piece, list[Tensor]] = {}
-            for key, visitor in visitors:
-                told[key] = self._pulled(x, found, g, wanted, key, visitor, grads)
-            if any(wanted[1:3]):
-                home.send(step, told)
-        home.settle()
+        _, need_key, need_value, *_ = needs
+        reduction = ReduceToOwner(self.ranks, self.plan, [t for t in grads[1:3] if t is not None])
+        for step, ranges in ring_steps(self.ranks, self.plan, _keys_and_values(x)):
+            partials: dict[TokenRange, list[Tensor]] = {}
+            for keys, kv in ranges:
+                partials[keys] = self._vjp_of_keys(x, rows, g, needs, keys, kv, grads)
+            if need_key or need_value:
+                reduction.send(step, partials)
+        reduction.finish()
         return [None if d is None or t is None else d.to(t.dtype) for d, t in zip(grads, x, strict=True)]
 
-    def _pulled(
+    def _vjp_of_keys(
         self,
         x: MaybeTensors,
-        found: Rows,
+        rows: Rows,
         g: MaybeTensors,
-        wanted: Wanted,
-        key: Piece,
-        visitor: list[Tensor],
+        needs: Needs,
+        keys: TokenRange,
+        kv: list[Tensor],
         grads: list[Tensor | None],
     ) -> list[Tensor]:
-        """Add what one piece of keys means for this rank's inputs, and give what it means for that piece."""
-        told: list[Tensor] = []
-        for row, state in self._pairs(key):
-            rows = Rows(*(_part(t, row, at) for at, t in enumerate(found)))
-            slopes = tuple(None if t is None else _part(t, row, at) for at, t in enumerate(g))
-            back = self.blocks.vjp(x, rows, slopes, wanted, row, key, state, visitor)
-            if grads[0] is not None and back[0] is not None:
-                grads[0].narrow(-2, row.here, row.size).add_(back[0])
-            if (bias := self.blocks.bias(grads[3], row, key)) is not None and back[3] is not None:
-                bias.add_(back[3])
-            for total, part in zip(grads[4:], back[4:], strict=True):
+        """Add the gradients that one range of keys gives to this rank's inputs; return those of the range itself."""
+        d_query, _, _, d_bias, *d_shared = grads
+        d_kv: list[Tensor] = []
+        for block in self._blocks_of(keys):
+            block_rows = Rows(*(_rows_of(t, block.rows, at) for at, t in enumerate(rows)))
+            block_g = tuple(None if t is None else _rows_of(t, block.rows, at) for at, t in enumerate(g))
+            query, key, value, bias, *shared = self.blocks.vjp(x, block_rows, block_g, needs, block, kv)
+            if d_query is not None and query is not None:
+                d_query.narrow(-2, block.rows.local_start, block.rows.size).add_(query)
+            if (d_block_bias := self.blocks.bias(d_bias, block)) is not None and bias is not None:
+                d_block_bias.add_(bias)
+            for total, part in zip(d_shared, shared, strict=True):
                 if total is not None and part is not None:
                     total.add_(part)
-            parts = [t.to(found.lse.dtype) for t in back[1:3] if t is not None]
-            told = parts if not told else [a.add_(b) for a, b in zip(told, parts, strict=True)]
-        return told
+            parts = [t.to(rows.lse.dtype) for t in (key, value) if t is not None]
+            d_kv = parts if not d_kv else [a.add_(b) for a, b in zip(d_kv, parts, strict=True)]
+        return d_kv
 
-    def _pairs(self, key: Piece) -> list[tuple[Piece, int]]:
-        """The pieces of this rank's rows that may see a piece of keys, and whether they see all of it."""
-        seen = self.routes.seen
-        return [(row, seen[row, key]) for row in self.routes.rows[self.ranks.rank] if (row, key) in seen]
+    def _blocks_of(self, keys: TokenRange) -> list[Block]:
+        """The blocks of this rank's rows with a range of keys."""
+        states = self.plan.blocks
+        mine = self.plan.rows[self.ranks.rank]
+        return [Block(rows, keys, states[rows, keys]) for rows in mine if (rows, keys) in states]
 
 
-def attended(ring: Ring, x: MaybeTensors) -> Rows:
-    """Attend, with a graph where one is asked for."""
+def ring_attention(ring: RingAttention, x: MaybeTensors) -> Rows:
+    """Attend, and record a graph if an input needs one."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
-        return Rows(*call_function(_Attend, ring, *x))
+        return Rows(*call_function(_RingFunction, ring, *x))
     return ring.forward(x)
 
 
-class _Attend(torch.autograd.Function):
-    """x -> found, with first derivatives."""
+class _RingFunction(torch.autograd.Function):
+    """x -> rows, with first derivatives."""
 
     @staticmethod
-    def forward(ctx: Any, ring: Ring, *x: Tensor | None) -> Rows:
-        found = ring.forward(x)
-        ctx.ring, ctx.wanted = ring, ctx.needs_input_grad[1:]  # what is wanted then is alike on all ranks
-        ctx.mark_non_differentiable(*found[WITH_GRAD:])
+    def forward(ctx: Any, ring: RingAttention, *x: Tensor | None) -> Rows:
+        rows = ring.forward(x)
+        ctx.ring, ctx.needs = ring, ctx.needs_input_grad[1:]  # as of now, when they are the same on all ranks
+        ctx.mark_non_differentiable(*rows[WITH_GRAD:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*x, *found)
-        return found
+        ctx.save_for_backward(*x, *rows)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        x, found = saved[:-FIELDS], Rows(*saved[-FIELDS:])
+        x, rows = saved[:-FIELDS], Rows(*saved[-FIELDS:])
         with torch.no_grad():
-            grads = ctx.ring.vjp(x, found, g[:WITH_GRAD], ctx.wanted)
+            grads = ctx.ring.vjp(x, rows, g[:WITH_GRAD], ctx.needs)
         if torch.is_grad_enabled():
-            grads = list(call_function(_Once, ctx.ring.ranks.who, len(grads), *grads, *x, *g))
+            grads = list(call_function(_FirstDerivativesOnly, ctx.ring.ranks.who, len(grads), *grads, *x, *g))
         return None, *grads
 
 
-class _Once(torch.autograd.Function):
-    """Gradients as they are; but they have none of their own, and say so if one is asked for."""
+class _FirstDerivativesOnly(torch.autograd.Function):
+    """Return the gradients unchanged, and raise if their own gradients are requested."""
 
     @staticmethod
     def forward(ctx: Any, who: str, count: int, *given: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -216,30 +216,31 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
         raise ArgumentError(
-            f"{ctx.who}: it has first derivatives only. For second ones gather the sequence on one rank, with "
+            f"{ctx.who}: it has first derivatives only. For second derivatives gather the sequence on one rank, with "
             f"regard.distributed.gather, and call regard.attention."
         )
 
 
-def _travellers(x: MaybeTensors) -> list[Tensor]:
-    key, value = x[1:3]
+def _keys_and_values(x: MaybeTensors) -> list[Tensor]:
+    _, key, value, *_ = x
     if key is None or value is None:
         raise RuntimeError("a rank has keys and values")
     return [key, value]
 
 
-def _part(t: Tensor, row: Piece, at: int) -> Tensor:
-    """The rows of a piece: of the output, which comes first, or of a statistic."""
-    return t.narrow(-1 if at else -2, row.here, row.size)
+def _rows_of(t: Tensor, rows: TokenRange, field: int) -> Tensor:
+    """The rows of a range, of a field of Rows: the output, which comes first, or a statistic."""
+    return t.narrow(-1 if field else -2, rows.local_start, rows.size)
 
 
-def _whole(x: MaybeTensors, mine: Sequence[Piece], found: dict[Piece, Rows]) -> Rows:
-    """Put the rows of a rank's pieces together; those that met no key saw nothing."""
-    query, value = x[0], x[2]
+def _join_rows(x: MaybeTensors, mine: Sequence[TokenRange], merged: dict[TokenRange, Rows]) -> Rows:
+    """Join the row ranges of a rank; ranges that attend to no key are empty rows."""
+    query, _, value, *_ = x
     if query is None or value is None:
         raise RuntimeError("a rank has queries and values")
-    blank = [query.new_empty(*query.shape[:-2], row.size, value.shape[-1]) for row in mine]
-    rows = [found[row] if row in found else nothing(empty) for row, empty in zip(mine, blank, strict=True)]
-    if not rows:
-        return nothing(query.new_empty(*query.shape[:-1], value.shape[-1]))
-    return Rows(*(torch.cat(parts, -2 if at == 0 else -1) for at, parts in enumerate(zip(*rows, strict=True))))
+    blank = [query.new_empty(*query.shape[:-2], rows.size, value.shape[-1]) for rows in mine]
+    parts = [merged[rows] if rows in merged else empty_rows(empty) for rows, empty in zip(mine, blank, strict=True)]
+    if not parts:
+        return empty_rows(query.new_empty(*query.shape[:-1], value.shape[-1]))
+    fields = zip(*parts, strict=True)
+    return Rows(*(torch.cat(of_field, -1 if field else -2) for field, of_field in enumerate(fields)))

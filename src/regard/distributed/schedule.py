@@ -1,6 +1,6 @@
 """What attention over many devices costs: work and bytes of every rank, and a simulated schedule that shows who waits.
 
-The schedule does what `ring` and `heads` do, step by step, in times that follow from devices and links.
+The simulation follows the strategies "ring" and "heads" step by step, with times that follow from devices and links.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from ..errors import ArgumentError
 from ..masks import Mask
 from ..softmax import arithmetic_dtype
-from .costs import Move, Work
-from .layout import check, counted, pieces, sizes
-from .routes import routes
-from .traffic import Widths
+from .cost_model import CostModel, Message
+from .layout import check_layout, shard_sizes, sharding_of, tokens_per_rank
+from .ring_plan import plan_ring
+from .traffic import TokenBytes
 
 __all__ = ["H200", "Device", "Links", "Schedule", "Span", "schedule", "tokens_to_hide"]
 
-_COLUMNS, _DRAWN = 64, 8  # of a drawing: columns, and ranks
+_COLUMNS, _DRAWN_RANKS = 64, 8  # of a drawing
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class Device:
     """How fast a rank computes: the peak in FLOP/s, and the share of it that attention reaches."""
 
     name: str
-    row_max: float
+    peak: float
     forward: float
     backward: float
 
     def speed(self, backward: bool) -> float:
         """FLOP/s of one pass."""
-        return self.row_max * (self.backward if backward else self.forward)
+        return self.peak * (self.backward if backward else self.forward)
 
 
 H200 = Device("H200", 989e12, forward=0.52, backward=0.40)
-"""Dense bfloat16; of the peak, less than our kernels reach at head dim 128 and 16,384 tokens (`bench/results`)."""
+"""Dense bfloat16; the shares are below what our kernels reach at head dim 128 and 16,384 tokens (`bench/results`)."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second, each way, of a rank: to ranks of its own node, and to all others."""
+    """Bytes per second, each way, between a rank and the ranks of its own node, and between it and all others."""
 
     inside: float = 450e9
     across: float = 50e9
@@ -55,12 +55,12 @@ class Links:
         return a // self.node == b // self.node
 
     def speed(self, a: int, b: int) -> float:
-        """Bytes a second from one rank to another."""
+        """Bytes per second from one rank to another."""
         return self.inside if self.near(a, b) else self.across
 
 
 class Span(NamedTuple):
-    """Something that a rank does from one second to another."""
+    """When a rank does something, in seconds."""
 
     start: float
     stop: float
@@ -74,45 +74,45 @@ class Schedule:
     computes: tuple[tuple[Span, ...], ...]
     """For each rank, when it computes."""
     sends: tuple[tuple[Span, ...], ...]
-    """For each rank, when something that it sends is on its way."""
+    """For each rank, when something that it sends is in transit."""
     flops: tuple[float, ...]
     """Floating-point operations of each rank."""
     bytes: tuple[int, ...]
     """Bytes that each rank sends."""
     memory: tuple[int, ...]
-    """Bytes of each rank's tensors: inputs, results, and what is on its way."""
+    """Bytes of each rank's tensors: inputs, results, and what is in transit."""
     without_traffic: float
-    """Seconds that it would take if bytes travelled in no time."""
+    """Seconds that it would take with infinitely fast links."""
 
     @property
     def time(self) -> float:
         """Seconds until the last rank is done."""
-        return max((span.stop for some in (*self.computes, *self.sends) for span in some), default=0.0)
+        return max((span.stop for spans in (*self.computes, *self.sends) for span in spans), default=0.0)
 
     @property
     def exposed(self) -> float:
-        """Seconds that the traffic adds: 0 where the computing hides it."""
+        """Seconds that the traffic adds: 0 if the computation hides it."""
         return max(self.time - self.without_traffic, 0.0)
 
     @property
     def busy(self) -> float:
         """The share of the time that the ranks compute, on average."""
-        spent = sum(span.stop - span.start for some in self.computes for span in some)
+        spent = sum(span.stop - span.start for spans in self.computes for span in spans)
         return spent / (len(self.computes) * self.time) if self.time else 1.0
 
     def __str__(self) -> str:
-        work, sent, kept = max(self.flops) / 1e12, max(self.bytes) / 1e9, max(self.memory) / 1e9
+        work, sent, held = max(self.flops) / 1e12, max(self.bytes) / 1e9, max(self.memory) / 1e9
         lines = [
             self.title,
-            f"a rank computes at most {_number(work)} TFLOP, sends {_number(sent)} GB, holds {_number(kept)} GB",
+            f"a rank computes at most {_number(work)} TFLOP, sends {_number(sent)} GB, holds {_number(held)} GB",
             f"{_seconds(self.time)}, {_seconds(self.exposed)} of it due to traffic; ranks compute {self.busy:.0%}",
             "",
         ]
-        for rank in range(min(len(self.computes), _DRAWN)):
-            lines.append(f"rank {rank:<2} computes {_drawn(self.computes[rank], self.time, ' ▌█')}".rstrip())
-            lines.append(f"        sends    {_drawn(self.sends[rank], self.time, ' -=')}".rstrip())
-        if len(self.computes) > _DRAWN:
-            lines.append(f"… and {len(self.computes) - _DRAWN} more")
+        for rank in range(min(len(self.computes), _DRAWN_RANKS)):
+            lines.append(f"rank {rank:<2} computes {_draw(self.computes[rank], self.time, ' ▌█')}".rstrip())
+            lines.append(f"        sends    {_draw(self.sends[rank], self.time, ' -=')}".rstrip())
+        if len(self.computes) > _DRAWN_RANKS:
+            lines.append(f"… and {len(self.computes) - _DRAWN_RANKS} more")
         return "\n".join(lines)
 
 
@@ -141,33 +141,39 @@ def schedule(
     (2.0, 1.0)
     """
     who = "schedule"
-    check(who, layout)
+    check_layout(who, layout)
     kv_heads, value_dim, links = kv_heads or heads, value_dim or dim, links or Links()
-    _positive(who, length=length, ranks=ranks, batch=batch, heads=heads, kv_heads=kv_heads, dim=dim)
+    _check_positive(who, length=length, ranks=ranks, batch=batch, heads=heads, kv_heads=kv_heads, dim=dim)
     if strategy not in ("ring", "heads"):
         raise ArgumentError(f"{who}: strategy must be 'ring' or 'heads'. Got {strategy!r}.")
     if strategy == "heads" and (heads % ranks or kv_heads % ranks):
-        raise ArgumentError(f"{who}: {heads} and {kv_heads} heads do not both divide by {ranks} ranks.")
-    held = pieces(who, "tokens", sizes(length, ranks, layout), layout)
-    found = routes(held, held, mask, length, length)
-    a_pair = 2 * batch * heads * (3 * dim + 2 * value_dim if backward else dim + value_dim)
-    w = Widths.of(batch, heads, kv_heads, dim, value_dim, dtype)
+        raise ArgumentError(f"{who}: {heads} and {kv_heads} heads are not both divisible by {ranks} ranks.")
+    sharding = sharding_of(who, "tokens", shard_sizes(length, ranks, layout), layout)
     exact = batch * heads * arithmetic_dtype(dtype).itemsize
-    work = Work(found, mask, length, a_pair, w, dim * exact, 4 * exact, backward)
-    simulate = _ring if strategy == "ring" else _heads
+    model = CostModel(
+        plan=plan_ring(sharding, sharding, mask, length, length),
+        mask=mask,
+        length=length,
+        flops_per_pair=2 * batch * heads * (3 * dim + 2 * value_dim if backward else dim + value_dim),
+        per_token=TokenBytes.of(batch, heads, kv_heads, dim, value_dim, dtype),
+        query_gradient=dim * exact,
+        statistics=4 * exact,
+        backward=backward,
+    )
+    simulate = _simulate_ring if strategy == "ring" else _simulate_heads
     speed = device.speed(backward)
-    computes, sends = simulate(work, speed, links)
-    free, _ = simulate(work, speed, replace(links, inside=float("inf"), across=float("inf")))
+    computes, sends = simulate(model, speed, links)
+    unhindered, _ = simulate(model, speed, replace(links, inside=float("inf"), across=float("inf")))
     how = f"{strategy}, {layout}" if strategy == "ring" else strategy
     pass_ = "backward" if backward else "forward"
     return Schedule(
-        f"{length:,} tokens over {ranks} × {device.name}, {how}, {pass_}, mask={mask}",
-        tuple(map(tuple, computes)),
-        tuple(map(tuple, sends)),
-        tuple(work.flops(strategy)),
-        tuple(work.bytes(strategy)),
-        tuple(work.memory(strategy)),
-        max((span.stop for some in free for span in some), default=0.0),
+        title=f"{length:,} tokens over {ranks} × {device.name}, {how}, {pass_}, mask={mask}",
+        computes=tuple(map(tuple, computes)),
+        sends=tuple(map(tuple, sends)),
+        flops=tuple(model.flops(strategy)),
+        bytes=tuple(model.bytes(strategy)),
+        memory=tuple(model.memory(strategy)),
+        without_traffic=max((span.stop for spans in unhindered for span in spans), default=0.0),
     )
 
 
@@ -185,89 +191,98 @@ def tokens_to_hide(
 ) -> float:
     """Say how many tokens a rank must hold for the ring to hide its traffic: then a step computes as long as it sends.
 
-    A step's work grows with the square of the tokens and its bytes with the tokens, so that any link will do for long
-    enough sequences. Causal is meant in the zigzag layout: a step has half of its pairs, and in some a rank sends three
-    of the pieces of which it holds two.
+    A step's work grows with the square of the tokens and its bytes with the tokens, so any link will do if the sequence
+    is long enough. `causal` assumes the zigzag layout: a step has half of the pairs, and in some steps a rank that
+    holds two ranges sends three.
 
     >>> round(tokens_to_hide()), round(tokens_to_hide(kv_heads=8, causal=True, bandwidth=50e9))
     (1143, 7714)
     """
     kv_heads, value_dim = kv_heads or heads, value_dim or dim
-    a_pair = 2 * heads * (3 * dim + 2 * value_dim if backward else dim + value_dim) / (2 if causal else 1)
-    w = Widths.of(1, heads, kv_heads, dim, value_dim, dtype)
-    a_token = (w.key + w.value) * (1.5 if causal else 1) + (w.back if backward else 0)
-    return a_token * device.speed(backward) / (a_pair * bandwidth)
+    flops_per_pair = 2 * heads * (3 * dim + 2 * value_dim if backward else dim + value_dim) / (2 if causal else 1)
+    w = TokenBytes.of(1, heads, kv_heads, dim, value_dim, dtype)
+    bytes_per_token = (w.key + w.value) * (1.5 if causal else 1) + (w.kv_gradients if backward else 0)
+    return bytes_per_token * device.speed(backward) / (flops_per_pair * bandwidth)
+
+
+class _Port(NamedTuple):
+    """One end of a link."""
+
+    rank: int
+    near: bool  # whether it leads to ranks of the same node
+    outgoing: bool
 
 
 @dataclass
-class _Wires:
-    """The links of all ranks: what leaves together shares them, and what leaves later waits until that is through."""
+class _Network:
+    """The links of all ranks: messages that leave together share them, and later ones wait until these are through."""
 
     links: Links
-    free: dict[tuple[int, bool, bool], float] = field(default_factory=dict)  # rank, near, whether it goes out
-    spans: dict[int, list[Span]] = field(default_factory=dict)
+    free_at: dict[_Port, float] = field(default_factory=dict)
+    sends: dict[int, list[Span]] = field(default_factory=dict)
 
-    def carry(self, moves: Iterable[Move], ready: list[float]) -> list[float]:
-        """Send what may leave once both ends are ready; give when each rank has sent and received all of it."""
-        ends = [(self._ends(source, to), size) for source, to, size in moves]
-        loads: dict[tuple[int, bool, bool], int] = {}
-        for pair, size in ends:
-            for end in pair:
-                loads[end] = loads.get(end, 0) + size
-        done, through = list(ready), dict(self.free)
-        for (out, into), _ in ends:
-            source, to = out[0], into[0]
-            start = max(ready[source], ready[to], self.free.get(out, 0.0), self.free.get(into, 0.0))
-            stop = start + max(loads[out], loads[into]) / self.links.speed(source, to)
-            self.spans.setdefault(source, []).append(Span(start, stop))
-            for rank, end in ((source, out), (to, into)):
-                done[rank], through[end] = max(done[rank], stop), max(through.get(end, 0.0), stop)
-        self.free.update(through)
+    def carry(self, messages: Iterable[Message], ready: list[float]) -> list[float]:
+        """Send messages once both ends are ready; return when each rank has sent and received all of its messages."""
+        routed = [(*self._ports(message), message.size) for message in messages]
+        loads: dict[_Port, int] = {}
+        for outgoing, incoming, size in routed:
+            for port in (outgoing, incoming):
+                loads[port] = loads.get(port, 0) + size
+        done, free_at = list(ready), dict(self.free_at)
+        for outgoing, incoming, _ in routed:
+            source, target = outgoing.rank, incoming.rank
+            start = max(ready[source], ready[target], self.free_at.get(outgoing, 0.0), self.free_at.get(incoming, 0.0))
+            stop = start + max(loads[outgoing], loads[incoming]) / self.links.speed(source, target)
+            self.sends.setdefault(source, []).append(Span(start, stop))
+            for port in (outgoing, incoming):
+                done[port.rank], free_at[port] = max(done[port.rank], stop), max(free_at.get(port, 0.0), stop)
+        self.free_at.update(free_at)
         return done
 
-    def _ends(self, source: int, to: int) -> tuple[tuple[int, bool, bool], tuple[int, bool, bool]]:
-        near = self.links.near(source, to)
-        return (source, near, True), (to, near, False)
+    def _ports(self, message: Message) -> tuple[_Port, _Port]:
+        near = self.links.near(message.source, message.target)
+        return _Port(message.source, near, outgoing=True), _Port(message.target, near, outgoing=False)
 
 
 Lanes = list[list[Span]]
 
 
-def _ring(work: Work, speed: float, links: Links) -> tuple[Lanes, Lanes]:
-    """At each step a rank computes with what is there, while what it looks at next is on its way."""
-    count = work.ranks
-    out, back = _Wires(links), _Wires(links)
-    out.free = back.free  # they share the links
-    begins, settled = [0.0] * count, [0.0] * count
+def _simulate_ring(model: CostModel, speed: float, links: Links) -> tuple[Lanes, Lanes]:
+    """In each step a rank computes with the keys it has, while those for the next step are in transit."""
+    count = model.ranks
+    key_network, gradient_network = _Network(links), _Network(links)
+    key_network.free_at = gradient_network.free_at  # they share the links
+    begins, gradients_arrived = [0.0] * count, [0.0] * count
     computes: Lanes = [[] for _ in range(count)]
     for step in range(count):
-        arrived = out.carry(work.out(step + 1), begins) if step + 1 < count else begins
-        ends = [begin + work.step(rank, step) / speed for rank, begin in enumerate(begins)]
+        keys_arrived = key_network.carry(model.key_messages(step + 1), begins) if step + 1 < count else begins
+        ends = [begin + model.step_flops(rank, step) / speed for rank, begin in enumerate(begins)]
         for rank, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             computes[rank].append(Span(begin, end))
-        told = [max(pair) for pair in zip(ends, settled, strict=True)]  # what was sent home before has arrived
-        settled = back.carry(work.home(step), told)
-        begins = [max(pair) for pair in zip(told, arrived, strict=True)]
-    sends = [sorted(out.spans.get(rank, []) + back.spans.get(rank, [])) for rank in range(count)]
+        # The gradients of the step before must have arrived.
+        done = [max(times) for times in zip(ends, gradients_arrived, strict=True)]
+        gradients_arrived = gradient_network.carry(model.gradient_messages(step), done)
+        begins = [max(times) for times in zip(done, keys_arrived, strict=True)]
+    sends = [sorted(key_network.sends.get(rank, []) + gradient_network.sends.get(rank, [])) for rank in range(count)]
     return computes, sends
 
 
-def _heads(work: Work, speed: float, links: Links) -> tuple[Lanes, Lanes]:
-    """Everything goes to the rank of its heads, is computed there, and goes back: nothing overlaps."""
-    count, w = work.ranks, work.widths
-    tokens = counted(work.routes.rows)
-    there = [w.output] * count if work.backward else [w.query + w.key + w.value] * count
-    back = [w.query + w.key + w.value] * count if work.backward else [w.output] * count
-    wires = _Wires(links)
-    moves = [(a, b) for a in range(count) for b in range(count) if a != b]
-    met = [max(wires.carry(((a, b, tokens[a] * there[a] // count) for a, b in moves), [0.0] * count))] * count
-    ends = [start + flops / speed for start, flops in zip(met, work.flops("heads"), strict=True)]
-    wires.carry(((a, b, tokens[b] * back[a] // count) for a, b in moves), [max(ends)] * count)
-    return [[Span(*pair)] for pair in zip(met, ends, strict=True)], [wires.spans.get(r, []) for r in range(count)]
+def _simulate_heads(model: CostModel, speed: float, links: Links) -> tuple[Lanes, Lanes]:
+    """Everything is sent to the ranks of its heads, computed there, and sent back: nothing overlaps."""
+    count, w = model.ranks, model.per_token
+    tokens = tokens_per_rank(model.plan.rows)
+    inputs, outputs = w.query + w.key + w.value, w.output
+    there, back = (outputs, inputs) if model.backward else (inputs, outputs)
+    network = _Network(links)
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    arrived = max(network.carry((Message(a, b, tokens[a] * there // count) for a, b in pairs), [0.0] * count))
+    ends = [arrived + flops / speed for flops in model.flops("heads")]
+    network.carry((Message(a, b, tokens[b] * back // count) for a, b in pairs), [max(ends)] * count)
+    return [[Span(arrived, end)] for end in ends], [network.sends.get(rank, []) for rank in range(count)]
 
 
-def _drawn(spans: Iterable[Span], time: float, levels: str) -> str:
-    """A line of columns, by how much of each something is done: nothing, less than half, more."""
+def _draw(spans: Iterable[Span], time: float, levels: str) -> str:
+    """A line of columns: for each, whether the spans cover nothing, less than half, or more of it."""
     share = [0.0] * _COLUMNS
     scale = _COLUMNS / time if time else 0.0
     for start, stop in spans:
@@ -287,7 +302,7 @@ def _seconds(time: float) -> str:
     return "0 s" if time == 0 else f"{time / 1e-9:.3g} ns"
 
 
-def _positive(who: str, **given: int) -> None:
+def _check_positive(who: str, **given: int) -> None:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"{who}: {name} must be a whole number above 0. Got {value!r}.")

@@ -1,4 +1,4 @@
-"""How many bytes a rank sends: what the exchange costs, known before anything is sent."""
+"""How many bytes each rank sends, known before anything is sent."""
 
 from __future__ import annotations
 
@@ -10,62 +10,63 @@ import torch
 from ..errors import ArgumentError
 from ..masks import Mask
 from ..softmax import arithmetic_dtype
-from .layout import check, pieces, sizes
-from .routes import Routes, routes
+from .layout import check_layout, shard_sizes, sharding_of
+from .ring_plan import RingPlan, plan_ring
 
-__all__ = ["Widths", "heads_bytes", "ring_bytes", "traffic"]
+__all__ = ["TokenBytes", "heads_bytes", "ring_bytes", "traffic"]
 
 
-class Widths(NamedTuple):
+class TokenBytes(NamedTuple):
     """Bytes of one token's vectors, over all batch items and heads."""
 
     query: int
     key: int
     value: int
     output: int
-    back: int  # the gradients of key and value, which are added up in exact arithmetic
-    statistics: int  # lse, entropy, largest logit, spread; 0 where nobody observes
+    kv_gradients: int  # the gradients of key and value, which are summed in exact arithmetic
+    statistics: int  # lse, entropy, max_logit, log_row_sum; 0 if the call is not observed
 
     @staticmethod
     def of(
         batch: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, observed: bool = False
-    ) -> Widths:
+    ) -> TokenBytes:
         size, exact = dtype.itemsize, arithmetic_dtype(dtype).itemsize
         key, value = batch * kv_heads * dim, batch * kv_heads * value_dim
-        return Widths(
-            batch * heads * dim * size,
-            key * size,
-            value * size,
-            batch * heads * value_dim * size,
-            (key + value) * exact,
-            4 * batch * heads * exact if observed else 0,
+        return TokenBytes(
+            query=batch * heads * dim * size,
+            key=key * size,
+            value=value * size,
+            output=batch * heads * value_dim * size,
+            kv_gradients=(key + value) * exact,
+            statistics=4 * batch * heads * exact if observed else 0,
         )
 
 
-def ring_bytes(found: Routes, w: Widths, backward: bool = False) -> list[int]:
-    """Keys and values once to each rank that needs them; on the way back these again, and their gradients home."""
-    out = [found.outward(rank) * (w.key + w.value) for rank in range(found.count)]
+def ring_bytes(plan: RingPlan, per_token: TokenBytes, backward: bool = False) -> list[int]:
+    """Keys and values go once to each rank that needs them; in the backward pass again, and gradients to the owners."""
+    forward = [plan.keys_sent(rank) * (per_token.key + per_token.value) for rank in range(plan.count)]
     if not backward:
-        return out
-    return [sent + found.homeward(rank) * w.back for rank, sent in enumerate(out)]
+        return forward
+    return [sent + plan.gradients_sent(rank) * per_token.kv_gradients for rank, sent in enumerate(forward)]
 
 
-def heads_bytes(rows: Sequence[int], keys: Sequence[int], w: Widths, backward: bool = False) -> list[int]:
-    """A share (1 − 1/ranks) of the own queries, keys, values; and of the own heads' output the rows of others.
+def heads_bytes(rows: Sequence[int], keys: Sequence[int], per_token: TokenBytes, backward: bool = False) -> list[int]:
+    """The other ranks' heads of this rank's queries, keys and values; and the other ranks' rows of its heads' output.
 
-    The way back is the same the other way round.
+    The backward pass sends the same the other way round.
     """
+    w = per_token
     count, n, m = len(rows), sum(rows), sum(keys)
-    found = []
-    for own, held in zip(rows, keys, strict=True):
-        inputs = own * w.query + held * (w.key + w.value)
-        outputs = own * (w.output + w.statistics)
+    sent = []
+    for own_rows, own_keys in zip(rows, keys, strict=True):
+        inputs = own_rows * w.query + own_keys * (w.key + w.value)
+        outputs = own_rows * (w.output + w.statistics)
         if backward:
             inputs = n * w.query + m * (w.key + w.value) - inputs
-            found.append((inputs + (count - 1) * outputs) // count)
+            sent.append((inputs + (count - 1) * outputs) // count)
         else:
-            found.append(((count - 1) * inputs + n * (w.output + w.statistics) - outputs) // count)
-    return found
+            sent.append(((count - 1) * inputs + n * (w.output + w.statistics) - outputs) // count)
+    return sent
 
 
 def traffic(
@@ -92,15 +93,15 @@ def traffic(
     ([48, 48, 48, 48], [16, 32, 48, 0])
     """
     who = "traffic"
-    check(who, layout)
+    check_layout(who, layout)
     kv_heads, value_dim, keys = kv_heads or heads, value_dim or dim, length if keys is None else keys
-    w = Widths.of(batch, heads, kv_heads, dim, value_dim, dtype, observed)
-    held = sizes(length, ranks, layout), sizes(keys, ranks, layout)
+    per_token = TokenBytes.of(batch, heads, kv_heads, dim, value_dim, dtype, observed)
+    row_sizes, key_sizes = shard_sizes(length, ranks, layout), shard_sizes(keys, ranks, layout)
     if strategy == "heads":
         if heads % ranks or kv_heads % ranks:
-            raise ArgumentError(f"{who}: {heads} and {kv_heads} heads do not both divide by {ranks} ranks.")
-        return heads_bytes(*held, w, backward)
+            raise ArgumentError(f"{who}: {heads} and {kv_heads} heads are not both divisible by {ranks} ranks.")
+        return heads_bytes(row_sizes, key_sizes, per_token, backward)
     if strategy != "ring":
         raise ArgumentError(f"{who}: strategy must be 'ring' or 'heads'. Got {strategy!r}.")
-    own, others = (pieces(who, what, some, layout) for what, some in zip(("rows", "keys"), held, strict=True))
-    return ring_bytes(routes(own, others, mask, length, keys), w, backward)
+    rows_of, keys_of = sharding_of(who, "rows", row_sizes, layout), sharding_of(who, "keys", key_sizes, layout)
+    return ring_bytes(plan_ring(rows_of, keys_of, mask, length, keys), per_token, backward)

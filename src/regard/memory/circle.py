@@ -51,7 +51,7 @@ class Circle:
 
     def gathered(self, queries: Tensor) -> Tensor:
         """Every rank's queries."""
-        return self.ranks.swap(queries.repeat(self.ranks.count, 1), self.mine, self.counts)
+        return self.ranks.all_to_all(queries.repeat(self.ranks.count, 1), self.mine, self.counts)
 
     def picked(self, x: Tensor) -> Tensor:
         """What belongs to the distinct queries, of what belongs to all."""
@@ -66,7 +66,7 @@ class Circle:
         return came.reshape(self.ranks.count, self.counts[self.ranks.rank], *came.shape[1:])
 
     def swapped(self, x: Tensor) -> Tensor:
-        return self.ranks.swap(x, self.counts, self.mine)
+        return self.ranks.all_to_all(x, self.counts, self.mine)
 
 
 class _Spread(torch.autograd.Function):
@@ -89,7 +89,7 @@ class _Spread(torch.autograd.Function):
         own = circle.swapped(g)
         own = own.reshape(ranks.count, circle.counts[ranks.rank], own.shape[-1]).sum(0)
         wanted = ctx.needs_input_grad[3:]
-        return None, None, own, *(ranks.total(x) if want else None for x, want in zip(grads, wanted, strict=True))
+        return None, None, own, *(ranks.all_reduce(x) if want else None for x, want in zip(grads, wanted, strict=True))
 
 
 class _Back(torch.autograd.Function):
@@ -106,7 +106,7 @@ class _Back(torch.autograd.Function):
             raise DistributedError(
                 f"{ctx.circle.ranks.who}: over a group there are no second derivatives. Leave create_graph=True out."
             )
-        return None, ctx.circle.ranks.swap(g, ctx.circle.mine, ctx.circle.counts)
+        return None, ctx.circle.ranks.all_to_all(g, ctx.circle.mine, ctx.circle.counts)
 
 
 class _Lent(Score):

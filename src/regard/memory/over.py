@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..compat.torch import forward_mode_is_active, transforms_are_active
-from ..distributed.agreement import word
-from ..distributed.ranks import Ranks, Told, digest
+from ..distributed.consistency import fingerprint
+from ..distributed.ranks import RankInfo, Ranks, checksum
 from ..errors import ArgumentError, DistributedError
 from ..functional import observe
 from ..masks import padding
@@ -48,7 +48,7 @@ class Question:
         """Whether the rows have a gradient."""
         return isinstance(self.source, Whole) and any(x.requires_grad for x in self.source.rows)
 
-    def told(self) -> Told:
+    def told(self) -> RankInfo:
         """What the other ranks must know of it, and what must be the same for them."""
         asked, enabled = self.asked, torch.is_grad_enabled()
         T, own = asked.temperature, enabled and asked.queries.requires_grad
@@ -59,13 +59,13 @@ class Question:
             "the dtype": str(asked.queries.dtype),
             "the dim of queries": str(asked.queries.shape[-1]),
             "value_dim": str(self.value_dim),
-            "the score": word(asked.score),
+            "the score": fingerprint(asked.score),
             "temperature": f"{float(T)!r}{learnt}",
             "top": str(self.top),
             "observe": str(self.observed),
             "the store": self.store,
         }
-        return Told(tuple(int(size) for size in sizes), facts)
+        return RankInfo(tuple(int(size) for size in sizes), facts)
 
 
 def read(ranks: Ranks, pose: Callable[[], Question]) -> Reading:
@@ -86,7 +86,7 @@ def _agreed(ranks: Ranks, pose: Callable[[], Question]) -> tuple[Question, Circl
     if forward_mode_is_active() or transforms_are_active():
         raise ArgumentError(f"{ranks.who}: over a group there is no forward mode and no transform of torch.func.")
 
-    def told() -> tuple[Told, Question]:
+    def told() -> tuple[RankInfo, Question]:
         question = pose()
         return question.told(), question
 
@@ -148,7 +148,7 @@ def _of_strongest(circle: Circle, q: Question, k: int) -> Reading:
         order = everywhere.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         holder = torch.cat([order.new_full((count,), rank) for rank, count in enumerate(offered)])[order]  # (n, k)
         taken = torch.cat([(holder == rank).sum(-1) for rank in range(len(offered))])
-        taken = circle.picked(circle.ranks.swap(taken, circle.mine, circle.counts))  # so many of this rank's offers
+        taken = circle.picked(circle.ranks.all_to_all(taken, circle.mine, circle.counts))  # of this rank's offers
     found, ids = _taken(q, places[:, : int(taken.max()) if len(taken) else 0], taken, k)
     reading = _merged(circle.returned(found.packed()), q.value_dim, q.asked.queries.dtype, (offered, order))
     return reading._replace(ids=_joined(circle.returned(_wide(ids, k)), offered).gather(-1, order), ranks=holder)
@@ -205,4 +205,4 @@ def _number(x: Tensor) -> int:
     """Tell tensors apart by a number."""
     x = x.detach().cpu().contiguous()
     content = sha256(x.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-    return digest(f"{x.dtype} {tuple(x.shape)} {content}")
+    return checksum(f"{x.dtype} {tuple(x.shape)} {content}")

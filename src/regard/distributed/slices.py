@@ -1,4 +1,4 @@
-"""Parts of a mask and of a structured bias: what they say of some rows and keys of the whole."""
+"""Slices of a mask and of a structured bias: some rows and keys of the whole, or some heads."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..masks import Mask
 from ..masks.base import Span
 from ..masks.index import Index
 
-__all__ = ["part_of_bias", "part_of_mask", "share_of_bias"]
+__all__ = ["slice_bias", "slice_bias_heads", "slice_mask"]
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class _Part(Mask):
-    """What a mask of n × m pairs says of those from (row, key) on."""
+class _MaskSlice(Mask):
+    """A mask of n × m pairs, from (row, key) on."""
 
     whole: Mask
     n: int
@@ -27,7 +27,7 @@ class _Part(Mask):
     row: int
     key: int
 
-    factory: ClassVar[str] = "part"
+    factory: ClassVar[str] = "slice_mask"
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         return self.whole.allows(i + self.row, j + self.key, self.n, self.m)
@@ -55,21 +55,21 @@ class _Part(Mask):
         return self._with_parts(lambda part: part.bind(batch, heads, headless))
 
 
-def part_of_mask(whole: Mask, n: int, m: int, row: int, key: int) -> Mask:
-    """The mask of the pairs from (row, key) on, of a mask that serves n × m pairs.
+def slice_mask(whole: Mask, n: int, m: int, row: int, key: int) -> Mask:
+    """A mask over n × m pairs, seen from (row, key) on.
 
     >>> import regard
-    >>> print(part_of_mask(regard.causal(), 6, 6, 2, 3).picture(3, 3))
+    >>> print(slice_mask(regard.causal(), 6, 6, 2, 3).picture(3, 3))
     ···
     █··
     ██·
     """
-    return _Part(whole, n, m, row, key)
+    return _MaskSlice(whole, n, m, row, key)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Moved(Bias):
+class _BiasSlice(Bias):
     """A structured bias of n × m pairs, from (row, key) on."""
 
     whole: Bias
@@ -93,17 +93,17 @@ class _Moved(Bias):
         return replace(self, whole=self.whole.to(device))
 
 
-def part_of_bias(whole: Bias, n: int, m: int, row: int, key: int) -> Bias:
-    """The structured bias of the pairs from (row, key) on; one that knows distances alone only moves its offset."""
+def slice_bias(whole: Bias, n: int, m: int, row: int, key: int) -> Bias:
+    """A structured bias over n × m pairs, seen from (row, key) on; a bias of distances only changes its offset."""
     if isinstance(whole, Alibi | Relative):
         return replace(whole, offset=(m - n if whole.offset is None else whole.offset) + row - key)
-    return _Moved(whole, n, m, row, key)
+    return _BiasSlice(whole, n, m, row, key)
 
 
-def share_of_bias(whole: Bias, table: Tensor, share: slice) -> Bias | None:
-    """The structured bias of some heads, with another tensor in the place of its own; None if it cannot be told."""
+def slice_bias_heads(whole: Bias, table: Tensor, heads: slice) -> Bias | None:
+    """The structured bias of some heads, with `table` in place of its own tensor; None if its class is not known."""
     if isinstance(whole, Alibi):
-        return replace(whole, slopes=table[share])
+        return replace(whole, slopes=table[heads])
     if isinstance(whole, Relative):
-        return replace(whole, table=table[share] if whole.heads > 1 else table)
+        return replace(whole, table=table[heads] if whole.heads > 1 else table)
     return None
