@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import regard
 from regard.errors import ArgumentError, DistributedError
-from regard.memory import Memory, Reading, stream
+from regard.memory import Memory, Reading
+from regard.memory import streaming as stream
 from regard.scores import Additive, Bilinear, Cosine, Gaussian, Score, Temperature
 from world import Case
 

@@ -10,7 +10,7 @@ import torch
 import regard
 from regard import Mask
 from regard.masks.base import FULL, HIDDEN, PARTIAL
-from regard.nn.masking import Masking, Sizes, masking
+from regard.nn.torch_masks import Masking, Sizes, masking
 
 N, M, EXTRA = 5, 7, 2
 PARTS = [

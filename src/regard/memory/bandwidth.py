@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..scores import Score
 from .leave_one_out import Points
-from .likeness import likeness
+from .similarity import likeness
 
 __all__ = ["Chosen", "choose_bandwidth", "sample", "span"]
 

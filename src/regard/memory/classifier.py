@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .estimator import KernelEstimator
-from .learn import ClassifierMixin, check_classification_targets, check_is_fitted, column_or_1d, validate_data
 from .leave_one_out import class_loss
+from .sklearn_compat import ClassifierMixin, check_classification_targets, check_is_fitted, column_or_1d, validate_data
 
 __all__ = ["KernelClassifier"]
 

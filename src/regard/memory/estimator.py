@@ -17,9 +17,9 @@ from ..errors import ArgumentError, DtypeError
 from ..functional import attention, observe
 from ..scores import Score
 from .bandwidth import choose_bandwidth, sample
-from .learn import BaseEstimator, check_is_fitted, checked_sample_weight, validate_data
 from .leave_one_out import gathered
-from .likeness import KERNELS, Likeness, likeness
+from .similarity import KERNELS, Likeness, likeness
+from .sklearn_compat import BaseEstimator, check_is_fitted, checked_sample_weight, validate_data
 
 __all__ = ["Explanation", "KernelEstimator"]
 

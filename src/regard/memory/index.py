@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import FileError
-from .durable import put
+from .atomic_write import put
 
 __all__ = ["DTYPES", "NAME", "Index", "Shard", "load", "state", "store"]
 

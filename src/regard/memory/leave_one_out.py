@@ -12,7 +12,7 @@ from torch import Tensor
 from ..functional import observe
 from ..masks import documents, window
 from ..scores import Score
-from .likeness import Likeness, likeness
+from .similarity import Likeness, likeness
 
 __all__ = ["Points", "class_loss", "gathered", "squared_loss"]
 

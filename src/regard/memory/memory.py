@@ -15,20 +15,22 @@ from ..errors import ArgumentError, DtypeError
 from ..nn.arguments import optional_score
 from ..scores import Score
 from ..scores.base import whole
-from . import answers, arguments, stream
-from .held import Held
+from . import arguments
+from . import readout as answers
+from . import streaming as stream
+from .disk_store import Store, save
+from .in_memory_store import Held
 from .index import DTYPES, Index
 from .progress import Progress, Report
 from .reading import Asked, Reading
-from .source import Chunk
-from .store import Store, save
+from .snapshot import Chunk
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed.ranks import Ranks
-    from .over import Question
+    from .distributed_read import Question
 
 __all__ = ["Memory"]
 
@@ -172,7 +174,7 @@ class Memory:
         who = "Memory.read"
         if group is not None:
             from ..distributed.ranks import Ranks
-            from . import over
+            from . import distributed_read as over
 
             ranks = Ranks.of(who, group)
             found = over.read(ranks, lambda: self._question(ranks, queries, temperature, top, observe, progress))
@@ -262,7 +264,7 @@ class Memory:
         progress: bool | Report | None,
     ) -> Question:
         """What this rank says in a read over a group; it raises about its arguments here."""
-        from .over import Question
+        from .distributed_read import Question
 
         rows, asked = self._open("read"), self._asked(queries, temperature)
         k = arguments.top("Memory.read", top)

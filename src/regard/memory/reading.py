@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..scores import Scaled, Score
-from .likeness import Tempered
+from .similarity import Tempered
 
 __all__ = ["Asked", "Reading"]
 

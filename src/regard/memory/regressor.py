@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .estimator import KernelEstimator
-from .learn import RegressorMixin, check_is_fitted, validate_data
 from .leave_one_out import squared_loss
+from .sklearn_compat import RegressorMixin, check_is_fitted, validate_data
 
 __all__ = ["KernelRegressor"]
 

@@ -14,7 +14,7 @@ from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..functional import attention
 from ..masks import Mask, causal, window
 from ..scores.base import whole
-from .masking import both, ours
+from .torch_masks import both, ours
 
 __all__ = ["KVCache"]
 

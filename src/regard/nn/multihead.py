@@ -17,9 +17,9 @@ from ..positions import Rotary
 from ..scores import Score
 from ..scores.base import whole
 from .arguments import optional_score, probability
-from .attending import attend
+from .attend import attend
 from .kv_cache import KVCache
-from .masking import Sizes, both, masking, ours
+from .torch_masks import Sizes, both, masking, ours
 
 __all__ = ["MultiheadAttention"]
 

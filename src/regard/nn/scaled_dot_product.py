@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..masks import Mask
 from ..scores import Score
 from .arguments import optional_score, probability
-from .attending import attend
+from .attend import attend
 
 __all__ = ["ScaledDotProductAttention"]
 

@@ -15,7 +15,7 @@ from ..compat.torch import call_function, without_autocast
 from ..softmax import arithmetic_dtype, lowest
 from .progress import Progress
 from .reading import Asked, Reading
-from .source import Source
+from .snapshot import Source
 
 __all__ = ["chunk_rows", "read", "strongest"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .source import Chunk, joined
+from .snapshot import Chunk, joined
 
 __all__ = ["Held", "Whole"]
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..functional import attention, observe
-from . import stream
-from .held import Whole
+from . import streaming as stream
+from .disk_store import Mapped
+from .in_memory_store import Whole
 from .progress import Progress
 from .reading import Asked, Reading
-from .store import Mapped
 
 __all__ = ["averaged", "observed", "of_strongest", "steps"]
 

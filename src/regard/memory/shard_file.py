@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FileError
-from .durable import put
+from .atomic_write import put
 from .index import DTYPES, Index, Shard
 
 __all__ = ["File", "write"]

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ..errors import ArgumentError, FileError
 from . import index as indices
-from . import shards
-from .durable import settle
+from . import shard_file as shards
+from .atomic_write import settle
 from .index import Index, Shard
 from .lock import Lock
-from .shards import File
-from .source import Chunk, Source, joined
+from .shard_file import File
+from .snapshot import Chunk, Source, joined
 
 __all__ = ["Mapped", "Store", "save"]
 

@@ -18,12 +18,13 @@ from ..errors import ArgumentError, DistributedError
 from ..functional import observe
 from ..masks import padding
 from ..softmax import arithmetic_dtype
-from . import answers, stream
-from .circle import Circle
-from .held import Whole
+from . import readout as answers
+from . import streaming as stream
+from .disk_store import Mapped
+from .in_memory_store import Whole
 from .progress import Progress, Report
+from .query_exchange import Circle
 from .reading import Asked, Reading
-from .store import Mapped
 
 __all__ = ["Question", "read"]
 
