@@ -1,4 +1,4 @@
-"""Files that last: whole or not there, whatever happens to the one who writes them."""
+"""Atomic, durable writes: a file is complete or absent, even if the writer is killed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["put", "settle"]
+__all__ = ["atomic_write", "fsync_folder"]
 
 
-def put(place: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file beside `place`, wait until the disk has it, rename it, and wait for the folder to know."""
-    part = place.with_name(f".{place.name}.part")
+def atomic_write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file next to `path`, fsync it, rename it to `path`, and fsync the folder."""
+    partial = path.with_name(f".{path.name}.part")
     try:
-        with part.open("wb") as file:
+        with partial.open("wb") as file:
             for piece in pieces:
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, place)
+        os.replace(partial, path)
     finally:
-        part.unlink(missing_ok=True)
-    settle(place.parent)
+        partial.unlink(missing_ok=True)
+    fsync_folder(path.parent)
 
 
-def settle(folder: Path) -> None:
-    """Wait until the disk has the names in a folder."""
-    opened = os.open(folder, os.O_RDONLY)
+def fsync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Rows on disk: a folder of shards, appended to by one, read by many."""
+"""Rows on disk: a folder of shards with an index, one writer and many readers."""
 
 from __future__ import annotations
 
@@ -10,93 +10,109 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, FileError
-from . import index as indices
-from . import shard_file as shards
-from .atomic_write import settle
-from .index import Index, Shard
-from .lock import Lock
-from .shard_file import File
-from .snapshot import Chunk, Source, joined
+from .atomic_write import fsync_folder
+from .index import INDEX_FILE, Index, Shard, fingerprint, load_index, save_index
+from .lock import WriterLock
+from .shard_file import ShardFile, write_shard
+from .snapshot import Chunk, Snapshot, concatenate
 
-__all__ = ["Mapped", "Store", "save"]
+__all__ = ["DiskSnapshot", "DiskStore", "save_snapshot"]
 
-_SCAN = 1 << 20  # ids looked at together
-_OURS = re.compile(r"(rows-\d+\.safetensors|\.(rows-\d+\.safetensors|index\.json)\.part)")
+_IDS_AT_ONCE = 1 << 20
+_OWN_FILES = re.compile(r"(rows-\d+\.safetensors|\.(rows-\d+\.safetensors|index\.json)\.part)")
+
+
+class _ShardRange(NamedTuple):
+    """The rows [first, last) of one shard; `offset` is the position of the shard's row 0."""
+
+    file: ShardFile
+    offset: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """The rows of a folder as one index tells of them."""
+class DiskSnapshot:
+    """The rows of a folder, as one version of its index lists them."""
 
-    files: tuple[File, ...]
+    files: tuple[ShardFile, ...]
     device: torch.device
     part: tuple[int, int] = (0, 1)
-    """Which of so many equal runs of places is read."""
+    """(rank, ranks): the positions are divided into `ranks` equal ranges, and range `rank` is read."""
 
     @property
     def count(self) -> int:
-        return sum(file.shard.between(first, last) for file, _, first, last in self._runs())
+        return sum(part.file.shard.live_rows_in(part.first, part.last) for part in self._ranges())
 
-    def chunks(self, size: int) -> Iterator[tuple[Chunk, Tensor]]:
-        for file, before, first, last in self._runs():
-            for start in range(first, last, size):
-                stop = min(start + size, last)
-                kept, places = file.keep(start, stop), torch.arange(before + start, before + stop)
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[Chunk, Tensor]]:
+        for file, offset, first, last in self._ranges():
+            for start in range(first, last, chunk_rows):
+                stop = min(start + chunk_rows, last)
+                live, positions = file.live(start, stop), torch.arange(offset + start, offset + stop)
                 rows = [file.map(name, start, stop) for name in Chunk._fields]
-                if kept is not None:
-                    places, *rows = (x.index_select(0, kept) for x in (places, *rows))
-                if len(places):
-                    yield Chunk(*(x.to(self.device) for x in rows)), places.to(self.device)
+                if live is not None:
+                    positions, *rows = (x.index_select(0, live) for x in (positions, *rows))
+                if len(positions):
+                    yield Chunk(*(x.to(self.device) for x in rows)), positions.to(self.device)
 
-    def _runs(self) -> Iterator[tuple[File, int, int, int]]:
-        """The files that are read, the place of each one's first row, and from which row to which."""
+    def _ranges(self) -> Iterator[_ShardRange]:
+        """Yield the ranges of rows that belong to this part."""
         (rank, ranks), total = self.part, sum(file.shard.rows for file in self.files)
         low, high = total * rank // ranks, total * (rank + 1) // ranks
-        before = 0
+        offset = 0
         for file in self.files:
-            first, last = max(low - before, 0), min(high - before, file.shard.rows)
+            first, last = max(low - offset, 0), min(high - offset, file.shard.rows)
             if first < last:
-                yield file, before, first, last
-            before += file.shard.rows
+                yield _ShardRange(file, offset, first, last)
+            offset += file.shard.rows
 
-    def at(self, places: Tensor) -> Chunk:
+    def take(self, positions: Tensor) -> Chunk:
         rows: list[Tensor] = []
-        places = places.cpu()
-        before = 0
+        positions = positions.cpu()
+        offset = 0
         for file in self.files:
-            chosen = ((places >= before) & (places < before + file.shard.rows)).nonzero().squeeze(-1)
-            if len(chosen):
-                parts = [file.rows(name, places[chosen] - before) for name in Chunk._fields]
+            inside = ((positions >= offset) & (positions < offset + file.shard.rows)).nonzero().squeeze(-1)
+            if len(inside):
+                parts = [file.take(name, positions[inside] - offset) for name in Chunk._fields]
                 if not rows:
-                    rows = [x.new_empty(len(places), *x.shape[1:]) for x in parts]
+                    rows = [x.new_empty(len(positions), *x.shape[1:]) for x in parts]
                 for whole, part in zip(rows, parts, strict=True):
-                    whole[chosen] = part
-            before += file.shard.rows
+                    whole[inside] = part
+            offset += file.shard.rows
         return Chunk(*(x.to(self.device) for x in rows))
 
 
-class Store:
-    """A folder of shards with an index; every public step leaves a memory on disk that opens."""
+class _HeldIds(NamedTuple):
+    """Some ids of one shard, and the rows that hold them."""
+
+    shard: str
+    ids: Tensor
+    rows: Tensor
+
+
+class DiskStore:
+    """A folder of shards with an index. After every public method, the folder is a memory that opens."""
 
     def __init__(self, folder: Path, mode: str, device: torch.device, who: str, part: tuple[int, int] = (0, 1)) -> None:
         self.folder, self.device, self.part = folder, device, part
-        self._lock: Lock | None = None
-        self._files: dict[str, File] = {}
+        self._lock: WriterLock | None = None
+        self._files: dict[str, ShardFile] = {}
         self._stamp: tuple[int, int, int] | None = None
-        self.index = indices.load(folder, who)
+        self.index = load_index(folder, who)
         if mode == "a":
-            with _told(who, folder):
-                self._lock = Lock(folder, who)
+            with _as_file_error(who, folder):
+                self._lock = WriterLock(folder, who)
         try:
             self._load(who)
             if self._lock is not None:
-                with _told(who, folder):
-                    self._sweep()
+                with _as_file_error(who, folder):
+                    self._remove_leftovers()
         except FileError:
             self.close()
             raise
@@ -110,171 +126,174 @@ class Store:
         return self.index.next_id
 
     def close(self) -> None:
-        """Let another write."""
+        """Allow another process to write."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
-    def snapshot(self) -> Mapped:
-        self._follow()
-        listed = (replace(self._files[shard.name], shard=shard) for shard in self.index.shards)
-        return Mapped(tuple(listed), self.device, self.part)
+    def snapshot(self) -> DiskSnapshot:
+        self._reload_if_changed()
+        files = (replace(self._files[shard.name], shard=shard) for shard in self.index.shards)
+        return DiskSnapshot(tuple(files), self.device, self.part)
 
     @property
-    def state(self) -> str:
-        """What the last snapshot was of."""
-        return indices.state(self.index)
+    def fingerprint(self) -> str:
+        """A description of the state that the last snapshot was taken of."""
+        return fingerprint(self.index)
 
     def write(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
-        self._writable("write")
-        lowest, highest = int(ids.min()), int(ids.max())
-        listed = not torch.equal(ids.cpu(), torch.arange(lowest, lowest + len(ids)))
-        shard = Shard(f"rows-{self.index.next_shard:06d}.safetensors", len(ids), lowest, highest, listed)
-        shards_after = (*self.index.shards, shard)
-        next_id = max(self.index.next_id, highest + 1)
-        after = replace(self.index, next_id=next_id, next_shard=self.index.next_shard + 1, shards=shards_after)
+        self._require_lock("write")
+        shard = _describe_shard(self.index.next_shard, ids)
+        next_id = max(self.index.next_id, shard.highest + 1)
+        shards = (*self.index.shards, shard)
+        after = replace(self.index, next_id=next_id, next_shard=self.index.next_shard + 1, shards=shards)
 
         def change() -> None:
-            shards.write(self.folder / shard.name, keys, values, ids if listed else None, self.index.dtype)
-            indices.store(after, self.folder)
+            write_shard(self.folder / shard.name, keys, values, ids if shard.listed else None, self.index.dtype)
+            save_index(after, self.folder)
 
         self._change("write", change)
 
-    def present(self, ids: Tensor) -> Tensor:
-        """Say which of some ids are held."""
+    def contains(self, ids: Tensor) -> Tensor:
+        """Return a bool per id: whether it is held."""
         ids = ids.cpu()
         found = torch.zeros_like(ids, dtype=torch.bool)
-        for _, held, _ in self._ids(ids):
-            found |= torch.isin(ids, held)
+        for held in self._held_ids_near(ids):
+            found |= torch.isin(ids, held.ids)
         return found
 
     def delete(self, ids: Tensor) -> None:
-        self._writable("delete")
-        gone: dict[str, list[Tensor]] = {}
-        for name, held, rows in self._ids(ids.cpu()):
-            hit = rows[torch.isin(held, ids.cpu())]
-            if len(hit):
-                gone.setdefault(name, []).append(hit)
-        left = tuple(
-            replace(s, deleted=_merged(s.deleted, torch.cat(gone[s.name]))) if s.name in gone else s
+        self._require_lock("delete")
+        deleted: dict[str, list[Tensor]] = {}
+        for held in self._held_ids_near(ids.cpu()):
+            rows = held.rows[torch.isin(held.ids, ids.cpu())]
+            if len(rows):
+                deleted.setdefault(held.shard, []).append(rows)
+        shards = tuple(
+            replace(s, deleted=_add_to_ranges(s.deleted, torch.cat(deleted[s.name]))) if s.name in deleted else s
             for s in self.index.shards
         )
-        self._change("delete", lambda: indices.store(replace(self.index, shards=left), self.folder))
+        self._change("delete", lambda: save_index(replace(self.index, shards=shards), self.folder))
 
-    def compact(self, size: int) -> None:
-        """Write the rows that are left into shards of `size` rows, then forget the old ones."""
-        self._writable("compact")
+    def compact(self, shard_rows: int) -> None:
+        """Write the rows that are left into shards of `shard_rows` rows, then remove the old ones."""
+        self._require_lock("compact")
         old, number = self.snapshot(), self.index.next_shard
 
         def change() -> None:
-            made = tuple(_copied(old, self.folder, self.index.dtype, size, number))
-            indices.store(replace(self.index, shards=made, next_shard=number + len(made)), self.folder)
+            shards = tuple(_copy_rows(old, self.folder, self.index.dtype, shard_rows, number))
+            save_index(replace(self.index, shards=shards, next_shard=number + len(shards)), self.folder)
 
         self._change("compact", change)
 
     def _change(self, what: str, change: Callable[[], None]) -> None:
-        """Do it, or leave all as it was; either way the memory is what the index on disk says."""
+        """Apply a change completely or not at all, then load the index that is on disk."""
         who = f"Memory.{what}"
         try:
-            with _told(who, self.folder):
+            with _as_file_error(who, self.folder):
                 change()
         finally:
             self._load(who)
-            with _told(who, self.folder):
-                self._sweep()
+            with _as_file_error(who, self.folder):
+                self._remove_leftovers()
 
-    def _ids(self, ids: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The held ids that may be among some ids: shard, ids, rows."""
+    def _held_ids_near(self, ids: Tensor) -> Iterator[_HeldIds]:
+        """Yield the held ids of all shards that may contain some of `ids`."""
         lowest, highest = int(ids.min()), int(ids.max())
         for file in self.snapshot().files:
             shard = file.shard
             if shard.highest < lowest or shard.lowest > highest:
                 continue
-            for start in range(0, shard.rows, _SCAN):
-                stop = min(start + _SCAN, shard.rows)
-                kept = file.keep(start, stop)
-                kept = torch.arange(stop - start) if kept is None else kept
-                yield shard.name, file.map("ids", start, stop)[kept], kept + start
+            for start in range(0, shard.rows, _IDS_AT_ONCE):
+                stop = min(start + _IDS_AT_ONCE, shard.rows)
+                live = file.live(start, stop)
+                live = torch.arange(stop - start) if live is None else live
+                yield _HeldIds(shard.name, file.map("ids", start, stop)[live], live + start)
 
-    def _writable(self, what: str) -> None:
+    def _require_lock(self, what: str) -> None:
         if self._lock is None:
             raise ArgumentError(
                 f"Memory.{what}: {self.folder} is open for reading. Open it with Memory.open(path, mode='a')."
             )
 
-    def _follow(self) -> None:
-        """See what a writer elsewhere has done since."""
+    def _reload_if_changed(self) -> None:
+        """Load the index again if a writer in another process has replaced it."""
         if self._lock is None and self._stamp != _stamp(self.folder):
             self._load("Memory")
 
     def _load(self, who: str) -> None:
-        stamp, index = _stamp(self.folder), indices.load(self.folder, who)
+        stamp, index = _stamp(self.folder), load_index(self.folder, who)
         known = self._files
         try:
-            files = {s.name: known.get(s.name) or File.open(self.folder, s, index, who) for s in index.shards}
+            files = {s.name: known.get(s.name) or ShardFile.open(self.folder, s, index, who) for s in index.shards}
         except FileError:
             if stamp == _stamp(self.folder):
                 raise
-            self._load(who)  # a writer has replaced the index meanwhile, and what the old one named
+            self._load(who)  # a writer has replaced the index since, and removed shards that the old one named
             return
         self._stamp, self.index, self._files = stamp, index, files
 
-    def _sweep(self) -> None:
-        """Remove what a writer left that did not come to its end."""
+    def _remove_leftovers(self) -> None:
+        """Remove the files of a writer that did not finish."""
         for path in self.folder.iterdir():
-            if _OURS.fullmatch(path.name) and path.name not in self._files:
+            if _OWN_FILES.fullmatch(path.name) and path.name not in self._files:
                 path.unlink(missing_ok=True)
 
 
-def save(source: Source, index: Index, path: Path, size: int) -> None:
-    """Write rows as a new folder, which is there whole or not at all."""
+def save_snapshot(snapshot: Snapshot, index: Index, path: Path, shard_rows: int) -> None:
+    """Write rows as a new folder, which appears complete or not at all."""
     who = "Memory.save"
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileError(f"{who}: {path} is there already. Give a new path, or remove it first.")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with _told(who, path):
+        raise FileError(f"{who}: {path} already exists. Give a new path, or remove it first.")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with _as_file_error(who, path):
         try:
-            part.mkdir()
-            made = tuple(_copied(source, part, index.dtype, size, 0))
-            indices.store(replace(index, shards=made, next_shard=len(made)), part)
-            os.replace(part, path)
-            settle(path.parent)
+            partial.mkdir()
+            shards = tuple(_copy_rows(snapshot, partial, index.dtype, shard_rows, 0))
+            save_index(replace(index, shards=shards, next_shard=len(shards)), partial)
+            os.replace(partial, path)
+            fsync_folder(path.parent)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def _copied(source: Source, folder: Path, dtype: str, size: int, number: int) -> Iterator[Shard]:
-    for chunk in _gathered(source, size):
-        lowest, highest = int(chunk.ids.min()), int(chunk.ids.max())
-        listed = not torch.equal(chunk.ids.cpu(), torch.arange(lowest, lowest + len(chunk.ids)))
-        name = f"rows-{number:06d}.safetensors"
-        shards.write(folder / name, chunk.keys, chunk.values, chunk.ids if listed else None, dtype)
-        yield Shard(name, len(chunk.ids), lowest, highest, listed)
-        number += 1
+def _describe_shard(number: int, ids: Tensor) -> Shard:
+    """Build the index entry of a new shard; ids that run on without a gap are not stored in its file."""
+    lowest, highest = int(ids.min()), int(ids.max())
+    listed = not torch.equal(ids.cpu(), torch.arange(lowest, lowest + len(ids)))
+    return Shard(f"rows-{number:06d}.safetensors", len(ids), lowest, highest, listed)
 
 
-def _gathered(source: Source, size: int) -> Iterator[Chunk]:
-    """Join the rows of a source into chunks of `size` rows, where its own are smaller."""
+def _copy_rows(snapshot: Snapshot, folder: Path, dtype: str, shard_rows: int, start: int) -> Iterator[Shard]:
+    """Write all rows as shards, numbered from `start`."""
+    for number, chunk in enumerate(_merge_chunks(snapshot, shard_rows), start):
+        shard = _describe_shard(number, chunk.ids)
+        write_shard(folder / shard.name, chunk.keys, chunk.values, chunk.ids if shard.listed else None, dtype)
+        yield shard
+
+
+def _merge_chunks(snapshot: Snapshot, shard_rows: int) -> Iterator[Chunk]:
+    """Join consecutive small chunks into chunks of up to `shard_rows` rows."""
     parts: list[Chunk] = []
     count = 0
-    for chunk, _ in source.chunks(size):
-        if count + len(chunk.ids) > size:
-            yield joined(parts)
+    for chunk, _ in snapshot.chunks(shard_rows):
+        if count + len(chunk.ids) > shard_rows:
+            yield concatenate(parts)
             parts, count = [], 0
         parts.append(chunk)
         count += len(chunk.ids)
     if parts:
-        yield joined(parts)
+        yield concatenate(parts)
 
 
-def _merged(deleted: tuple[tuple[int, int], ...], rows: Tensor) -> tuple[tuple[int, int], ...]:
-    """Ranges that hold more rows."""
+def _add_to_ranges(deleted: tuple[tuple[int, int], ...], rows: Tensor) -> tuple[tuple[int, int], ...]:
+    """Add rows to sorted ranges [start, stop), and merge ranges that touch."""
     rows = rows.sort().values
     breaks = (rows.diff() != 1).nonzero().squeeze(-1) + 1
     edges = [0, *breaks.tolist(), len(rows)]
-    new = [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(edges)]
+    added = [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(edges)]
     merged: list[tuple[int, int]] = []
-    for start, stop in sorted([*deleted, *new]):
+    for start, stop in sorted([*deleted, *added]):
         if merged and merged[-1][1] >= start:
             merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:
@@ -283,22 +302,23 @@ def _merged(deleted: tuple[tuple[int, int], ...], rows: Tensor) -> tuple[tuple[i
 
 
 def _stamp(folder: Path) -> tuple[int, int, int] | None:
+    """Identify the current version of the index file without reading it."""
     try:
-        found = os.stat(folder / indices.NAME)
+        status = os.stat(folder / INDEX_FILE)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 @contextmanager
-def _told(who: str, place: Path) -> Iterator[None]:
-    """Turn the system's refusals into one error that says what to do."""
+def _as_file_error(who: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a FileError that says what to do."""
     try:
         yield
     except FileError:
         raise
     except OSError as error:
         raise FileError(
-            f"{who}: {place} cannot be written: {error.strerror or error}. Nothing that it held is lost; make room, or "
-            f"get the right to write there, and try again."
+            f"{who}: {path} cannot be written: {error.strerror or error}. No stored row is lost; free some space, or "
+            f"get permission to write there, and try again."
         ) from error

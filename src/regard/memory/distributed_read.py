@@ -1,4 +1,4 @@
-"""Reads over a group: every rank holds rows of its own, and each query is answered as if one rank held them all."""
+"""Reads over a group: every rank holds its own rows, and each query is answered as if one rank held them all."""
 
 from __future__ import annotations
 
@@ -18,100 +18,103 @@ from ..errors import ArgumentError, DistributedError
 from ..functional import observe
 from ..masks import padding
 from ..softmax import arithmetic_dtype
-from . import readout as answers
-from . import streaming as stream
-from .disk_store import Mapped
-from .in_memory_store import Whole
+from . import streaming
+from .disk_store import DiskSnapshot
+from .in_memory_store import InMemorySnapshot
 from .progress import Progress, Report
-from .query_exchange import Circle
-from .reading import Asked, Reading
+from .query_batch import QueryBatch
+from .query_exchange import QueryExchange
+from .reading import Reading
+from .readout import read_observed
 
-__all__ = ["Question", "read"]
+__all__ = ["ReadRequest", "read"]
 
-_TRIES = 5  # at finding a store on disk in one state on all ranks
+_TRIES = 5  # to find a folder in the same state on all ranks
 
 
 @dataclass(frozen=True)
-class Question:
-    """What one rank asks, and the rows with which it answers the others."""
+class ReadRequest:
+    """The queries of one rank, and the rows with which it answers the queries of all ranks."""
 
-    source: Whole | Mapped
-    asked: Asked
+    snapshot: InMemorySnapshot | DiskSnapshot
+    batch: QueryBatch
     top: int | None
-    observed: bool
-    size: int  # rows in memory together
+    observe: bool
+    chunk_rows: int
     value_dim: int
-    show: bool | Report | None = None  # how far the read is
-    store: str = ""  # what it reads, where ranks have parts of one folder
+    progress: bool | Report | None = None
+    store: str = ""  # the state of the store, if the ranks read parts of one folder
 
     @property
-    def graph(self) -> bool:
-        """Whether the rows have a gradient."""
-        return isinstance(self.source, Whole) and any(x.requires_grad for x in self.source.rows)
+    def rows_require_grad(self) -> bool:
+        return isinstance(self.snapshot, InMemorySnapshot) and any(x.requires_grad for x in self.snapshot.rows)
 
-    def told(self) -> Told:
-        """What the other ranks must know of it, and what must be the same for them."""
-        asked, enabled = self.asked, torch.is_grad_enabled()
-        T, own = asked.temperature, enabled and asked.queries.requires_grad
-        graph = own or (enabled and (self.graph or any(x.requires_grad for x in asked.parameters)))
-        sizes = len(asked.queries), self.source.count, enabled, graph, own, _number(asked.queries)
+    def describe(self) -> Told:
+        """What the other ranks need to know of this request, and what must be the same on all ranks."""
+        batch, grad_enabled = self.batch, torch.is_grad_enabled()
+        T, queries_need_grad = batch.temperature, grad_enabled and batch.queries.requires_grad
+        others_need_grad = self.rows_require_grad or any(x.requires_grad for x in batch.parameters)
+        needs_grad = queries_need_grad or (grad_enabled and others_need_grad)
+        counts = len(batch.queries), self.snapshot.count
+        sizes = *counts, grad_enabled, needs_grad, queries_need_grad, _content_hash(batch.queries)
         learnt = " with a gradient" if isinstance(T, Tensor) and T.requires_grad else ""
         facts = {
-            "the dtype": str(asked.queries.dtype),
-            "the dim of queries": str(asked.queries.shape[-1]),
+            "the dtype": str(batch.queries.dtype),
+            "the dim of queries": str(batch.queries.shape[-1]),
             "value_dim": str(self.value_dim),
-            "the score": word(asked.score),
+            "the score": word(batch.score),
             "temperature": f"{float(T)!r}{learnt}",
             "top": str(self.top),
-            "observe": str(self.observed),
+            "observe": str(self.observe),
             "the store": self.store,
         }
         return Told(tuple(int(size) for size in sizes), facts)
 
 
-def read(ranks: Ranks, pose: Callable[[], Question]) -> Reading:
-    """Answer this rank's queries over the rows of all ranks; every rank must call, if only with no queries.
+def read(ranks: Ranks, make_request: Callable[[], ReadRequest]) -> Reading:
+    """Answer this rank's queries over the rows of all ranks; every rank must call, even without queries.
 
-    Each rank reads its own rows for everybody's queries, and what it finds goes to who asked: with w = exp(lse_r − lse)
-    the output is Σ w·output_r, and the entropy Σ w·(entropy_r − ln w). What is the same on all ranks, the score's
-    parameters and the temperature, gets the gradient of the sum of all ranks' losses.
+    Each rank reads its own rows for the queries of all ranks, and sends its results to the ranks that asked. With
+    w = exp(lse_r − lse) the output is Σ w·output_r, and the entropy Σ w·(entropy_r − ln w). The score's parameters and
+    the temperature are the same on all ranks, and get the gradient of the sum of all ranks' losses.
     """
-    question, circle = _agreed(ranks, pose)
-    question = replace(question, asked=circle.spread(question.asked))
-    if question.top is None:
-        return _of_all(circle, question)
-    return _of_strongest(circle, question, min(question.top, sum(circle.rows)))
+    request, exchange = _agree(ranks, make_request)
+    request = replace(request, batch=exchange.gather(request.batch))
+    if request.top is None:
+        return _read_all(exchange, request)
+    return _read_top_k(exchange, request, min(request.top, sum(exchange.row_counts)))
 
 
-def _agreed(ranks: Ranks, pose: Callable[[], Question]) -> tuple[Question, Circle]:
+def _agree(ranks: Ranks, make_request: Callable[[], ReadRequest]) -> tuple[ReadRequest, QueryExchange]:
+    """Compare the requests of all ranks, and set up the exchange."""
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         raise ArgumentError(f"{ranks.who}: over a group there is no forward mode and no transform of torch.func.")
 
-    def told() -> tuple[Told, Question]:
-        question = pose()
-        return question.told(), question
+    def describe() -> tuple[Told, ReadRequest]:
+        request = make_request()
+        return request.describe(), request
 
-    for last in range(_TRIES):
-        agreed, question = ranks.agree(told, may_differ=() if last == _TRIES - 1 else ("the store",))
+    for attempt in range(_TRIES):
+        agreed, request = ranks.agree(describe, may_differ=() if attempt == _TRIES - 1 else ("the store",))
         if not agreed.differs:
             break
-    counts, rows, enabled, graph, own, digests = zip(*agreed.sizes, strict=True)
-    if any(graph) and not all(enabled):
-        off = ", ".join(str(rank) for rank, on in enumerate(enabled) if not on)
+    query_counts, row_counts, grad_enabled, needs_grad, queries_need_grad, hashes = zip(*agreed.sizes, strict=True)
+    if any(needs_grad) and not all(grad_enabled):
+        off = ", ".join(str(rank) for rank, on in enumerate(grad_enabled) if not on)
         raise DistributedError(
-            f"{ranks.who}: gradients are wanted on some ranks and switched off on rank {off}, which would not take "
-            f"part in the backward pass. Leave torch.no_grad() there, or detach the inputs everywhere."
+            f"{ranks.who}: some ranks need gradients, and they are switched off on rank {off}, which would not take "
+            f"part in the backward pass. Leave torch.no_grad() there, or detach the inputs on all ranks."
         )
-    if not any(rows):
+    if not any(row_counts):
         raise ArgumentError(
             f"{ranks.who}: the memories of all {ranks.count} ranks are empty, so there is nothing to average."
         )
-    alike = tuple(range(ranks.count)) if any(own) else tuple(digests.index(one) for one in digests)
-    return question, Circle(ranks, counts, rows, any(graph), alike)
+    first = tuple(range(ranks.count)) if any(queries_need_grad) else tuple(hashes.index(one) for one in hashes)
+    return request, QueryExchange(ranks, query_counts, row_counts, any(needs_grad), first)
 
 
-class _Found(NamedTuple):
-    """What one rank's rows say to some queries, and with `top` the weights of those that were taken."""
+class _RankResult(NamedTuple):
+    """The result of reading one rank's rows, and with `top` the weights of the rows that were chosen."""
 
     output: Tensor
     lse: Tensor
@@ -120,90 +123,98 @@ class _Found(NamedTuple):
     weights: Tensor
 
     def packed(self) -> Tensor:
-        """All of it in one tensor (n, value_dim + 3 + k), in the dtype of the arithmetic."""
-        facts = torch.stack((self.lse, self.entropy, self.max_logit.detach()), -1)
-        return torch.cat((self.output.to(facts.dtype), facts, self.weights.to(facts.dtype)), -1)
+        """Everything in one tensor (n, value_dim + 3 + k), in the dtype of the arithmetic."""
+        statistics = torch.stack((self.lse, self.entropy, self.max_logit.detach()), -1)
+        return torch.cat((self.output.to(statistics.dtype), statistics, self.weights.to(statistics.dtype)), -1)
+
+    @classmethod
+    def unpack(cls, x: Tensor, value_dim: int) -> _RankResult:
+        """The inverse of `packed`."""
+        lse, entropy, max_logit = x[..., value_dim : value_dim + 3].unbind(-1)
+        return cls(x[..., :value_dim], lse, entropy, max_logit, x[..., value_dim + 3 :])
 
 
-def _of_all(circle: Circle, q: Question) -> Reading:
-    queries = len(q.asked.queries)
-    if not (queries and q.source.count):
-        found = _nothing(q, 0)
+def _read_all(exchange: QueryExchange, request: ReadRequest) -> Reading:
+    queries, rows = len(request.batch.queries), request.snapshot.count
+    if not (queries and rows):
+        result = _empty_result(request, 0)
     else:
-        with Progress(q.show, queries if q.graph else q.source.count) as progress:
-            seen = (
-                answers.observed(q.source, q.asked, q.size, progress)
-                if q.graph
-                else stream.read(q.source, q.asked, q.size, q.observed, progress)
+        in_graph = request.rows_require_grad
+        with Progress(request.progress, queries if in_graph else rows) as progress:
+            reading = (
+                read_observed(request.snapshot, request.batch, request.chunk_rows, progress)
+                if in_graph
+                else streaming.read(request.snapshot, request.batch, request.chunk_rows, request.observe, progress)
             )
-        found = _Found(*seen[:4], seen.lse.new_empty(queries, 0))
-    return _merged(circle.returned(found.packed()), q.value_dim, q.asked.queries.dtype)
+        no_weights = reading.lse.new_empty(queries, 0)
+        result = _RankResult(reading.output, reading.lse, reading.entropy, reading.max_logit, no_weights)
+    received = _RankResult.unpack(exchange.return_results(result.packed()), request.value_dim)
+    reading, _ = _merge(received, request.batch.queries.dtype)
+    return reading
 
 
-def _of_strongest(circle: Circle, q: Question, k: int) -> Reading:
-    """Every rank offers its k strongest rows; who asked takes the strongest of all, which each rank then averages."""
-    offered = [min(k, rows) for rows in circle.rows]
-    with torch.no_grad(), Progress(q.show, q.source.count) as progress:
-        logits, places = stream.strongest(q.source, q.asked, min(k, q.source.count), q.size, progress)
-        everywhere = _joined(circle.returned(_wide(logits, k)), offered)  # (n, all offers)
-        order = everywhere.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+def _read_top_k(exchange: QueryExchange, request: ReadRequest, k: int) -> Reading:
+    """Merge the top k of every rank into the top k of all, then let each rank average those of its rows."""
+    offered = [min(k, rows) for rows in exchange.row_counts]
+    snapshot, batch = request.snapshot, request.batch
+    with torch.no_grad(), Progress(request.progress, snapshot.count) as progress:
+        own = streaming.top_k(snapshot, batch, min(k, snapshot.count), request.chunk_rows, progress)
+        candidates = _concatenate_ranks(exchange.return_results(_pad_columns(own.logits, k)), offered)  # (n, all)
+        order = candidates.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         holder = torch.cat([order.new_full((count,), rank) for rank, count in enumerate(offered)])[order]  # (n, k)
-        taken = torch.cat([(holder == rank).sum(-1) for rank in range(len(offered))])
-        taken = circle.picked(circle.ranks.swap(taken, circle.mine, circle.counts))  # so many of this rank's offers
-    found, ids = _taken(q, places[:, : int(taken.max()) if len(taken) else 0], taken, k)
-    reading = _merged(circle.returned(found.packed()), q.value_dim, q.asked.queries.dtype, (offered, order))
-    return reading._replace(ids=_joined(circle.returned(_wide(ids, k)), offered).gather(-1, order), ranks=holder)
+        chosen = torch.cat([(holder == rank).sum(-1) for rank in range(len(offered))])
+        chosen = exchange.ranks.swap(chosen, exchange.own_counts, exchange.query_counts)
+        chosen = exchange.select_distinct(chosen)  # how many of this rank's candidates, per query
+    result, ids = _read_first(request, own.positions[:, : int(chosen.max()) if len(chosen) else 0], chosen, k)
+    received = _RankResult.unpack(exchange.return_results(result.packed()), request.value_dim)
+    reading, share = _merge(received, batch.queries.dtype)
+    weights = _concatenate_ranks(share[..., None] * received.weights, offered).gather(-1, order)
+    ids = _concatenate_ranks(exchange.return_results(_pad_columns(ids, k)), offered).gather(-1, order)
+    return reading._replace(ids=ids, weights=weights.to(batch.queries.dtype), ranks=holder)
 
 
-def _taken(q: Question, places: Tensor, counts: Tensor, k: int) -> tuple[_Found, Tensor]:
-    """Average, for each query, the first `counts` of some rows of this rank; and the ids of these rows."""
-    if not places.numel():
-        return _nothing(q, k), places
-    keys, values, ids = (x.unflatten(0, places.shape) for x in q.source.at(places.flatten()))
-    seen = observe(q.asked.queries[:, None], keys, values, mask=padding(counts), **q.asked.options)
-    weights = _wide(seen.weights(), k)
+def _read_first(request: ReadRequest, positions: Tensor, counts: Tensor, k: int) -> tuple[_RankResult, Tensor]:
+    """Average, for each query, the first `counts` of the rows at `positions`; also return the ids of these rows."""
+    if not positions.numel():
+        return _empty_result(request, k), positions
+    batch = request.batch
+    keys, values, ids = (x.unflatten(0, positions.shape) for x in request.snapshot.take(positions.flatten()))
+    seen = observe(batch.queries[:, None], keys, values, mask=padding(counts), **batch.options)
+    weights = _pad_columns(seen.weights(), k)
     parts = (x[:, 0] for x in (seen.output, seen.lse, seen.entropy, seen.max_logit, weights))
-    return _Found(*parts), ids
+    return _RankResult(*parts), ids
 
 
-def _nothing(q: Question, k: int) -> _Found:
-    """What a rank says that has no rows; it stays in the graph, so that it takes its part in the backward pass."""
-    queries = q.asked.queries
+def _empty_result(request: ReadRequest, k: int) -> _RankResult:
+    """The result of a rank without rows; it stays in the graph, so that the rank takes part in the backward pass."""
+    queries = request.batch.queries
     zero = queries[:, :0].sum(-1, dtype=arithmetic_dtype(queries.dtype))  # (n)
-    output, weights = (zero[:, None].expand(-1, width) for width in (q.value_dim, k))
-    return _Found(output, zero - torch.inf, zero, zero - torch.inf, weights)
+    output, weights = (zero[:, None].expand(-1, width) for width in (request.value_dim, k))
+    return _RankResult(output, zero - torch.inf, zero, zero - torch.inf, weights)
 
 
-def _merged(came: Tensor, width: int, dtype: torch.dtype, top: tuple[list[int], Tensor] | None = None) -> Reading:
-    """One reading from those of all ranks, (ranks, n, …)."""
-    output, (lse, entropy, peak), weights = (
-        came[..., :width],
-        came[..., width : width + 3].unbind(-1),
-        came[..., width + 3 :],
-    )
-    whole = lse.logsumexp(0)
-    log_share = lse - whole
+def _merge(received: _RankResult, dtype: torch.dtype) -> tuple[Reading, Tensor]:
+    """Merge the results of all ranks, (ranks, n, …), into one reading; also return each rank's share, (ranks, n)."""
+    lse = received.lse.logsumexp(0)
+    log_share = received.lse - lse
     share = log_share.exp()  # (ranks, n)
-    entropy = (share * (entropy - torch.where(lse == -torch.inf, 0.0, log_share))).sum(0)
-    found = Reading((share[..., None] * output).sum(0).to(dtype), whole, entropy, peak.amax(0))
-    if top is None:
-        return found
-    offered, order = top
-    return found._replace(weights=_joined(share[..., None] * weights, offered).gather(-1, order).to(dtype))
+    entropy = received.entropy - torch.where(received.lse == -torch.inf, 0.0, log_share)
+    output = (share[..., None] * received.output).sum(0).to(dtype)
+    return Reading(output, lse, (share * entropy).sum(0), received.max_logit.amax(0)), share
 
 
-def _joined(x: Tensor, counts: list[int]) -> Tensor:
-    """The first counts[r] columns that came from each rank r, (ranks, n, k), beside one another: (n, all)."""
+def _concatenate_ranks(x: Tensor, counts: list[int]) -> Tensor:
+    """Concatenate the first counts[r] columns from each rank r, (ranks, n, k), to (n, sum of counts)."""
     return torch.cat([part[:, :count] for part, count in zip(x, counts, strict=True)], -1)
 
 
-def _wide(x: Tensor, k: int) -> Tensor:
-    """Columns up to k; what stands in the new ones is never looked at."""
+def _pad_columns(x: Tensor, k: int) -> Tensor:
+    """Pad to k columns; the new ones are never read."""
     return pad(x, (0, k - x.shape[-1]))
 
 
-def _number(x: Tensor) -> int:
-    """Tell tensors apart by a number."""
+def _content_hash(x: Tensor) -> int:
+    """Hash the dtype, the shape and the contents of a tensor."""
     x = x.detach().cpu().contiguous()
     content = sha256(x.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
     return digest(f"{x.dtype} {tuple(x.shape)} {content}")

@@ -1,4 +1,4 @@
-"""What a read reads: rows in chunks, or some rows by their places."""
+"""The rows of a memory at one moment, read in chunks or by position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Chunk", "Source", "joined"]
+__all__ = ["Chunk", "Snapshot", "concatenate"]
 
 
 class Chunk(NamedTuple):
@@ -22,24 +22,24 @@ class Chunk(NamedTuple):
     """(n,) int64"""
 
 
-def joined(parts: list[Chunk]) -> Chunk:
-    """Put chunks one behind the other; a single one is not copied."""
-    parts = [part for part in parts if len(part.ids)] or parts[:1]
-    if len(parts) == 1:
-        return parts[0]
-    keys, values, ids = (torch.cat(column) for column in zip(*parts, strict=True))
+def concatenate(chunks: list[Chunk]) -> Chunk:
+    """Join chunks in order; a single one is not copied."""
+    chunks = [chunk for chunk in chunks if len(chunk.ids)] or chunks[:1]
+    if len(chunks) == 1:
+        return chunks[0]
+    keys, values, ids = (torch.cat(column) for column in zip(*chunks, strict=True))
     return Chunk(keys, values, ids)
 
 
-class Source(Protocol):
+class Snapshot(Protocol):
     """The rows of a memory at one moment: later writes and deletions do not change them."""
 
     @property
     def count(self) -> int:
         """How many rows there are."""
 
-    def chunks(self, size: int) -> Iterator[tuple[Chunk, Tensor]]:
-        """Give all rows in order, at most `size` at a time, each with its place."""
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[Chunk, Tensor]]:
+        """Yield all rows in order, at most `chunk_rows` at a time, with their positions."""
 
-    def at(self, places: Tensor) -> Chunk:
-        """Give the rows (n, …) of 1-D places."""
+    def take(self, positions: Tensor) -> Chunk:
+        """Return the rows at 1-D positions."""

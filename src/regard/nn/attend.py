@@ -1,4 +1,4 @@
-"""What modules ask of attention: the output, with the weights or without, and errors that name the module."""
+"""Attention as the modules call it: with or without weights, and with errors that name the module."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..functional import attention, observe
 
 __all__ = ["attend"]
 
-_ASKED = ("attention", "observe", "distributed.attention", "distributed.observe")
+_CALLED = ("attention", "observe", "distributed.attention", "distributed.observe")
 
 
 def attend(
-    who: str, query: Tensor, key: Tensor, value: Tensor, *, weighted: bool, **given: Any
+    who: str, query: Tensor, key: Tensor, value: Tensor, *, return_weights: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Give (output, weights), or (output, None) where they are not `weighted`; an error starts with `who`."""
+    """Return (output, weights), or (output, None) without `return_weights`; an error starts with `who`."""
     try:
-        if not weighted:
-            return attention(query, key, value, **given), None
-        seen = observe(query, key, value, **given)
+        if not return_weights:
+            return attention(query, key, value, **options), None
+        seen = observe(query, key, value, **options)
         return seen.output, seen.weights()
     except RegardError as error:
         name, _, rest = str(error).partition(": ")
-        if name in _ASKED:
+        if name in _CALLED:
             error.args = (f"{who}: {rest}",)
         raise
