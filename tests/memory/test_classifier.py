@@ -1,4 +1,4 @@
-"""KernelClassifier: the shares of the classes, scikit-learn's conventions, and the search for its bandwidth."""
+"""KernelClassifier: the shares of the classes, scikit-learn's conventions, and the bandwidth search."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def iris() -> tuple[np.ndarray, np.ndarray]:
     return x, np.array(["setosa", "versicolor", "virginica"])[y]
 
 
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")  # of array libraries other than NumPy
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")  # array libraries other than NumPy
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.DataConversionWarning")
 def test_scikit_learn_finds_no_fault_with_it() -> None:
     assert {check["status"] for check in check_estimator(KernelClassifier())} <= {"passed", "skipped"}
@@ -52,20 +52,22 @@ def test_the_search_finds_the_least_leave_one_out_log_loss(iris: tuple[np.ndarra
     x, y = x[::2], y[::2]
     model = KernelClassifier().fit(x, y)
 
-    def looped(h: float) -> float:
-        told = []
+    def leave_one_out(h: float) -> float:
+        predicted = []
         for i in range(len(x)):
             rest = np.arange(len(x)) != i
-            told.append(KernelClassifier(h).fit(x[rest], y[rest]).predict_proba(x[i : i + 1])[0])
-        return log_loss(y, np.array(told))
+            predicted.append(KernelClassifier(h).fit(x[rest], y[rest]).predict_proba(x[i : i + 1])[0])
+        return log_loss(y, np.array(predicted))
 
-    assert len(np.unique(np.c_[x, y == "virginica"], axis=0)) == len(x)  # no copies: the loop leaves out what we do
-    assert model.loo_loss_ == pytest.approx(looped(model.bandwidth_), rel=1e-6)
-    assert model.loo_loss_ < min(looped(model.bandwidth_ * 1.1), looped(model.bandwidth_ / 1.1))
+    assert len(np.unique(np.c_[x, y == "virginica"], axis=0)) == len(
+        x
+    )  # no duplicates, so the loop leaves out what we do
+    assert model.loo_loss_ == pytest.approx(leave_one_out(model.bandwidth_), rel=1e-6)
+    assert model.loo_loss_ < min(leave_one_out(model.bandwidth_ * 1.1), leave_one_out(model.bandwidth_ / 1.1))
     assert KernelClassifier("cv-per-feature").fit(x, y).loo_loss_ < model.loo_loss_
 
 
-def test_it_stands_in_pipelines_and_grid_searches(iris: tuple[np.ndarray, np.ndarray]) -> None:
+def test_it_works_in_pipelines_and_grid_searches(iris: tuple[np.ndarray, np.ndarray]) -> None:
     x, y = iris
     search = GridSearchCV(
         make_pipeline(StandardScaler(), KernelClassifier()), {"kernelclassifier__bandwidth": ["cv", 100.0]}, cv=3
@@ -82,7 +84,7 @@ def test_explain_gives_the_points_and_their_classes(iris: tuple[np.ndarray, np.n
     assert (found.weights[:, 0] >= found.weights[:, 1]).all()
 
 
-def test_a_weight_counts_as_so_many_points(iris: tuple[np.ndarray, np.ndarray]) -> None:
+def test_a_whole_weight_counts_copies(iris: tuple[np.ndarray, np.ndarray]) -> None:
     x, y = iris[0][::5], iris[1][::5]
     weight = np.arange(len(x)) % 3
     for bandwidth in ("cv", 0.3):

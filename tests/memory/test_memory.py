@@ -1,4 +1,4 @@
-"""Memory in memory: what a read means, and that gradients reach all it depends on."""
+"""Memory: reads against the formula, in memory and on disk, and their gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(
 
 
 def filled(where: str, tmp_path: Path, score: Score | None = None, n: int = 50) -> tuple[Memory, Tensor, Tensor]:
-    """A memory of two writes with one row deleted, in memory or on disk, and the rows that are left."""
+    """A memory after two writes and a deletion, in memory or on disk, and the rows that are left."""
     keys, values = rows(n)
     memory = Memory(4, 3, score, dtype=torch.float64)
     memory.write(keys[: n // 2], values[: n // 2])
@@ -46,7 +46,7 @@ def filled(where: str, tmp_path: Path, score: Score | None = None, n: int = 50) 
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, score: Score | None, T: float | Tensor = 1.0) -> tuple[Tensor, ...]:
-    """Output, lse, entropy and largest logit by the formula."""
+    """Output, lse, entropy and max logit by the formula."""
     S = (q @ k.mT / math.sqrt(k.shape[-1]) if score is None else score(q, k)) / T
     P = torch.softmax(S, -1)
     return P @ v, S.logsumexp(-1), -(P * P.log()).sum(-1), S.amax(-1)
@@ -71,7 +71,7 @@ def test_a_read_is_the_formula_over_all_rows_that_are_left(name: str, where: str
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize("name", SCORES)
-def test_top_reads_the_strongest_rows_alone(name: str, where: str, tmp_path: Path) -> None:
+def test_top_reads_only_the_strongest_rows(name: str, where: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     score = SCORES[name]()
     score = score if score is None else score.double()
@@ -160,7 +160,7 @@ def test_from_disk_gradients_reach_queries_temperature_and_the_score(name: str, 
     torch.testing.assert_close(alone, truth)
 
 
-def test_a_gradient_from_disk_is_of_what_was_read_whatever_came_after(tmp_path: Path) -> None:
+def test_a_gradient_from_disk_uses_the_rows_that_were_read_despite_later_changes(tmp_path: Path) -> None:
     memory, k, v = filled("disk", tmp_path)
     q = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     output = memory.read(q)
@@ -171,7 +171,7 @@ def test_a_gradient_from_disk_is_of_what_was_read_whatever_came_after(tmp_path: 
     torch.testing.assert_close(got, want)
 
 
-def test_an_optimisers_step_on_held_rows_is_seen_and_a_later_change_of_others_is_not() -> None:
+def test_updates_of_rows_that_require_a_gradient_are_seen_and_those_of_others_are_not() -> None:
     learned, fixed = torch.zeros(2, 1, requires_grad=True), torch.ones(2, 1)
     memory = Memory(1, 1)
     memory.write(torch.zeros(2, 1), learned)
@@ -190,7 +190,7 @@ def test_an_optimisers_step_on_held_rows_is_seen_and_a_later_change_of_others_is
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_low_precision_is_worked_in_float32(dtype: torch.dtype, where: str, tmp_path: Path) -> None:
+def test_low_precision_is_computed_in_float32(dtype: torch.dtype, where: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
     k, v = rows(300, 8, 8, dtype)
     q = torch.randn(4, 8).to(dtype)
@@ -207,7 +207,7 @@ def test_low_precision_is_worked_in_float32(dtype: torch.dtype, where: str, tmp_
     torch.testing.assert_close(found.entropy.double(), want[2], atol=1e-5, rtol=1e-5)
 
 
-def test_huge_logits_overflow_nothing(tmp_path: Path) -> None:
+def test_huge_logits_do_not_overflow(tmp_path: Path) -> None:
     memory = Memory(1, 1)
     memory.write(torch.tensor([[-1e4], [0.0], [1e4], [9e3]]), torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     memory.save(tmp_path / "memory")
@@ -217,7 +217,7 @@ def test_huge_logits_overflow_nothing(tmp_path: Path) -> None:
         assert found.entropy.tolist() == [0.0, 0.0]
 
 
-def test_ids_are_numbered_on_and_may_be_given() -> None:
+def test_ids_continue_and_may_be_given() -> None:
     memory = Memory(2, 2)
     x = torch.randn(3, 2)
     assert memory.write(x, x).tolist() == [0, 1, 2]
@@ -235,17 +235,17 @@ def test_ids_are_numbered_on_and_may_be_given() -> None:
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize("top", [None, 3])
-def test_progress_is_told_to_the_end(where: str, top: int | None, tmp_path: Path) -> None:
+def test_progress_is_reported_to_the_end(where: str, top: int | None, tmp_path: Path) -> None:
     memory, _, _ = filled(where, tmp_path)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     q = torch.randn(600, 4, dtype=torch.float64)
-    found = memory.read(q, top=top, progress=lambda done, total: told.append((done, total)))
+    found = memory.read(q, top=top, progress=lambda done, total: reported.append((done, total)))
     torch.testing.assert_close(found, memory.read(q, top=top))
-    assert told
-    assert told[-1][0] == told[-1][1]
+    assert reported
+    assert reported[-1][0] == reported[-1][1]
 
 
-def test_a_bar_is_shown_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory, _, _ = filled("disk", tmp_path)
     q = torch.randn(2, 4, dtype=torch.float64)
     memory.read(q)
@@ -256,7 +256,7 @@ def test_a_bar_is_shown_where_it_is_asked_for(tmp_path: Path, capsys: pytest.Cap
     assert shown.out == ""
 
 
-def test_it_is_a_name_of_regard_memory_that_says_what_it_is() -> None:
+def test_the_repr_describes_the_memory() -> None:
     assert repr(Memory(2, 3, Cosine(0.5))) == (
         "Memory(0 rows, key_dim=2, value_dim=3, Cosine(temperature=0.5, learnable=False), float32, in memory)"
     )

@@ -1,4 +1,4 @@
-"""Bad input to Memory: one clear error before anything is done, and nothing lost."""
+"""Invalid input to Memory: one clear error before anything changes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ WRONG: dict[str, tuple[Callable[[Memory], Any], type[RegardError], str]] = {
     "a NaN": (lambda m: m.write(nan, y[:1]), ArgumentError, "keys must be finite"),
     "an infinite value": (lambda m: m.write(x[:1], y[:1] / 0), ArgumentError, "values must be finite"),
     "keys elsewhere": (lambda m: m.write(x.to("meta"), y), DeviceError, "keys must be on cpu. Got meta"),
-    "an id held already": (lambda m: m.write(x, y, ids=[7, 1, 8]), ArgumentError, "holds the ids 1 already"),
-    "an id twice": (lambda m: m.write(x, y, ids=[7, 8, 7]), ArgumentError, "an id must come once. Twice came 7"),
+    "an id held already": (lambda m: m.write(x, y, ids=[7, 1, 8]), ArgumentError, "already holds the ids 1"),
+    "an id twice": (lambda m: m.write(x, y, ids=[7, 8, 7]), ArgumentError, "ids must be unique. These are repeated: 7"),
     "too few ids": (lambda m: m.write(x, y, ids=[7]), ShapeError, "every row needs one id. Got 3 rows and 1 ids"),
     "fractions as ids": (lambda m: m.write(x[:1], y[:1], ids=[0.5]), DtypeError, "ids must be whole numbers"),
     "words as ids": (lambda m: m.write(x[:1], y[:1], ids=["a"]), DtypeError, "ids must be whole numbers"),
     "an id below 0": (lambda m: m.write(x[:1], y[:1], ids=[-4]), ArgumentError, "Got -4"),
     "an id too large": (lambda m: m.write(x[:1], y[:1], ids=[2**64]), DtypeError, "ids must be whole numbers"),
     "deleting unknown ids": (lambda m: m.delete([0, 50, 60]), ArgumentError, "no rows with the ids 50, 60. Nothing"),
-    "deleting twice at once": (lambda m: m.delete([0, 0]), ArgumentError, "Twice came 0"),
+    "deleting twice at once": (lambda m: m.delete([0, 0]), ArgumentError, "These are repeated: 0"),
     "deleting nothing": (lambda m: m.delete(None), DtypeError, "Got None"),
     "queries of another dim": (
         lambda m: m.read(torch.ones(1, 3)),
@@ -45,9 +45,9 @@ WRONG: dict[str, tuple[Callable[[Memory], Any], type[RegardError], str]] = {
     ),
     "a number as a query": (lambda m: m.read(torch.tensor(1.0)), ShapeError, "Got a single number"),
     "queries of another dtype": (lambda m: m.read(x.half()), DtypeError, "queries must be torch.float32"),
-    "a temperature of 0": (lambda m: m.read(x, 0.0), ArgumentError, "above 0. Got 0.0; for the nearest row alone"),
+    "a temperature of 0": (lambda m: m.read(x, 0.0), ArgumentError, "above 0. Got 0.0; to read only the nearest row"),
     "a temperature below 0": (lambda m: m.read(x, torch.tensor(-1.0)), ArgumentError, "above 0. Got -1.0"),
-    "an endless temperature": (lambda m: m.read(x, torch.inf), ArgumentError, "finite"),
+    "an infinite temperature": (lambda m: m.read(x, torch.inf), ArgumentError, "finite"),
     "two temperatures": (lambda m: m.read(x, torch.ones(2)), ShapeError, "one floating number"),
     "a word as temperature": (lambda m: m.read(x, "hot"), DtypeError, "temperature must be a number. Got str"),
     "top of 0": (lambda m: m.read(x, top=0), ArgumentError, "top must be a whole number of rows, at least 1"),
@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[Callable[[Memory], Any], type[RegardError], str]] = {
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @pytest.mark.parametrize("case", WRONG)
-def test_bad_input_is_one_error_and_changes_nothing(case: str, where: str, tmp_path: Path) -> None:
+def test_invalid_input_is_one_error_and_changes_nothing(case: str, where: str, tmp_path: Path) -> None:
     memory = Memory(2, 1)
     memory.write(torch.randn(2, 2), y[:2])
     if where == "disk":
@@ -82,12 +82,12 @@ def test_bad_input_is_one_error_and_changes_nothing(case: str, where: str, tmp_p
         ((2, 1, "cosine"), DtypeError, "score must be a regard.scores Score or None. Got str"),
     ],
 )
-def test_a_memory_that_cannot_be_is_refused(arguments: Any, kind: type[RegardError], words: str) -> None:
+def test_a_memory_with_invalid_arguments_is_refused(arguments: Any, kind: type[RegardError], words: str) -> None:
     with pytest.raises(kind, match=rf"^Memory: {words}"):
         Memory(*arguments)
 
 
-def test_a_dtype_that_is_no_float_is_refused() -> None:
+def test_a_dtype_that_is_not_floating_is_refused() -> None:
     with pytest.raises(DtypeError, match=r"^Memory: dtype must be one of torch.float64.*Got torch.int64"):
         Memory(2, 1, dtype=torch.int64)
 

@@ -1,4 +1,4 @@
-"""Memory on disk: what was written stays, many read beside one who writes, and little of it is ever in memory."""
+"""Memory on disk: durable writes, many readers beside one writer, and reads in little memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "src"
 
 
 def numbered(start: int, stop: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Rows that can be told from their ids."""
+    """Rows that follow from their ids."""
     ids = torch.arange(start, stop)
     return torch.stack((ids, -ids), -1).float(), ids[:, None].float() * 10, ids.tolist()
 
@@ -34,7 +34,7 @@ def saved(path: Path, count: int = 5) -> Path:
 
 
 def held(memory: Memory) -> list[int]:
-    """The ids, after a look at whether each row is what its id says."""
+    """The ids, after a check that each row is the one that belongs to its id."""
     chunks = list(memory)
     ids = [i for chunk in chunks for i in chunk.ids.tolist()]
     for keys, values, some in chunks:
@@ -52,7 +52,7 @@ def fresh(script: str, *words: object) -> str:
     return done.stdout
 
 
-def test_what_is_saved_is_opened_with_its_ids_and_goes_on_counting(tmp_path: Path) -> None:
+def test_a_saved_memory_keeps_its_ids_and_continues_numbering(tmp_path: Path) -> None:
     memory = Memory(2, 1)
     memory.write(*numbered(0, 4))
     memory.write(*numbered(30, 33))
@@ -95,7 +95,7 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
         assert file.get_tensor("ids").tolist() == [5, 9, 7]
 
 
-def test_many_read_beside_one_who_writes_and_see_what_it_did(tmp_path: Path) -> None:
+def test_many_readers_see_the_changes_of_one_writer(tmp_path: Path) -> None:
     saved(tmp_path / "memory")
     readers = [Memory.open(tmp_path / "memory") for _ in range(3)]
     writer = Memory.open(tmp_path / "memory", "a")
@@ -131,7 +131,7 @@ def refused_in_another_process(path: Path) -> bool:
 def test_a_second_writer_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     saved(tmp_path / "memory")
     first = Memory.open(tmp_path / "memory", "a")
-    with pytest.raises(FileError, match=rf"has a writer already \(process {os.getpid()}\).*mode='r'.*close\(\)"):
+    with pytest.raises(FileError, match=rf"already has a writer \(process {os.getpid()}\).*mode='r'.*close\(\)"):
         Memory.open(tmp_path / "memory", "a")
     assert refused_in_another_process(tmp_path / "memory")
     first.write(*numbered(5, 6))
@@ -140,7 +140,7 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(tmp_path: Path) ->
         first.read(torch.ones(1, 2))
     assert not refused_in_another_process(tmp_path / "memory")
     second = Memory.open(tmp_path / "memory", "a")
-    del second  # one that is dropped lets go, too
+    del second  # dropping it releases the lock
     assert held(Memory.open(tmp_path / "memory", "a")) == [0, 1, 2, 3, 4, 5]
 
 
@@ -149,14 +149,14 @@ import os, shutil, signal, sys, torch
 from regard.memory import Memory
 base, out = sys.argv[1:]
 torch.set_num_threads(1)
-os.fsync = lambda opened: None  # a kill leaves what the system has been given; waiting for the disk takes time
+os.fsync = lambda opened: None  # a kill keeps what the system has received; waiting for the disk takes time
 real = {name: getattr(os, name) for name in ("fsync", "replace", "unlink")}
 
-def work(path, log, deadly):
+def work(path, log, killed_at):
     passed = 0
     def moment():
         nonlocal passed
-        if passed == deadly:
+        if passed == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
         passed += 1
     def watched(name):
@@ -177,16 +177,16 @@ def work(path, log, deadly):
         os.write(log, bytes([number]))
     os._exit(0)
 
-for deadly in range(1000):
-    path = os.path.join(out, str(deadly))
+for killed_at in range(1000):
+    path = os.path.join(out, str(killed_at))
     shutil.copytree(base, path)
     log = os.open(path + ".log", os.O_CREAT | os.O_WRONLY)
     child = os.fork()
     if child == 0:
-        work(path, log, deadly)
+        work(path, log, killed_at)
     if os.waitpid(child, 0)[1] == 0:
         break
-print(deadly)
+print(killed_at)
 """
 AFTER = (
     [0, 1, 2, 3, 4],
@@ -198,9 +198,7 @@ AFTER = (
 )
 
 
-def test_a_killed_writer_loses_nothing_that_write_had_returned_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_writer_loses_no_write_that_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda opened: None)
     (tmp_path / "out").mkdir()
     moments = int(fresh(KILLED, saved(tmp_path / "base"), tmp_path / "out"))
@@ -212,11 +210,11 @@ def test_a_killed_writer_loses_nothing_that_write_had_returned_from(
         with Memory.open(path, "a") as memory:
             memory.write(*numbered(90, 92))
             assert held(memory)[-2:] == [90, 91]
-            names = {shard.name for shard in memory._rows.index.shards} | {"index.json", "lock"}  # type: ignore[union-attr]
+            names = {shard.name for shard in memory._store.index.shards} | {"index.json", "lock"}  # type: ignore[union-attr]
         assert {file.name for file in path.iterdir()} == names
 
 
-def test_what_a_killed_writer_left_is_swept_by_the_next_writer_alone(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_removed_by_the_next_writer_alone(tmp_path: Path) -> None:
     path = saved(tmp_path / "memory")
     left = [path / name for name in ("rows-000007.safetensors", ".rows-000008.safetensors.part", ".index.json.part")]
     foreign = path / "notes.txt"
@@ -229,7 +227,7 @@ def test_what_a_killed_writer_left_is_swept_by_the_next_writer_alone(tmp_path: P
     assert foreign.read_text() == "x"
 
 
-def test_data_reach_the_disk_before_the_name_and_the_shard_before_the_index(
+def test_data_is_synced_before_the_rename_and_the_shard_before_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory.open(saved(tmp_path / "memory"), "a")
@@ -275,7 +273,7 @@ def test_a_full_disk_is_one_error_and_nothing_is_lost(
 
     for name in ("fsync", "replace"):
         limited(name)
-    with pytest.raises(FileError, match=r"^Memory.write: .*No space left on device\. Nothing that it held is lost"):
+    with pytest.raises(FileError, match=r"^Memory.write: .*No space left on device\. No stored row is lost"):
         memory.write(*numbered(5, 8))
     monkeypatch.undo()
     kept = held(memory)
@@ -317,11 +315,11 @@ def test_a_file_that_cannot_grow_is_one_error_and_nothing_is_lost(tmp_path: Path
 
 
 @pytest.mark.parametrize("size", [0, 7, 50, -1, 1])
-def test_a_shard_that_is_cut_off_or_too_long_is_refused(size: int, tmp_path: Path) -> None:
+def test_a_shard_that_is_truncated_or_too_long_is_refused(size: int, tmp_path: Path) -> None:
     shard = saved(tmp_path / "memory") / "rows-000000.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content + b"x" if size == 1 else content[:size])
-    with pytest.raises(FileError, match=r"^Memory.open: .*rows-000000.safetensors is cut off, or not the shard"):
+    with pytest.raises(FileError, match=r"^Memory.open: .*rows-000000.safetensors is truncated, or not the shard"):
         Memory.open(tmp_path / "memory")
 
 
@@ -347,11 +345,11 @@ def test_a_shard_of_something_else_or_a_missing_one_is_refused(tmp_path: Path) -
         (lambda text: "", "not JSON"),
         (lambda text: "[]", "does not say regard.Memory"),
         (lambda text: '{"format": "other"}', "does not say regard.Memory"),
-        (lambda text: text.replace('"rows":5', '"rows":4'), "its checksum is another"),
-        (lambda text: text.replace('"version":1', '"version":2'), "is of version 2"),
+        (lambda text: text.replace('"rows":5', '"rows":4'), "its checksum does not match"),
+        (lambda text: text.replace('"version":1', '"version":2'), "has version 2"),
     ],
 )
-def test_an_index_that_is_not_whole_or_not_ours_is_refused(change: object, words: str, tmp_path: Path) -> None:
+def test_an_index_that_is_damaged_or_foreign_is_refused(change: object, words: str, tmp_path: Path) -> None:
     index = saved(tmp_path / "memory") / "index.json"
     index.write_text(change(index.read_text()))  # type: ignore[operator]
     with pytest.raises(FileError, match=rf"^Memory.open: .*{words}"):
@@ -366,25 +364,25 @@ def test_an_index_never_leads_out_of_its_folder(tmp_path: Path) -> None:
     page["shards"][0]["name"] = "../rows-000000.safetensors"
     content = {name: x for name, x in page.items() if name not in ("format", "version", "checksum")}
     index.write_text(json.dumps({**page, "checksum": _checksum(content)}))
-    with pytest.raises(FileError, match="is no shard's name"):
+    with pytest.raises(FileError, match="is not the name of a shard"):
         Memory.open(tmp_path / "memory")
 
 
-def test_wrong_paths_and_folders_without_the_right_to_write_are_refused(
+def test_wrong_paths_and_folders_without_write_permission_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("x")
-    for path, words in (("nowhere", "is not there"), ("file", "is a file"), (".", "is a folder without one")):
+    for path, words in (("nowhere", "does not exist"), ("file", "is a file"), (".", "is a folder without one")):
         with pytest.raises(FileError, match=rf"^Memory.open: a memory is a folder.*{words}"):
             Memory.open(tmp_path / path)
     memory = Memory(2, 1)
     memory.write(*numbered(0, 2))
-    with pytest.raises(FileError, match="is there already"):
+    with pytest.raises(FileError, match="already exists"):
         memory.save(tmp_path / "file")
     with pytest.raises(FileError, match=r"Memory.save: .* cannot be written: No such file or directory"):
         memory.save(tmp_path / "nowhere" / "memory")
     saved(tmp_path / "memory")
-    with pytest.raises(FileError, match="is there already"):
+    with pytest.raises(FileError, match="already exists"):
         memory.save(tmp_path / "memory")
 
     def denied(*_: object, **__: object) -> int:
@@ -423,19 +421,19 @@ from regard.memory import Memory
 memory, small = (Memory.open(path) for path in sys.argv[1:])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 q = torch.randn(4, 64, requires_grad=True)
-def look(memory):
+def read(memory):
     memory.read(q, observe=True).output.sum().backward()
     memory.read(q, top=3)
-look(small)
+read(small)
 before = peak()
-look(memory)
+read(memory)
 for chunk in memory:
     chunk.keys.sum()
 print(peak() - before)
 """
 
 
-def test_a_memory_is_read_in_a_small_part_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_memory_is_read_in_a_fraction_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda opened: None)
     keys, values = torch.randn(2, 100_000, 64).unbind()
     Memory(64, 64).save(tmp_path / "large")

@@ -1,4 +1,4 @@
-"""KernelRegressor: the formula, statsmodels' numbers, scikit-learn's conventions, and what it says of itself."""
+"""KernelRegressor: the formula, statsmodels' numbers, scikit-learn's conventions, and explanations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from regard.errors import ArgumentError, DtypeError, MissingPackageError
 from regard.memory.regressor import KernelRegressor
 from regard.scores import Additive, Cosine, Gaussian, Temperature
 
-# Computed once by statsmodels 0.15.0: KernelReg(Y, X, "cc", reg_type="lc", bw=h).fit(ASKED)[0], and its cv_loo.
+# Computed once by statsmodels 0.15.0: KernelReg(Y, X, "cc", reg_type="lc", bw=h).fit(QUERIES)[0], and its cv_loo.
 X = np.array(
     [
         *([0.5, 1.589], [1.103, -1.099], [-0.799, 1.494], [-1.979, 1.285], [1.188, -0.128], [-0.788, -0.886]),
@@ -35,7 +35,7 @@ Y = np.array(
         *(-1.023, 2.671, 0.451, 1.02, 0.466, 2.072, 3.422, 2.969, 1.626, 1.836, 1.386, -0.906),
     ]
 )
-ASKED = np.array([[1.496, 0.649], [-1.474, 1.38], [1.78, 1.616], [0.279, -1.418], [-1.23, 1.712], [0.209, -1.278]])
+QUERIES = np.array([[1.496, 0.649], [-1.474, 1.38], [1.78, 1.616], [0.279, -1.418], [-1.23, 1.712], [0.209, -1.278]])
 STATSMODELS = {
     (0.4, 0.4): (
         0.532887806098,
@@ -70,26 +70,28 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def weights_at(asked: np.ndarray, points: np.ndarray, h: float | np.ndarray) -> np.ndarray:
-    logits = -0.5 * (((asked[:, None] - points) / h) ** 2).sum(-1)
+def weights_at(queries: np.ndarray, points: np.ndarray, h: float | np.ndarray) -> np.ndarray:
+    logits = -0.5 * (((queries[:, None] - points) / h) ** 2).sum(-1)
     kernel = np.exp(logits - logits.max(1, keepdims=True))
     return kernel / kernel.sum(1, keepdims=True)
 
 
 @pytest.mark.parametrize("bandwidth", STATSMODELS)
 def test_it_agrees_with_the_numbers_of_statsmodels(bandwidth: tuple[float, float]) -> None:
-    _, told = STATSMODELS[bandwidth]
+    _, expected = STATSMODELS[bandwidth]
     model = KernelRegressor(bandwidth=bandwidth).fit(X, Y)
-    np.testing.assert_allclose(model.predict(ASKED), told, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(model.predict(QUERIES), expected, rtol=0, atol=1e-10)
     if len(set(bandwidth)) == 1:
-        np.testing.assert_allclose(KernelRegressor(bandwidth[0]).fit(X, Y).predict(ASKED), told, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(
+            KernelRegressor(bandwidth[0]).fit(X, Y).predict(QUERIES), expected, rtol=0, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize("bandwidth", STATSMODELS)
 def test_leave_one_out_agrees_with_the_number_of_statsmodels(bandwidth: tuple[float, float]) -> None:
-    from regard.memory.leave_one_out import gathered, squared_loss
+    from regard.memory.leave_one_out import merge_duplicates, squared_loss
 
-    points = gathered(X, Y[:, None], None, torch.device("cpu"))
+    points = merge_duplicates(X, Y[:, None], None, torch.device("cpu"))
     found = squared_loss(points, "gaussian", torch.tensor(bandwidth, dtype=torch.float64).log()).item() * Y.var()
     assert found == pytest.approx(STATSMODELS[bandwidth][0], abs=1e-10)
 
@@ -97,19 +99,19 @@ def test_leave_one_out_agrees_with_the_number_of_statsmodels(bandwidth: tuple[fl
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_numbers_of_statsmodels_are_its_own_where_it_is_installed() -> None:
     regression = pytest.importorskip("statsmodels.nonparametric.kernel_regression")
-    for bandwidth, (_, told) in STATSMODELS.items():
+    for bandwidth, (_, expected) in STATSMODELS.items():
         model = regression.KernelReg(Y, X, "cc", reg_type="lc", bw=np.array(bandwidth))
-        np.testing.assert_allclose(model.fit(ASKED)[0], told, rtol=1e-9)
+        np.testing.assert_allclose(model.fit(QUERIES)[0], expected, rtol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")  # of array libraries other than NumPy
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")  # array libraries other than NumPy
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.DataConversionWarning")
 def test_scikit_learn_finds_no_fault_with_it() -> None:
     assert {check["status"] for check in check_estimator(KernelRegressor())} <= {"passed", "skipped"}
     check_estimator(KernelRegressor(bandwidth=0.5, kernel="dot"))
 
 
-def test_it_stands_in_pipelines_and_grid_searches() -> None:
+def test_it_works_in_pipelines_and_grid_searches() -> None:
     rng = np.random.default_rng(0)
     x = rng.uniform(0, 6, (60, 2)) * [1.0, 1000.0]
     y = np.sin(x[:, 0])
@@ -121,7 +123,7 @@ def test_it_stands_in_pipelines_and_grid_searches() -> None:
     assert found[-1].loo_loss_ < 0.05
 
 
-def test_the_search_beats_every_number_of_a_grid_on_points_it_has_not_seen() -> None:
+def test_the_search_beats_every_bandwidth_of_a_grid_on_held_out_points() -> None:
     x, y = load_diabetes(return_X_y=True)
     train, test = np.arange(len(x)) % 2 == 0, np.arange(len(x)) % 2 == 1
     found = KernelRegressor().fit(x[train], y[train])
@@ -133,50 +135,50 @@ def test_the_search_beats_every_number_of_a_grid_on_points_it_has_not_seen() -> 
 def test_the_deviation_is_that_of_the_targets_under_the_weights() -> None:
     y = np.stack((Y, 1e3 + 5 * Y**2), 1)
     model = KernelRegressor(0.5).fit(X, y)
-    mean, deviation = model.predict(ASKED, return_std=True)
-    weights = weights_at(ASKED, X, 0.5)
+    mean, deviation = model.predict(QUERIES, return_std=True)
+    weights = weights_at(QUERIES, X, 0.5)
     np.testing.assert_allclose(mean, weights @ y)
     np.testing.assert_allclose(deviation, np.sqrt(weights @ y**2 - (weights @ y) ** 2), rtol=1e-6)
-    single = KernelRegressor(0.5).fit(X, Y).predict(ASKED, return_std=True)
+    single = KernelRegressor(0.5).fit(X, Y).predict(QUERIES, return_std=True)
     assert [part.shape for part in single] == [(6,), (6,)]
     np.testing.assert_allclose(single[1], deviation[:, 0], rtol=1e-9)
 
 
 def test_explain_gives_the_points_that_made_a_prediction() -> None:
     model = KernelRegressor(0.5).fit(X, Y)
-    weights = weights_at(ASKED, X, 0.5)
-    found = model.explain(ASKED, k=4)
+    weights = weights_at(QUERIES, X, 0.5)
+    found = model.explain(QUERIES, k=4)
     order = np.argsort(-weights, axis=1, kind="stable")[:, :4]
     np.testing.assert_array_equal(found.indices, order)
     np.testing.assert_allclose(found.weights, np.take_along_axis(weights, order, 1))
     np.testing.assert_array_equal(found.targets, Y[order])
-    every = model.explain(ASKED, k=1000)
+    every = model.explain(QUERIES, k=1000)
     assert every.weights.shape == (6, 24)
-    np.testing.assert_allclose((every.weights * every.targets).sum(1), model.predict(ASKED))
+    np.testing.assert_allclose((every.weights * every.targets).sum(1), model.predict(QUERIES))
 
 
-def test_a_weight_counts_as_so_many_points_and_none_as_its_absence() -> None:
+def test_a_whole_weight_counts_copies_and_zero_removes_a_point() -> None:
     weight = np.arange(24) % 4
     for bandwidth in (0.5, "cv", "cv-per-feature"):
         weighted = KernelRegressor(bandwidth).fit(X, Y, sample_weight=weight)
         repeated = KernelRegressor(bandwidth).fit(X.repeat(weight, 0), Y.repeat(weight))
-        np.testing.assert_allclose(weighted.predict(ASKED), repeated.predict(ASKED), rtol=1e-9)
-    found = weighted.explain(ASKED, k=3)
+        np.testing.assert_allclose(weighted.predict(QUERIES), repeated.predict(QUERIES), rtol=1e-9)
+    found = weighted.explain(QUERIES, k=3)
     assert (weight[found.indices] > 0).all()
     np.testing.assert_array_equal(found.targets, Y[found.indices])
-    thirds = KernelRegressor(0.5).fit(X, Y, sample_weight=weight / 3).predict(ASKED)
-    np.testing.assert_allclose(thirds, KernelRegressor(0.5).fit(X, Y, sample_weight=weight).predict(ASKED))
-    scored = [KernelRegressor(0.5, Gaussian(1.0)).fit(X, Y, sample_weight=weight).predict(ASKED), thirds]
+    thirds = KernelRegressor(0.5).fit(X, Y, sample_weight=weight / 3).predict(QUERIES)
+    np.testing.assert_allclose(thirds, KernelRegressor(0.5).fit(X, Y, sample_weight=weight).predict(QUERIES))
+    scored = [KernelRegressor(0.5, Gaussian(1.0)).fit(X, Y, sample_weight=weight).predict(QUERIES), thirds]
     np.testing.assert_allclose(*scored)
 
 
 @pytest.mark.parametrize("score", [Cosine(), Temperature(), Gaussian(0.3), Additive(2, 2, 3)], ids=repr)
 def test_any_score_is_a_kernel_over_the_square_of_the_bandwidth(score: torch.nn.Module) -> None:
     model = KernelRegressor(0.6, score).fit(X, Y)
-    assert getattr(score, "start", None) is None  # a parameter is never changed by a fit
-    logits = model._score(torch.tensor(ASKED), torch.tensor(X)).detach().numpy() / 0.36
+    assert getattr(score, "start", None) is None  # fitting changes no parameter
+    logits = model._score(torch.tensor(QUERIES), torch.tensor(X)).detach().numpy() / 0.36
     weights = np.exp(logits - logits.max(1, keepdims=True))
-    np.testing.assert_allclose(model.predict(ASKED), weights @ Y / weights.sum(1), rtol=1e-9)
+    np.testing.assert_allclose(model.predict(QUERIES), weights @ Y / weights.sum(1), rtol=1e-9)
     searched = KernelRegressor(kernel=score).fit(X, Y)
     assert 0 < searched.bandwidth_ < 1e3
     assert searched.loo_loss_ <= 1.2
@@ -184,14 +186,14 @@ def test_any_score_is_a_kernel_over_the_square_of_the_bandwidth(score: torch.nn.
 
 def test_a_dot_product_is_that_of_the_points_over_their_bandwidths() -> None:
     h = np.array([0.7, 2.0])
-    kernel = np.exp((ASKED / h) @ (X / h).T)
-    found = KernelRegressor(h, "dot").fit(X, Y).predict(ASKED)
+    kernel = np.exp((QUERIES / h) @ (X / h).T)
+    found = KernelRegressor(h, "dot").fit(X, Y).predict(QUERIES)
     np.testing.assert_allclose(found, kernel @ Y / kernel.sum(1, keepdims=True)[:, 0])
 
 
 def test_single_precision_stays_single_and_correct() -> None:
     rng = np.random.default_rng(0)
-    far = rng.normal(size=(80, 3)) + 1e4  # the offset alone would take all digits of float32
+    far = rng.normal(size=(80, 3)) + 1e4  # the offset alone uses up the digits of float32
     far32, y = far.astype(np.float32), rng.normal(size=80)
     truth = KernelRegressor(0.05).fit(far32.astype(np.float64), y)
     found = KernelRegressor(0.05).fit(far32, y)
@@ -200,7 +202,7 @@ def test_single_precision_stays_single_and_correct() -> None:
     assert found.explain(far32).weights.dtype == np.float32
 
 
-def test_single_precision_gives_way_where_it_would_not_tell_neighbours_apart() -> None:
+def test_double_precision_is_used_where_single_precision_cannot_separate_neighbours() -> None:
     x = np.linspace(0, 1000, 3001, dtype=np.float32)[:, None]
     wide, y = x.astype(np.float64), np.sin(x[:, 0])
     found = KernelRegressor(0.3).fit(x, y).predict(x)
@@ -214,7 +216,7 @@ def test_a_query_far_from_every_point_takes_the_nearest_and_stays_finite() -> No
     np.testing.assert_allclose(deviation, 0, atol=1e-6)
 
 
-def test_a_fit_above_cv_points_looks_at_some_and_narrows_the_bandwidth() -> None:
+def test_a_fit_above_cv_points_samples_and_narrows_the_bandwidth() -> None:
     rng = np.random.default_rng(0)
     x = rng.uniform(0, 6, (600, 1))
     y = np.sin(x[:, 0]) + 0.3 * rng.normal(size=600)
@@ -226,7 +228,7 @@ def test_a_fit_above_cv_points_looks_at_some_and_narrows_the_bandwidth() -> None
 def test_a_fitted_model_survives_pickle_and_its_score_too() -> None:
     model = KernelRegressor(0.5, Cosine()).fit(X, Y)
     again = pickle.loads(pickle.dumps(model))
-    np.testing.assert_array_equal(again.predict(ASKED), model.predict(ASKED))
+    np.testing.assert_array_equal(again.predict(QUERIES), model.predict(QUERIES))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_a_fitted_model_survives_pickle_and_its_score_too() -> None:
         ({"cv_points": 1}, ArgumentError, "cv_points"),
     ],
 )
-def test_a_parameter_without_meaning_is_one_clear_error(parameters: dict, error: type, says: str) -> None:
+def test_an_invalid_parameter_is_one_clear_error(parameters: dict, error: type, says: str) -> None:
     with pytest.raises(error, match=r"KernelRegressor: ") as caught:
         KernelRegressor(**parameters).fit(X, Y)
     assert says in str(caught.value)
@@ -258,7 +260,7 @@ def test_bad_weights_and_bad_k_are_one_clear_error() -> None:
         KernelRegressor(1.0).fit(X, Y, sample_weight=np.zeros(24))
     for k in (0, 1.5, True):
         with pytest.raises(ArgumentError, match="explain: k must be"):
-            KernelRegressor(1.0).fit(X, Y).explain(ASKED, k=k)
+            KernelRegressor(1.0).fit(X, Y).explain(QUERIES, k=k)
 
 
 def test_without_scikit_learn_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
         return attend
 
-    for holder, name in ((F, "scaled_dot_product_attention"), (regard.nn.attending, "attention")):
+    for holder, name in ((F, "scaled_dot_product_attention"), (regard.nn.attend, "attention")):
         monkeypatch.setattr(holder, name, looking(getattr(holder, name)))
     return seen
 

@@ -21,7 +21,7 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(L)
 
 
 def swapped(model: nn.Module, **arguments: Any) -> nn.Module:
-    """Put our module in the place of every one of torch's, with its parameters where they fit."""
+    """Replace every attention module of torch by ours, with the same parameters if they fit."""
     model = copy.deepcopy(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -78,7 +78,7 @@ def test_an_encoder_whose_layers_were_swapped_gives_the_same(training: bool, gra
 
 
 @pytest.mark.parametrize("arguments", [{"score": Cosine()}, {"num_kv_heads": 2}, {"rotary": True}], ids=str)
-def test_what_torch_does_not_know_works_there_in_every_mode(arguments: dict[str, Any]) -> None:
+def test_options_beyond_torch_work_in_every_mode(arguments: dict[str, Any]) -> None:
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True), 2)
     other, x = swapped(encoder, **arguments), torch.randn(N, L, E)

@@ -1,4 +1,4 @@
-"""regard.nn.KVCache: decoding with the past held equals the full pass."""
+"""regard.nn.KVCache: decoding with a cache equals the full pass."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ CACHES: dict[str, dict[str, int]] = {
 }
 
 
-def meaning(cache: KVCache) -> regard.Mask:
+def mask_of(cache: KVCache) -> regard.Mask:
     return regard.causal() if cache.window is None else regard.window(cache.window - 1)
 
 
 @pytest.mark.parametrize("sizes", CHUNKS, ids=str)
 @pytest.mark.parametrize("limits", CACHES.values(), ids=CACHES.keys())
-def test_attending_piece_by_piece_equals_the_full_pass(sizes: list[int], limits: dict[str, int]) -> None:
+def test_decoding_in_pieces_equals_the_full_pass(sizes: list[int], limits: dict[str, int]) -> None:
     q, k, v = qkv()
     cache = KVCache(**limits)
     parts = [cache.attend(*(x[:, :, piece] for x in (q, k, v))) for piece in pieces(sizes) if piece.start < T]
-    torch.testing.assert_close(torch.cat(parts, 2), regard.attention(q, k, v, mask=meaning(cache)))
+    torch.testing.assert_close(torch.cat(parts, 2), regard.attention(q, k, v, mask=mask_of(cache)))
     assert cache.length == T
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 8))
-def test_a_window_gives_the_last_keys_in_order_whatever_comes_at_once(counts: list[int], window: int) -> None:
+def test_a_window_gives_the_last_keys_in_order_for_any_piece_sizes(counts: list[int], window: int) -> None:
     cache, seen = KVCache(window=window), 0
     for count in counts:
         new = torch.arange(seen, seen + count, dtype=torch.float32).reshape(1, 1, -1, 1)
@@ -81,12 +81,12 @@ def test_a_module_decodes_with_rotary_positions_as_in_the_full_pass(sizes: list[
     x, cache = torch.randn(2, T, E, dtype=torch.float64), KVCache(**limits)
     with torch.inference_mode():
         parts = [attend(*[x[:, p]] * 3, cache=cache, need_weights=False)[0] for p in pieces(sizes) if p.start < T]
-    torch.testing.assert_close(torch.cat(parts, 1), attend(x, x, x, mask=meaning(cache))[0].detach())
+    torch.testing.assert_close(torch.cat(parts, 1), attend(x, x, x, mask=mask_of(cache))[0].detach())
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("extra", [False, True])
-def test_a_module_with_a_cache_gives_weights_and_takes_masks_over_what_is_held(extra: bool) -> None:
+def test_a_module_with_a_cache_returns_weights_and_takes_masks_over_the_held_tokens(extra: bool) -> None:
     attend = MultiheadAttention(E, H, add_bias_kv=extra, add_zero_attn=extra, dtype=torch.float64)
     x, cache = torch.randn(6, 2, E, dtype=torch.float64), KVCache()
     hidden = torch.tensor([[False] * 6, [True, True, False, False, False, False]])
@@ -110,7 +110,7 @@ def test_a_fixed_cache_that_is_full_says_so_and_keeps_what_it_holds() -> None:
     _, k, v = qkv(6)
     cache = KVCache(capacity=5)
     cache.append(k[:, :, :4], v[:, :, :4])
-    with pytest.raises(ValueError, match=r"KVCache: it is full: 4 of 5 tokens are held and 2 more came\. .*window="):
+    with pytest.raises(ValueError, match=r"KVCache: it is full: it holds 4 of 5 tokens, and 2 more came\. .*window="):
         cache.append(k[:, :, 4:], v[:, :, 4:])
     keys, _ = cache.append(k[:, :, 4:5], v[:, :, 4:5])
     assert torch.equal(keys, k[:, :, :5])
@@ -131,7 +131,7 @@ def test_reset_forgets_and_takes_another_batch() -> None:
     assert keys.shape == (1, KV, 6, 8)
 
 
-def test_positions_go_on_where_the_past_ends() -> None:
+def test_positions_continue_after_the_past() -> None:
     cache = KVCache(window=2)
     _, k, v = qkv(5)
     cache.append(k, v)
@@ -146,10 +146,10 @@ def test_it_works_in_and_out_of_inference_mode() -> None:
         for i in range(T):
             with torch.inference_mode(i % 3 != 1):
                 parts.append(cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v))).clone())
-        torch.testing.assert_close(torch.cat(parts, 2), regard.attention(q, k, v, mask=meaning(cache)))
+        torch.testing.assert_close(torch.cat(parts, 2), regard.attention(q, k, v, mask=mask_of(cache)))
 
 
-def test_what_is_held_carries_no_gradient_and_says_so() -> None:
+def test_held_tokens_carry_no_gradient_and_tensors_that_require_one_are_refused() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(4))
     cache = KVCache()
     with pytest.raises(ArgumentError, match=r"^KVCache: it holds no graph"):
@@ -188,7 +188,7 @@ WRONG: dict[str, tuple[tuple[Any, Any], str]] = {
     "no tensor": (([1.0], K), "key must be a floating tensor"),
     "integers": ((K, K.long()), "value must be a floating tensor"),
     "rank": ((K[0], K[0]), r"\(batch, heads, tokens, dim\)"),
-    "lengths": ((K, K[:, :, :1]), "alike but for dim"),
+    "lengths": ((K, K[:, :, :1]), "may differ only in dim"),
     "batch": ((K.expand(2, -1, -1, -1), K.expand(2, -1, -1, -1)), r"it holds keys \(1, 2, tokens, 4\)"),
     "dim": ((K, K[..., :2]), "it holds values"),
     "dtype": ((K.double(), K.double()), "it holds keys of torch.float32"),
@@ -213,7 +213,7 @@ def test_a_wrong_limit_is_refused(limits: dict[str, Any]) -> None:
         KVCache(**limits)
 
 
-def test_attend_wants_one_query_a_token() -> None:
+def test_attend_needs_one_query_per_token() -> None:
     cache = KVCache()
     with pytest.raises(ValueError, match="one query for each new token"):
         cache.attend(K[:, :, :1], K, K)

@@ -1,4 +1,4 @@
-"""Torch's masks read as ours, and keys at the end that every row sees."""
+"""Torch's masks converted to regard's, and appended keys that every row attends to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import regard
 from regard import Mask
 from regard.masks.base import FULL, HIDDEN, PARTIAL
-from regard.nn.masking import Masking, Sizes, masking
+from regard.nn.torch_masks import MaskAndBias, MaskSizes, combine_masks
 
 N, M, EXTRA = 5, 7, 2
 PARTS = [
@@ -26,28 +26,28 @@ PARTS = [
 
 
 @pytest.mark.parametrize("part", PARTS, ids=repr)
-def test_keys_at_the_end_are_seen_by_every_row(part: Mask) -> None:
-    opened = Masking(part, None).opened(EXTRA).mask
-    assert opened is not None
+def test_every_row_attends_to_appended_keys(part: Mask) -> None:
+    extended = MaskAndBias(part, None).with_visible_keys(EXTRA).mask
+    assert extended is not None
     m = M + EXTRA
-    table = opened.dense(N, m)
+    table = extended.dense(N, m)
     assert table[..., M:].all()
     assert torch.equal(table[..., :M], part.dense(N, M))
-    lo, hi, exact = opened.span(torch.arange(N), N, m)
+    lo, hi, exact = extended.span(torch.arange(N), N, m)
     j = torch.arange(m)
     inside = (j >= lo[..., None]) & (j < hi[..., None])
     assert not (table & ~inside).any()
     assert not exact or torch.equal(inside.expand_as(table), table)
-    assert torch.equal(opened.visible(torch.arange(N), N, m).expand(table.shape[:-1]), table.sum(-1))
+    assert torch.equal(extended.visible(torch.arange(N), N, m).expand(table.shape[:-1]), table.sum(-1))
 
 
 @pytest.mark.parametrize("part", PARTS, ids=repr)
 @pytest.mark.parametrize("cols", [[0, 3, 6, 9], [0, 7, 9], [0, 9], [0, 4, 8, 9]], ids=str)
-def test_tiles_that_hold_only_hidden_keys_are_known(part: Mask, cols: list[int]) -> None:
-    opened = Masking(part, None).opened(EXTRA).mask
-    assert opened is not None
-    rows, table = [0, 2, 5], opened.dense(N, M + EXTRA)
-    cover = opened.cover(torch.tensor(rows), torch.tensor(cols), N, M + EXTRA)
+def test_tiles_with_only_hidden_keys_are_found(part: Mask, cols: list[int]) -> None:
+    extended = MaskAndBias(part, None).with_visible_keys(EXTRA).mask
+    assert extended is not None
+    rows, table = [0, 2, 5], extended.dense(N, M + EXTRA)
+    cover = extended.cover(torch.tensor(rows), torch.tensor(cols), N, M + EXTRA)
     for r, (top, bottom) in enumerate(pairwise(rows)):
         for c, (left, right) in enumerate(pairwise(cols)):
             tile, state = table[..., top:bottom, left:right], int(cover[r, c])
@@ -57,22 +57,22 @@ def test_tiles_that_hold_only_hidden_keys_are_known(part: Mask, cols: list[int])
         assert cover.tolist() == [[PARTIAL, PARTIAL, PARTIAL], [HIDDEN, PARTIAL, PARTIAL]]
 
 
-def sizes(batch: int = 2, heads: int = 3) -> Sizes:
-    return Sizes(batch, heads, N, M, True, torch.device("cpu"))
+def sizes(batch: int = 2, heads: int = 3) -> MaskSizes:
+    return MaskSizes(batch, heads, N, M, True, torch.device("cpu"))
 
 
-def test_padding_of_zeros_and_minus_infinity_is_a_mask_and_no_bias() -> None:
+def test_padding_of_zeros_and_minus_infinity_becomes_a_mask() -> None:
     hidden = torch.arange(M) >= torch.tensor([[4], [6]])
     added = torch.zeros(2, M).masked_fill(hidden, -torch.inf)
-    assert masking("test", sizes(), None, added) == masking("test", sizes(), None, hidden)
-    assert masking("test", sizes(), None, added - 1).mask is None
+    assert combine_masks("test", sizes(), None, added) == combine_masks("test", sizes(), None, hidden)
+    assert combine_masks("test", sizes(), None, added - 1).mask is None
 
 
-def test_masks_stay_as_small_as_they_were_given() -> None:
+def test_masks_are_not_expanded() -> None:
     hidden = torch.zeros(2, M, dtype=torch.bool)
-    found = masking("test", sizes(), None, hidden, regard.causal())
+    found = combine_masks("test", sizes(), None, hidden, regard.causal())
     assert found.bias is None
     assert found.mask == regard.causal() & regard.padding(keep=~hidden)
-    both = masking("test", sizes(), torch.zeros(N, M), torch.zeros(2, M))
+    both = combine_masks("test", sizes(), torch.zeros(N, M), torch.zeros(2, M))
     assert both.bias is not None
     assert both.bias.shape == (1, 1, N, M)

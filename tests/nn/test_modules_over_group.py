@@ -1,4 +1,4 @@
-"""Modules inside `regard.distributed.over`: four processes with parts of a sequence do what one does with all of it."""
+"""Modules inside `regard.distributed.over`: four processes with parts of a sequence give what one gives with all."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from world import World
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_module_over_a_group_is_that_of_one_process(name: str, world: Callable[[int], World], tmp_path: Path) -> None:
+def test_a_module_over_a_group_equals_one_process(name: str, world: Callable[[int], World], tmp_path: Path) -> None:
     world(RANKS).run(f"modules_over_group:{name}", tmp_path)

@@ -1,4 +1,4 @@
-"""What regard.nn.MultiheadAttention has beyond torch's: grouped heads, scores, masks, rotary positions, our dropout."""
+"""regard.nn.MultiheadAttention beyond torch's: grouped heads, scores, masks, rotary positions, dropout."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_the_packed_projection_of_grouped_heads_has_the_documented_size() -> Non
 
 
 @pytest.mark.parametrize("given", [True, 500.0, Rotary(D, 500.0)], ids=str)
-def test_rotary_turns_queries_and_keys_of_every_head(given: Any) -> None:
-    turned, x = module(rotary=given), tokens()
+def test_rotary_rotates_queries_and_keys_of_every_head(given: Any) -> None:
+    rotated, x = module(rotary=given), tokens()
     base = 10000.0 if given is True else 500.0
-    q, k, v = (x @ turned.in_proj_weight.mT).chunk(3, -1)  # type: ignore[union-attr]
+    q, k, v = (x @ rotated.in_proj_weight.mT).chunk(3, -1)  # type: ignore[union-attr]
     q, k, v = (part.unflatten(-1, (H, D)).transpose(1, 2) for part in (q, k, v))
     heads = regard.attention(rotary(q, base=base), rotary(k, base=base), v)
-    torch.testing.assert_close(turned(x, x, x)[0], turned.out_proj(heads.transpose(1, 2).flatten(-2)))
-    assert turned.state_dict().keys() == module().state_dict().keys()
+    torch.testing.assert_close(rotated(x, x, x)[0], rotated.out_proj(heads.transpose(1, 2).flatten(-2)))
+    assert rotated.state_dict().keys() == module().state_dict().keys()
 
 
 def test_mask_objects_and_tensors_say_who_may_attend() -> None:
@@ -80,7 +80,7 @@ def test_mask_objects_and_tensors_say_who_may_attend() -> None:
     torch.testing.assert_close(attend(x, x, x, mask=regard.causal())[1], weights)
 
 
-def test_all_given_masks_hold_together() -> None:
+def test_all_given_masks_apply_together() -> None:
     attend, x = module(add_zero_attn=True), tokens()
     attn = torch.rand(6, 6) < 0.3
     padding = torch.arange(6) >= torch.tensor([[6], [4]])
@@ -91,13 +91,13 @@ def test_all_given_masks_hold_together() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_extra_keys_go_with_masks_that_tell_items_and_heads_apart() -> None:
+def test_extra_keys_work_with_masks_that_differ_by_item_and_head() -> None:
     attend, x = module(add_bias_kv=True, add_zero_attn=True), tokens()
-    rule = regard.predicate(lambda b, h, i, j: (i + 2 * b + h) % 3 != j % 3)
-    table = rule.bind(2, H).dense(6, 6)
+    mask = regard.predicate(lambda b, h, i, j: (i + 2 * b + h) % 3 != j % 3)
+    table = mask.bind(2, H).dense(6, 6)
     assert table.shape == (2, H, 6, 6)
     for need_weights in (True, False):
-        a = attend(x, x, x, need_weights=need_weights, mask=rule)
+        a = attend(x, x, x, need_weights=need_weights, mask=mask)
         torch.testing.assert_close(a, attend(x, x, x, need_weights=need_weights, mask=table))
         torch.testing.assert_close(a, attend(x, x, x, None, need_weights, ~table.flatten(0, 1)))
 
@@ -123,7 +123,7 @@ def test_a_score_takes_the_place_of_the_product(score: regard.scores.Score) -> N
         assert gradient.abs().sum() > 0
 
 
-def test_dropout_works_in_training_only_and_the_weights_are_before_it() -> None:
+def test_dropout_applies_in_training_only_and_the_weights_are_before_it() -> None:
     attend, x = module(dropout=0.5), tokens()
     wanted, weights = attend.eval()(x, x, x)
     torch.testing.assert_close(attend(x, x, x, need_weights=False)[0], wanted)
@@ -165,7 +165,7 @@ def test_autocast_and_inference_mode() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that any operation makes."""
+    """Record the size of the largest tensor that any operation creates."""
 
     numbers = 0
 
@@ -244,7 +244,7 @@ def test_a_wrong_input_gets_one_clear_error(inputs: Any, arguments: dict[str, An
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_what_attention_refuses_is_told_under_the_module_s_name(need_weights: bool) -> None:
+def test_errors_of_attention_name_the_module(need_weights: bool) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "the mask does not fit": lambda: module()(X, X, X, need_weights=need_weights, mask=torch.ones(6, 4).bool()),
         "the score does not fit": lambda: module(score=Temperature(heads=3))(X, X, X, need_weights=need_weights),

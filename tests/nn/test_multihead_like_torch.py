@@ -19,8 +19,8 @@ INF = float("inf")
 Masks = dict[str, Tensor]
 
 
-def seen(*shape: int) -> Tensor:
-    """Random bools, True where hidden, in which no row hides everything."""
+def random_hidden(*shape: int) -> Tensor:
+    """Random bools, True where hidden; no row hides everything."""
     hidden = torch.rand(shape) < 0.4
     hidden[..., 0] = False
     return hidden
@@ -36,18 +36,24 @@ def numbers(*shape: int) -> Tensor:
 
 MASKS: dict[str, Callable[[], Masks]] = {
     "none": dict,
-    "bool attn (L, S)": lambda: {"attn_mask": seen(L, S)},
-    "bool attn (N·H, L, S)": lambda: {"attn_mask": seen(N * H, L, S)},
+    "bool attn (L, S)": lambda: {"attn_mask": random_hidden(L, S)},
+    "bool attn (N·H, L, S)": lambda: {"attn_mask": random_hidden(N * H, L, S)},
     "float attn (L, S)": lambda: {"attn_mask": numbers(L, S)},
     "float attn (N·H, L, S)": lambda: {"attn_mask": numbers(N * H, L, S)},
-    "-inf attn (L, S)": lambda: {"attn_mask": additive(seen(L, S))},
-    "bool padding": lambda: {"key_padding_mask": seen(N, S)},
+    "-inf attn (L, S)": lambda: {"attn_mask": additive(random_hidden(L, S))},
+    "bool padding": lambda: {"key_padding_mask": random_hidden(N, S)},
     "float padding": lambda: {"key_padding_mask": numbers(N, S)},
-    "-inf padding": lambda: {"key_padding_mask": additive(seen(N, S))},
-    "bool attn, bool padding": lambda: {"attn_mask": seen(N * H, L, S), "key_padding_mask": seen(N, S)},
+    "-inf padding": lambda: {"key_padding_mask": additive(random_hidden(N, S))},
+    "bool attn, bool padding": lambda: {
+        "attn_mask": random_hidden(N * H, L, S),
+        "key_padding_mask": random_hidden(N, S),
+    },
     "float attn, float padding": lambda: {"attn_mask": numbers(L, S), "key_padding_mask": numbers(N, S)},
-    "float attn, bool padding": lambda: {"attn_mask": numbers(N * H, L, S), "key_padding_mask": seen(N, S)},
-    "bool attn, -inf padding": lambda: {"attn_mask": seen(L, S), "key_padding_mask": additive(seen(N, S))},
+    "float attn, bool padding": lambda: {"attn_mask": numbers(N * H, L, S), "key_padding_mask": random_hidden(N, S)},
+    "bool attn, -inf padding": lambda: {
+        "attn_mask": random_hidden(L, S),
+        "key_padding_mask": additive(random_hidden(N, S)),
+    },
 }
 
 every_mask = pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS.keys())
@@ -76,12 +82,12 @@ def inputs(ours: MultiheadAttention, batched: bool = True) -> list[Tensor]:
 def assert_same(
     theirs: nn.MultiheadAttention, ours: MultiheadAttention, given: list[Tensor], **arguments: object
 ) -> None:
-    """Compare outputs, weights, and gradients of inputs and parameters through both."""
+    """Compare outputs, weights, and gradients of inputs and parameters."""
     found = []
     for module in (theirs, ours):
         leaves = [*given, *(p for _, p in sorted(module.named_parameters()))]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, about masks of two dtypes
+            warnings.simplefilter("ignore")  # torch warns about masks of two dtypes
             output, weights = module(*given, **arguments)
         torch.manual_seed(1)
         loss = (output * torch.randn(output.shape, dtype=output.dtype)).sum()
@@ -113,7 +119,7 @@ CONSTRUCTORS = [
 @pytest.mark.parametrize("arguments", CONSTRUCTORS, ids=str)
 def test_every_argument_of_the_constructor_means_the_same(arguments: dict[str, object]) -> None:
     theirs, ours = pair(**arguments)
-    masks = {"attn_mask": seen(N * H, L, S), "key_padding_mask": seen(N, S)}
+    masks = {"attn_mask": random_hidden(N * H, L, S), "key_padding_mask": random_hidden(N, S)}
     for need_weights, average in ((True, True), (True, False), (False, True)):
         flags = {"need_weights": need_weights, "average_attn_weights": average}
         assert_same(theirs, ours, inputs(ours), **masks, **flags)
@@ -125,7 +131,7 @@ def test_inputs_without_a_batch_give_results_without_one(arguments: dict[str, ob
     theirs, ours = pair(**arguments)
     for masks in (
         {},
-        {"attn_mask": seen(L, S), "key_padding_mask": seen(S)},
+        {"attn_mask": random_hidden(L, S), "key_padding_mask": random_hidden(S)},
         {"attn_mask": numbers(H, L, S), "key_padding_mask": numbers(S)},
     ):
         for average in (True, False):

@@ -1,4 +1,4 @@
-"""regard.nn.ScaledDotProductAttention: the textbook's module."""
+"""regard.nn.ScaledDotProductAttention: the textbook module."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_row_that_sees_nothing_gives_zeros() -> None:
     assert not weights[:, 2].any()
 
 
-def test_dropout_works_in_training_only_and_the_weights_are_before_it() -> None:
+def test_dropout_applies_in_training_only_and_the_weights_are_before_it() -> None:
     attend = ScaledDotProductAttention(dropout=0.5)
     wanted, weights = attend.eval()(Q, K, V)
     torch.testing.assert_close(wanted, regard.attention(Q, K, V))
@@ -79,7 +79,7 @@ def test_a_score_learns() -> None:
 @pytest.mark.parametrize(
     "arguments", [{"dropout": 1.0}, {"dropout": -0.1}, {"dropout": True}, {"score": "dot"}], ids=str
 )
-def test_a_wrong_argument_is_refused_when_it_is_made(arguments: dict[str, object]) -> None:
+def test_a_wrong_argument_is_refused_by_the_constructor(arguments: dict[str, object]) -> None:
     with pytest.raises(regard.errors.RegardError, match=r"^ScaledDotProductAttention: "):
         ScaledDotProductAttention(**arguments)  # type: ignore[arg-type]
 
@@ -105,13 +105,13 @@ def test_a_wrong_input_gets_one_error_that_names_the_module(case: str, return_we
 
 
 @pytest.mark.parametrize("return_weights", [True, False])
-def test_a_score_that_does_not_fit_is_told_under_the_module_s_name(return_weights: bool) -> None:
+def test_the_error_of_a_score_that_does_not_fit_names_the_module(return_weights: bool) -> None:
     with pytest.raises(ShapeError, match=r"^ScaledDotProductAttention: the score does not fit"):
         ScaledDotProductAttention(score=Temperature(heads=3))(Q, K, V, return_weights=return_weights)
 
 
 @pytest.mark.parametrize("return_weights", [True, False])
-def test_what_a_score_itself_says_keeps_its_name(return_weights: bool) -> None:
+def test_an_error_that_a_score_raises_keeps_its_name(return_weights: bool) -> None:
     class Choosy(Balanced):
         def prepare(self, query: torch.Tensor, key: torch.Tensor) -> Prepared:
             raise ArgumentError("Choosy: it likes: none of these.")

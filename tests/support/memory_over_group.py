@@ -1,4 +1,4 @@
-"""What three processes do together: each case runs on every rank, and holds its answers against one memory of all."""
+"""Cases for three processes: each runs on every rank, and compares with one memory of all rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import regard
 from regard.errors import ArgumentError, DistributedError
-from regard.memory import Memory, Reading, stream
+from regard.memory import Memory, Reading, streaming
 from regard.scores import Additive, Bilinear, Cosine, Gaussian, Score, Temperature
 from world import Case
 
 RANKS = 3
-ROWS = (17, 0, 30)  # one rank holds nothing
-ASKED = (5, 4, 0)  # one rank asks nothing
+ROWS = (17, 0, 30)  # one rank has no rows
+QUERIES = (5, 4, 0)  # one rank has no queries
 SCORES: dict[str, Callable[[], Score | None]] = {
     "none": lambda: None,
     "temperature": lambda: Temperature(2.0),
@@ -51,12 +51,12 @@ def raised(function: Callable[[], object], kind: type[Exception]) -> str:
 
 
 class Setting:
-    """All ranks' rows and queries, which every rank makes alike, and the part of one rank."""
+    """The rows and queries of all ranks, equal on every rank, and the part of one rank."""
 
     def __init__(self, rank: int, score: Score | None = None, dtype: torch.dtype = torch.float64) -> None:
         self.rank, self.score = rank, score if score is None else score.to(dtype)
         self.keys, self.values = ([torch.randn(rows, dim, dtype=dtype) for rows in ROWS] for dim in (4, 3))
-        self.queries = [torch.randn(count, 4, dtype=dtype) for count in ASKED]
+        self.queries = [torch.randn(count, 4, dtype=dtype) for count in QUERIES]
         self.dtype = dtype
 
     def need_gradients(self, rows: bool = True) -> None:
@@ -74,7 +74,7 @@ class Setting:
         return memory
 
     def mine(self, every: Tensor) -> Tensor:
-        return every.split(ASKED)[self.rank]
+        return every.split(QUERIES)[self.rank]
 
 
 def same(found: Reading, wanted: Reading, at: Setting, **tolerance: float) -> None:
@@ -88,7 +88,7 @@ def gradients(loss: Tensor, at: list[Tensor]) -> list[Tensor]:
 
 
 def loss_of(found: Reading, weight: Tensor) -> Tensor:
-    """A number in which all that is differentiable takes part, of some rows."""
+    """A loss that depends on every differentiable field."""
     loss = (
         (found.output * weight[:, :3]).sum() + (found.lse * weight[:, 3]).sum() + (found.entropy * weight[:, 4]).sum()
     )
@@ -110,7 +110,7 @@ def score_case(name: str, top: int | None) -> Case:
             torch.testing.assert_close(found.weights, at.mine(wanted.weights))
             ids, starts = at.mine(wanted.ids), torch.tensor([0, ROWS[0], ROWS[0] + ROWS[1]])
             assert torch.equal(found.ids + starts[found.ranks], ids)
-        weight = torch.randn(sum(ASKED), 5 + (top or 0), dtype=at.dtype)
+        weight = torch.randn(sum(QUERIES), 5 + (top or 0), dtype=at.dtype)
         truth = gradients(loss_of(wanted, weight), [at.queries[rank], at.keys[rank], at.values[rank], *parameters])
         got = gradients(
             loss_of(found, at.mine(weight)), [at.queries[rank], at.keys[rank], at.values[rank], *parameters]
@@ -137,7 +137,7 @@ def stores_of_each_rank_on_disk(rank: int, folder: Path) -> None:
         wanted = at.all().read(torch.cat(at.queries), 0.7, top=top, observe=True)
         found = memory.read(at.queries[rank], 0.7, top=top, observe=True, group=world())
         same(found, wanted, at)
-        weight = torch.randn(sum(ASKED), 5 + (top or 0), dtype=at.dtype)
+        weight = torch.randn(sum(QUERIES), 5 + (top or 0), dtype=at.dtype)
         leaves = [at.queries[rank], *at.score.parameters()]
         truth = gradients(loss_of(wanted, weight), leaves)
         for one, other in zip(gradients(loss_of(found, at.mine(weight)), leaves), truth, strict=True):
@@ -169,7 +169,7 @@ def parts_of_one_folder(rank: int, folder: Path) -> None:
             writer.write(torch.zeros(7, 4, dtype=at.dtype), torch.ones(7, 3, dtype=at.dtype))
     dist.barrier()
     found = memory.read(at.queries[rank], 0.5, observe=True, group=world())
-    same(found, whole.read(torch.cat(at.queries), 0.5, observe=True), at)  # what a writer did is seen by all
+    same(found, whole.read(torch.cat(at.queries), 0.5, observe=True), at)  # all ranks see the changes of a writer
 
 
 @case
@@ -198,13 +198,13 @@ def queries_with_leading_dimensions(rank: int, folder: Path) -> None:
 def the_same_queries_on_all_ranks_are_computed_once(rank: int, folder: Path) -> None:
     at = Setting(rank)
     queries, seen = torch.randn(8, 4, dtype=at.dtype), []
-    plain = stream.read
-    stream.read = lambda source, asked, *rest: (seen.append(len(asked.queries)), plain(source, asked, *rest))[1]  # type: ignore[assignment]
+    plain = streaming.read
+    streaming.read = lambda snapshot, batch, *rest: (seen.append(len(batch.queries)), plain(snapshot, batch, *rest))[1]  # type: ignore[assignment]
     try:
         found = at.own().read(queries, group=world())
         other = at.own().read(queries + rank, group=world())
     finally:
-        stream.read = plain
+        streaming.read = plain
     assert seen == ([] if not ROWS[rank] else [8, 8 * RANKS])
     torch.testing.assert_close(found, at.all().read(queries))
     torch.testing.assert_close(other, at.all().read(queries + rank))
@@ -253,7 +253,7 @@ def the_same_bits_again(rank: int, folder: Path) -> None:
     runs = []
     for _ in range(3):
         found = at.own().read(at.queries[rank], observe=True, group=world())
-        runs.append([*found[:4], *gradients(loss_of(found, torch.ones(ASKED[rank], 5)), leaves)])
+        runs.append([*found[:4], *gradients(loss_of(found, torch.ones(QUERIES[rank], 5)), leaves)])
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
 
@@ -306,7 +306,7 @@ def arguments_that_differ_are_named_on_every_rank(rank: int, folder: Path) -> No
 
 
 @case
-def a_rank_that_refuses_tells_the_others_why(rank: int, folder: Path) -> None:
+def the_error_of_one_rank_reaches_the_others(rank: int, folder: Path) -> None:
     at = Setting(rank)
     memory, q = at.own(), torch.ones(1, 4, dtype=at.dtype)
     wrong = q[:, :3] if rank == 1 else q
@@ -387,10 +387,10 @@ def bytes_that_a_rank_sends(rank: int, folder: Path) -> None:
         at.own().read(at.queries[rank], top=6, group=world())
     finally:
         dist.all_to_all_single = plain
-    mine, others = ASKED[rank], sum(ASKED) - ASKED[rank]
-    questions = 8 * (RANKS - 1) * mine * 4
-    assert of_all == questions + 8 * others * (3 + 3)
-    assert sum(sent) == questions + 8 * others * (3 + 3 + 3 * 6) + 8 * (RANKS - 1) * mine
+    mine, others = QUERIES[rank], sum(QUERIES) - QUERIES[rank]
+    query_bytes = 8 * (RANKS - 1) * mine * 4
+    assert of_all == query_bytes + 8 * others * (3 + 3)
+    assert sum(sent) == query_bytes + 8 * others * (3 + 3 + 3 * 6) + 8 * (RANKS - 1) * mine
 
 
 @case
@@ -405,7 +405,7 @@ def a_rank_that_dies_before_the_backward_pass(rank: int, folder: Path) -> None:
 
 
 @case
-def a_rank_that_does_not_come(rank: int, folder: Path) -> None:
+def a_rank_that_does_not_call(rank: int, folder: Path) -> None:
     at = Setting(rank)
     if rank == 2:
         time.sleep(8)

@@ -1,4 +1,4 @@
-"""What four processes do with modules: each case holds a rank's part against one process with the whole sequence."""
+"""Cases for four processes: each compares a module on a rank's part with one process on the whole sequence."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def case(function: Case) -> Case:
     return function
 
 
-def held(layout: str, strategy: str, masked: Callable[[], dict[str, Any]], **given: Any) -> Case:
-    """A case in which a module gives this rank's rows, and all gradients, of one process's call."""
+def compared(layout: str, strategy: str, masked: Callable[[], dict[str, Any]], **given: Any) -> Case:
+    """A case that compares this rank's rows and all gradients of a module with those of one process."""
 
     def compare(rank: int, folder: Path) -> None:
         whole = torch.randn(2, 21, 32, dtype=torch.float64, requires_grad=True)
@@ -68,13 +68,13 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
 for _layout in ("contiguous", "zigzag"):
     for _strategy in ("ring", "heads"):
         for _name, _masked in MASKS.items():
-            CASES[f"rotary, {_layout}, {_strategy}, {_name}"] = held(_layout, _strategy, _masked, rotary=True)
-CASES["a learnt score"] = held("zigzag", "ring", dict, score=regard.scores.Temperature(3.0, heads=8).double())
-CASES["dropout"] = held("zigzag", "ring", MASKS["is_causal"], dropout=0.3)
+            CASES[f"rotary, {_layout}, {_strategy}, {_name}"] = compared(_layout, _strategy, _masked, rotary=True)
+CASES["a learnt score"] = compared("zigzag", "ring", dict, score=regard.scores.Temperature(3.0, heads=8).double())
+CASES["dropout"] = compared("zigzag", "ring", MASKS["is_causal"], dropout=0.3)
 
 
 @case
-def a_mask_that_is_a_tensor_has_the_ranks_rows_and_all_keys(rank: int, folder: Path) -> None:
+def a_tensor_mask_has_the_ranks_rows_and_all_keys(rank: int, folder: Path) -> None:
     module, whole = MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 10, 8)
     allowed = torch.rand(10, 10) > 0.3
     wanted, _ = module(whole, whole, whole, mask=allowed, need_weights=False)
@@ -111,7 +111,7 @@ def cross_attention_with_other_lengths(rank: int, folder: Path) -> None:
 
 
 @case
-def the_textbooks_module(rank: int, folder: Path) -> None:
+def the_textbook_module(rank: int, folder: Path) -> None:
     module, whole = ScaledDotProductAttention(), torch.randn(2, 9, 8)
     x = shard(whole)
     with over():
@@ -125,7 +125,7 @@ def the_textbooks_module(rank: int, folder: Path) -> None:
 
 
 @case
-def what_needs_the_whole_sequence_is_refused(rank: int, folder: Path) -> None:
+def options_that_need_the_whole_sequence_are_refused(rank: int, folder: Path) -> None:
     module, x = MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 3, 8)
     hidden = torch.zeros(3, 3, dtype=torch.bool)
     calls: dict[str, Callable[[], object]] = {
@@ -145,7 +145,7 @@ def what_needs_the_whole_sequence_is_refused(rank: int, folder: Path) -> None:
 
 
 @case
-def a_memory_keeps_its_meaning(rank: int, folder: Path) -> None:
+def a_memory_reads_the_same_inside_over(rank: int, folder: Path) -> None:
     memory = regard.Memory(4, 2)
     memory.write(torch.randn(5 + rank, 4), torch.randn(5 + rank, 2))
     q = torch.randn(3, 4)

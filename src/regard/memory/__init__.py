@@ -1,4 +1,4 @@
-"""Attention as a memory that keeps what it was told, and as regression."""
+"""Attention as a content-addressable memory, and as kernel regression."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelClassifier", "KernelRegressor", "Memory", "Reading"]
 
-_WHERE = {"KernelClassifier": "classifier", "KernelRegressor": "regressor", "Memory": "memory", "Reading": "reading"}
+_MODULES = {"KernelClassifier": "classifier", "KernelRegressor": "regressor", "Memory": "memory", "Reading": "reading"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

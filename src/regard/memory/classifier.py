@@ -1,4 +1,4 @@
-"""KernelClassifier: attention over the training points as a classifier of scikit-learn."""
+"""KernelClassifier: attention over the training points as a scikit-learn classifier."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .estimator import KernelEstimator
-from .learn import ClassifierMixin, check_classification_targets, check_is_fitted, column_or_1d, validate_data
-from .leave_one_out import class_loss
+from .leave_one_out import log_loss
+from .sklearn_compat import (
+    ClassifierMixin,
+    check_classification_targets,
+    check_is_fitted,
+    column_or_1d,
+    validate_data,
+)
 
 __all__ = ["KernelClassifier"]
 
@@ -17,10 +23,10 @@ Array = NDArray[Any]
 
 
 class KernelClassifier(ClassifierMixin, KernelEstimator):  # type: ignore[misc]
-    """Predict the share of each class among the training points, weighted by likeness.
+    """Predict the share of each class among the training points, weighted by similarity.
 
-    The parameters are those of `KernelRegressor`; a search for the bandwidth minimises the leave-one-out log-loss,
-    which is `loo_loss_` after `fit`; `classes_` are the classes in order.
+    The parameters are those of `KernelRegressor`. The bandwidth search minimises the leave-one-out log loss, which is
+    `loo_loss_` after `fit`; `classes_` are the classes in order.
 
     >>> x = np.array([[0.0], [1.0], [4.0], [5.0]])
     >>> model = KernelClassifier(bandwidth=1.0).fit(x, ["low", "low", "high", "high"])
@@ -31,25 +37,25 @@ class KernelClassifier(ClassifierMixin, KernelEstimator):  # type: ignore[misc]
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelClassifier:
-        """Remember the points and choose the bandwidth; whole weights mean so many copies of a point."""
+        """Store the points and choose the bandwidth; a whole weight counts copies of a point."""
         X, y = validate_data(self, X, y, dtype=(np.float64, np.float32))
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
         self.classes_, self._codes = np.unique(y, return_inverse=True)
-        self._remember(X, y, self._codes, sample_weight, class_loss)
+        self._fit(X, y, self._codes, sample_weight, log_loss)
         return self
 
     def predict_proba(self, X: Any) -> Array:
-        """Give the share of each class, (n, classes), in the order of `classes_`."""
+        """Return the share of each class, (n, classes), in the order of `classes_`."""
         check_is_fitted(self)
-        member = self._codes[self._place][:, None] == np.arange(len(self.classes_))
+        member = self._codes[self._indices][:, None] == np.arange(len(self.classes_))
         shares = self._attend(X, member.astype(np.float64))
         shares /= shares.sum(1, keepdims=True)
-        told: Array = shares.astype(self._x.dtype, copy=False)
-        return told
+        probabilities: Array = shares.astype(self._x.dtype, copy=False)
+        return probabilities
 
     def predict(self, X: Any) -> Array:
-        """Give the class with the largest share."""
+        """Return the class with the largest share."""
         shares = self.predict_proba(X)
-        chosen: Array = self.classes_[shares.argmax(1)]
-        return chosen
+        predicted: Array = self.classes_[shares.argmax(1)]
+        return predicted

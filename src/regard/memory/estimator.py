@@ -1,4 +1,4 @@
-"""What the kernel regressor and the kernel classifier share: points, bandwidth, and the attention over them."""
+"""The base of KernelRegressor and KernelClassifier: training points, bandwidth, and attention over the points."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from torch.nn.functional import pad
 from ..errors import ArgumentError, DtypeError
 from ..functional import attention, observe
 from ..scores import Score
-from .bandwidth import choose_bandwidth, sample
-from .learn import BaseEstimator, check_is_fitted, checked_sample_weight, validate_data
-from .leave_one_out import gathered
-from .likeness import KERNELS, Likeness, likeness
+from .bandwidth import sample_indices, select_bandwidth
+from .leave_one_out import merge_duplicates
+from .similarity import KERNELS, KernelInputs, kernel_inputs
+from .sklearn_compat import BaseEstimator, check_is_fitted, checked_sample_weight, validate_data
 
 __all__ = ["Explanation", "KernelEstimator"]
 
 Array = NDArray[Any]
 SEARCHES = ("cv", "cv-per-feature")
-_NARROW = 32  # keys so narrow that wider values cost less than a fused kernel saves
-_ROUNDING = 1e-3  # the largest error of a logit that single precision may leave
+_NARROW_KEYS = 32  # up to this width, padding the values costs less than a fused kernel saves
+_MAX_LOGIT_ERROR = 1e-3  # above it, float64 replaces float32
 
 
 class Explanation(NamedTuple):
-    """The training points that made each prediction, the strongest first."""
+    """The training points with the largest weights in each prediction, largest first."""
 
     weights: Array
-    """(n, k) the share of each; what is missing to 1 came from all others."""
+    """(n, k) the weight of each point; the other points share the rest up to 1."""
     indices: Array
-    """(n, k) its place among the training points."""
+    """(n, k) its index among the training points."""
     targets: Array
-    """(n, k) or (n, k, outputs): what was known of it."""
+    """(n, k) or (n, k, outputs): its target."""
 
 
 class KernelEstimator(BaseEstimator):  # type: ignore[misc]
-    """Predict from all training points, each weighted by how like it is."""
+    """Predict from all training points, weighted by their similarity to the query."""
 
     def __init__(
         self,
@@ -56,71 +56,71 @@ class KernelEstimator(BaseEstimator):  # type: ignore[misc]
         self.cv_points = cv_points
 
     def explain(self, X: Any, k: int = 5) -> Explanation:
-        """Give the k training points with the largest weights behind each prediction."""
+        """Return the k training points with the largest weights in each prediction."""
         if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
             raise ArgumentError(f"explain: k must be a whole number, at least 1. Got {k!r}.")
-        like, _ = self._like(X)
-        seen = observe(like.query, like.key, like.key[:, :1], **like.options)
+        inputs = self._kernel_inputs(X)
+        seen = observe(inputs.query, inputs.key, inputs.key[:, :1], **inputs.options)
         weights, indices = (found.cpu().numpy() for found in seen.top(min(int(k), len(self._x))))
-        return Explanation(weights.astype(self._x.dtype), self._place[indices], self._known[indices])
+        return Explanation(weights.astype(self._x.dtype), self._indices[indices], self._y[indices])
 
-    def _remember(self, X: Array, known: Array, target: Array, sample_weight: Any, loss: Callable[..., Tensor]) -> None:
-        """Keep the points that count, what is `known` of them, and a bandwidth, told by `target` if it is searched."""
-        _check(self)
+    def _fit(self, X: Array, y: Array, target: Array, sample_weight: Any, loss: Callable[..., Tensor]) -> None:
+        """Store the points of nonzero weight with their `y`, and the bandwidth, selected with `target` if need be."""
+        _check_parameters(self)
         weight = None if sample_weight is None else checked_sample_weight(sample_weight, X, dtype=np.float64)
         if weight is not None and ((weight < 0).any() or not weight.any()):
             raise ArgumentError(
                 f"{type(self).__name__}: sample_weight must be at least 0, and above 0 somewhere. "
                 f"Got {weight.min():g} to {weight.max():g}."
             )
-        self._place = np.arange(len(X)) if weight is None else np.flatnonzero(weight)
-        self._x, self._known = X[self._place], known[self._place]
-        self._weight = None if weight is None else weight[self._place]
+        self._indices = np.arange(len(X)) if weight is None else np.flatnonzero(weight)
+        self._x, self._y = X[self._indices], y[self._indices]
+        self._weight = None if weight is None else weight[self._indices]
         self._score = (
             copy.deepcopy(self.kernel).requires_grad_(False) if isinstance(self.kernel, Score) else self.kernel
         )
         self._centre = self._x.mean(0, dtype=np.float64) if self.kernel == "gaussian" else np.zeros(X.shape[1])
         if isinstance(self.bandwidth, str):
-            self.bandwidth_, self.loo_loss_ = self._searched(target[self._place], loss)
+            self.bandwidth_, self.loo_loss_ = self._search_bandwidth(target[self._indices], loss)
         else:
             self.bandwidth_ = np.asarray(self.bandwidth, dtype=np.float64)[()]
 
-    def _searched(self, target: Array, loss: Callable[..., Tensor]) -> tuple[Any, float]:
-        """The bandwidth of least leave-one-out loss, and that loss."""
-        some = sample(len(self._x), self.cv_points)
-        weight = None if self._weight is None else self._weight[some]
-        points = gathered(self._x[some].astype(np.float64), target[some], weight, self._device())
+    def _search_bandwidth(self, target: Array, loss: Callable[..., Tensor]) -> tuple[Any, float]:
+        """Find the bandwidth with the least leave-one-out loss, and return both."""
+        sample = sample_indices(len(self._x), self.cv_points)
+        weight = None if self._weight is None else self._weight[sample]
+        points = merge_duplicates(self._x[sample].astype(np.float64), target[sample], weight, self._device())
         if self.kernel == "gaussian":
             points = points._replace(x=points.x - points.x.mean(0))
         per_feature = self.bandwidth == "cv-per-feature"
-        bandwidth, left = choose_bandwidth(points, self._score_on(points.x.device), loss, per_feature)
-        if self.kernel == "gaussian":  # what is best for a sample is too wide for all: it shrinks as n^(−1/(d + 4))
-            bandwidth = bandwidth * (len(some) / len(self._x)) ** (1 / (self._x.shape[1] + 4))
-        return (bandwidth if per_feature else float(bandwidth[0])), left
+        bandwidth, least_loss = select_bandwidth(points, self._score_on(points.x.device), loss, per_feature)
+        if self.kernel == "gaussian":  # the best bandwidth shrinks as n^(−1/(d + 4)), and the sample has fewer points
+            bandwidth = bandwidth * (len(sample) / len(self._x)) ** (1 / (self._x.shape[1] + 4))
+        return (bandwidth if per_feature else float(bandwidth[0])), least_loss
 
-    def _like(self, X: Any) -> tuple[Likeness, torch.dtype]:
-        """Checked queries beside the training points, in the precision that the numbers ask for."""
+    def _kernel_inputs(self, X: Any) -> KernelInputs:
+        """Check queries, and prepare them and the training points in the precision that they need."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
         device, bandwidth = self._device(), np.asarray(self.bandwidth_)
         query, key = ((x.astype(np.float64) - self._centre) for x in (X, self._x))
         dtype = torch.float32 if X.dtype == self._x.dtype == np.float32 else torch.float64
-        if dtype == torch.float32 and _rounding(query, key, bandwidth) > _ROUNDING:
+        if dtype == torch.float32 and _logit_error(query, key, bandwidth) > _MAX_LOGIT_ERROR:
             dtype = torch.float64
-        made = [torch.as_tensor(x, dtype=dtype, device=device) for x in (query, key, bandwidth)]
+        q, k, h = (torch.as_tensor(x, dtype=dtype, device=device) for x in (query, key, bandwidth))
         log_weight = None
         if self._weight is not None:
             log_weight = torch.as_tensor(np.log(self._weight), dtype=dtype, device=device)
-        return likeness(self._score_on(device), made[0], made[1], made[2], log_weight), dtype
+        return kernel_inputs(self._score_on(device), q, k, h, log_weight)
 
     def _attend(self, X: Any, values: Array) -> Array:
-        """The mean of the training points' values, weighted by likeness to each row of X: (n, columns)."""
-        like, dtype = self._like(X)
-        held = torch.as_tensor(values, dtype=dtype, device=like.key.device)
-        columns, width = held.shape[1], like.key.shape[1]
-        if columns < width <= _NARROW and "scale" in like.options:  # torch's fused kernels want values as wide as keys
-            held = pad(held, (0, width - columns))
-        return attention(like.query, like.key, held, **like.options)[:, :columns].cpu().numpy()
+        """Average the values of the training points with the kernel's weights for each row of X: (n, columns)."""
+        inputs = self._kernel_inputs(X)
+        value = torch.as_tensor(values, dtype=inputs.key.dtype, device=inputs.key.device)
+        columns, width = value.shape[1], inputs.key.shape[1]
+        if columns < width <= _NARROW_KEYS and "scale" in inputs.options:  # torch's fused kernels want equal widths
+            value = pad(value, (0, width - columns))
+        return attention(inputs.query, inputs.key, value, **inputs.options)[:, :columns].cpu().numpy()
 
     def _device(self) -> torch.device:
         return torch.device("cpu" if self.device is None else self.device)
@@ -129,14 +129,14 @@ class KernelEstimator(BaseEstimator):  # type: ignore[misc]
         return self._score.to(device) if isinstance(self._score, Score) else self._score
 
 
-def _rounding(query: Array, key: Array, bandwidth: Array) -> float:
-    """How far single precision may leave a logit from the truth."""
+def _logit_error(query: Array, key: Array, bandwidth: Array) -> float:
+    """Bound the rounding error of a logit in float32."""
     sizes = [float(np.sqrt(np.square(x / bandwidth).sum(-1).max(initial=0.0))) for x in (query, key)]
     return float(np.finfo(np.float32).eps) * sizes[1] * max(sizes)
 
 
-def _check(estimator: KernelEstimator) -> None:
-    """Raise about a parameter that has no meaning."""
+def _check_parameters(estimator: KernelEstimator) -> None:
+    """Raise an error if a parameter is invalid."""
     who, kernel, bandwidth = type(estimator).__name__, estimator.kernel, estimator.bandwidth
     if not isinstance(kernel, Score) and not (isinstance(kernel, str) and kernel in KERNELS):
         raise ArgumentError(f"{who}: kernel must be 'gaussian', 'dot' or a score of regard.scores. Got {kernel!r}.")
@@ -146,24 +146,24 @@ def _check(estimator: KernelEstimator) -> None:
     if isinstance(bandwidth, str):
         if bandwidth not in SEARCHES:
             raise ArgumentError(
-                f"{who}: bandwidth must be 'cv', 'cv-per-feature', a number, or one number a feature. "
+                f"{who}: bandwidth must be 'cv', 'cv-per-feature', a number, or one number per feature. "
                 f"Got {bandwidth!r}."
             )
-        many = bandwidth == "cv-per-feature"
+        per_feature = bandwidth == "cv-per-feature"
     else:
-        many = _checked_numbers(who, bandwidth, estimator.n_features_in_)
-    if many and isinstance(kernel, Score):
+        per_feature = _is_per_feature(who, bandwidth, estimator.n_features_in_)
+    if per_feature and isinstance(kernel, Score):
         raise ArgumentError(
-            f"{who}: a score has one bandwidth, which divides its logits by h². Got one a feature; they go with "
+            f"{who}: a score has one bandwidth, which divides its logits by h². Got one per feature, which needs "
             f"kernel='gaussian' or 'dot'."
         )
 
 
-def _checked_numbers(who: str, bandwidth: Any, features: int) -> bool:
-    """Whether a given bandwidth has one number a feature."""
+def _is_per_feature(who: str, bandwidth: Any, features: int) -> bool:
+    """Check a bandwidth given as numbers, and say whether there is one per feature."""
     if isinstance(bandwidth, bool) or not isinstance(bandwidth, Real | np.ndarray | list | tuple):
         raise DtypeError(
-            f"{who}: bandwidth must be 'cv', 'cv-per-feature', a number, or one number a feature. "
+            f"{who}: bandwidth must be 'cv', 'cv-per-feature', a number, or one number per feature. "
             f"Got {type(bandwidth).__name__}."
         )
     numbers = np.asarray(bandwidth, dtype=np.float64)

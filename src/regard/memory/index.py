@@ -1,4 +1,4 @@
-"""The index of a memory on disk: which shards there are, which of their rows are deleted, which id comes next."""
+"""The index of a memory on disk: its shards, their deleted rows, and the next id."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ..errors import FileError
-from .durable import put
+from .atomic_write import atomic_write
 
-__all__ = ["DTYPES", "NAME", "Index", "Shard", "load", "state", "store"]
+__all__ = ["DTYPES", "INDEX_FILE", "Index", "Shard", "fingerprint", "load_index", "save_index"]
 
-NAME = "index.json"
+INDEX_FILE = "index.json"
 _FORMAT, _VERSION = "regard.Memory", 1
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -27,24 +27,25 @@ class Shard:
 
     name: str
     rows: int
-    lowest: int  # of its ids
-    highest: int
-    listed: bool  # whether the file holds the ids; if not, they run from lowest to highest
-    deleted: tuple[tuple[int, int], ...] = ()  # ranges of rows, in order, [start, stop)
+    lowest: int  # id
+    highest: int  # id
+    listed: bool  # whether the file stores the ids; otherwise they run from lowest to highest
+    deleted: tuple[tuple[int, int], ...] = ()  # sorted ranges of rows, [start, stop)
 
     @property
-    def alive(self) -> int:
-        return self.between(0, self.rows)
+    def live_rows(self) -> int:
+        """How many rows are not deleted."""
+        return self.live_rows_in(0, self.rows)
 
-    def between(self, first: int, last: int) -> int:
-        """How many rows from first to last are not deleted."""
-        gone = sum(max(min(stop, last) - max(start, first), 0) for start, stop in self.deleted)
-        return last - first - gone
+    def live_rows_in(self, first: int, last: int) -> int:
+        """How many of the rows [first, last) are not deleted."""
+        deleted = sum(max(min(stop, last) - max(start, first), 0) for start, stop in self.deleted)
+        return last - first - deleted
 
 
 @dataclass(frozen=True)
 class Index:
-    """All that a memory on disk is, but for the numbers in its rows."""
+    """Everything about a memory on disk except the contents of its rows."""
 
     key_dim: int
     value_dim: int
@@ -55,65 +56,69 @@ class Index:
     shards: tuple[Shard, ...] = ()
 
     @property
-    def alive(self) -> int:
-        return sum(shard.alive for shard in self.shards)
+    def live_rows(self) -> int:
+        """How many rows are not deleted."""
+        return sum(shard.live_rows for shard in self.shards)
 
 
-def state(index: Index) -> str:
-    """Tell one state of a memory from another."""
-    return f"{index.alive} rows in {len(index.shards)} shards, checksum {_checksum(asdict(index)):08x}"
+def fingerprint(index: Index) -> str:
+    """Describe the state of a memory; two states have different descriptions."""
+    return f"{index.live_rows} rows in {len(index.shards)} shards, checksum {_checksum(asdict(index)):08x}"
 
 
-def store(index: Index, folder: Path) -> None:
-    """Replace the index of a folder in one step."""
+def save_index(index: Index, folder: Path) -> None:
+    """Replace the index of a folder atomically."""
     content = asdict(index)
     page = {"format": _FORMAT, "version": _VERSION, "checksum": _checksum(content), **content}
     text = json.dumps(page, ensure_ascii=False, separators=(",", ":"))
-    put(folder / NAME, [text.encode()])
+    atomic_write(folder / INDEX_FILE, [text.encode()])
 
 
-def load(folder: Path, who: str) -> Index:
+def load_index(folder: Path, who: str) -> Index:
     """Read and check the index of a folder."""
-    place = folder / NAME
+    path = folder / INDEX_FILE
     try:
-        page = json.loads(place.read_bytes())
+        page = json.loads(path.read_bytes())
     except FileNotFoundError:
-        kind = "is a folder without one" if folder.is_dir() else "is a file" if folder.exists() else "is not there"
+        kind = "is a folder without one" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
         raise FileError(
-            f"{who}: a memory is a folder with {NAME}, and {folder} {kind}. Give the path that save() was given."
+            f"{who}: a memory is a folder with {INDEX_FILE}, and {folder} {kind}. Give the path that was passed to "
+            f"save()."
         ) from None
     except NotADirectoryError:
-        raise FileError(f"{who}: a memory is a folder, and {folder} is a file. Give the path of save().") from None
+        raise FileError(
+            f"{who}: a memory is a folder, and {folder} is a file. Give the path that was passed to save()."
+        ) from None
     except OSError as error:
-        raise FileError(f"{who}: {place} cannot be read: {error.strerror or error}.") from error
+        raise FileError(f"{who}: {path} cannot be read: {error.strerror or error}.") from error
     except ValueError:  # not UTF-8, or not JSON
-        raise _foreign(who, place, "it is not JSON") from None
+        raise _damaged(who, path, "it is not JSON") from None
     if not isinstance(page, dict) or page.pop("format", None) != _FORMAT:
-        raise _foreign(who, place, f"it does not say {_FORMAT}")
+        raise _damaged(who, path, f"it does not say {_FORMAT}")
     version, checksum = page.pop("version", None), page.pop("checksum", None)
     if version != _VERSION:
         raise FileError(
-            f"{who}: {place} is of version {version!r}, and this regard reads version {_VERSION}. "
-            f"Read it with the regard that wrote it."
+            f"{who}: {path} has version {version!r}, and this release of regard reads version {_VERSION}. "
+            f"Read it with the release that wrote it."
         )
     if checksum != _checksum(page):
-        raise _foreign(who, place, "its checksum is another")
+        raise _damaged(who, path, "its checksum does not match")
     try:
-        return _parsed(page)
+        return _parse(page)
     except (KeyError, TypeError, ValueError) as error:
-        raise _foreign(who, place, str(error)) from None
+        raise _damaged(who, path, str(error)) from None
 
 
-def _parsed(page: dict[str, Any]) -> Index:
+def _parse(page: dict[str, Any]) -> Index:
     shards = []
     for entry in page.pop("shards"):
         deleted = tuple((int(start), int(stop)) for start, stop in entry.pop("deleted"))
         shard = Shard(**entry, deleted=deleted)
         edges = [edge for pair in deleted for edge in pair]
-        if not re.fullmatch(r"rows-\d+\.safetensors", shard.name):  # a name is no path
-            raise ValueError(f"{shard.name!r} is no shard's name")
+        if not re.fullmatch(r"rows-\d+\.safetensors", shard.name):  # so that it is never a path
+            raise ValueError(f"{shard.name!r} is not the name of a shard")
         if edges != sorted(edges) or (edges and not 0 <= edges[0] <= edges[-1] <= shard.rows):
-            raise ValueError(f"{shard.name} has deletions outside of its rows")
+            raise ValueError(f"{shard.name} has deletions outside its rows")
         shards.append(shard)
     index = Index(**page, shards=tuple(shards))
     if index.dtype not in DTYPES:
@@ -127,7 +132,7 @@ def _checksum(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, ensure_ascii=False).encode())
 
 
-def _foreign(who: str, place: Path, reason: str) -> FileError:
+def _damaged(who: str, path: Path, reason: str) -> FileError:
     return FileError(
-        f"{who}: {place} is not the index of a memory, or not all of it: {reason}. Restore the folder from a copy."
+        f"{who}: {path} is not the index of a memory, or is incomplete: {reason}. Restore the folder from a copy."
     )

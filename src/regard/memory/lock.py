@@ -1,4 +1,4 @@
-"""One writer at a time on one machine."""
+"""A file lock that allows one writer at a time per machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from ..errors import FileError, MissingPackageError
 
-__all__ = ["Lock"]
+__all__ = ["WriterLock"]
 
 _NAME = "lock"
 
 
-class Lock:
-    """The right to write to a folder, which the system takes back when its holder ends, however it ends."""
+class WriterLock:
+    """The exclusive right to write to a folder. The system releases it when the process ends, however it ends."""
 
     def __init__(self, folder: Path, who: str) -> None:
         try:
@@ -24,23 +24,23 @@ class Lock:
             raise MissingPackageError(
                 f"{who}: writing needs file locks (fcntl), which this system does not have. Open it with mode='r'."
             ) from error
-        self._opened = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
-        self._closed = weakref.finalize(self, os.close, self._opened)  # a memory that is dropped lets go, too
+        self._descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        self._close = weakref.finalize(self, os.close, self._descriptor)  # dropping the memory also releases the lock
         try:
-            fcntl.flock(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(self._opened, 32).decode("ascii", "replace").strip()
+            holder = os.read(self._descriptor, 32).decode("ascii", "replace").strip()
             self.release()
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             named = f" (process {holder})" if holder.isdigit() else ""
             raise FileError(
-                f"{who}: {folder} has a writer already{named}, and there can be one. Read it with mode='r', or wait "
-                f"until the other has called close() or ended."
+                f"{who}: {folder} already has a writer{named}, and only one is allowed. Read it with mode='r', or wait "
+                f"until the other process calls close() or ends."
             ) from None
-        os.ftruncate(self._opened, 0)
-        os.write(self._opened, str(os.getpid()).encode())
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, str(os.getpid()).encode())
 
     def release(self) -> None:
-        """Let another write."""
-        self._closed()
+        """Allow another process to write."""
+        self._close()

@@ -1,4 +1,4 @@
-"""A content-addressable memory: attention whose keys and values stay."""
+"""Memory: a content-addressable store of keys and values that is read by attention."""
 
 from __future__ import annotations
 
@@ -15,36 +15,39 @@ from ..errors import ArgumentError, DtypeError
 from ..nn.arguments import optional_score
 from ..scores import Score
 from ..scores.base import whole
-from . import answers, arguments, stream
-from .held import Held
+from . import arguments
+from .disk_store import DiskStore, save_snapshot
+from .in_memory_store import InMemoryStore
 from .index import DTYPES, Index
 from .progress import Progress, Report
-from .reading import Asked, Reading
-from .source import Chunk
-from .store import Store, save
+from .query_batch import QueryBatch
+from .reading import Reading
+from .readout import progress_total, read_observed, read_output, read_top_k
+from .snapshot import Chunk
+from .streaming import chunk_rows_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed.ranks import Ranks
-    from .over import Question
+    from .distributed_read import ReadRequest
 
 __all__ = ["Memory"]
 
-_SHARD = 1 << 26  # bytes of a shard that save and compact write
+_SHARD_BYTES = 1 << 26  # of the shards that save and compact write
 
 
 class Memory:
-    """Hold keys with values, and read them by likeness: an average weighted by softmax(score(query, key) / T).
+    """Hold keys with values, and read the mean of the values, weighted by softmax(score(query, key) / T).
 
-    The score is q·k/√d, or one of `regard.scores`. A read over everything is exact, in linear memory; as the
-    temperature falls it tends to the value of the nearest key, as it rises to the mean of all values. Gradients reach
-    queries, the score's parameters, and the rows that were written as tensors that require one: these are held as they
-    are, so that a step of an optimiser on them is seen.
+    The score is q·k/√d, or one of `regard.scores`. A read of all rows is exact and takes linear memory. A low
+    temperature gives the value of the nearest key, a high one the mean of all values. Gradients reach the queries, the
+    parameters of the score, and the rows that were written as tensors that require a gradient. Such tensors are not
+    copied, so an optimiser may update them in place.
 
-    `save` writes a folder and `Memory.open` reads it, however large: rows are mapped a few megabytes at a time. There,
-    gradients reach queries and the score's parameters, once; what is on disk has none.
+    `save` writes a folder of any size and `Memory.open` reads it, mapping a few megabytes at a time. Rows on disk have
+    no gradient; queries and the parameters of the score do, but no second derivatives.
 
     >>> import torch, regard
     >>> memory = Memory(key_dim=2, value_dim=1)
@@ -66,9 +69,11 @@ class Memory:
         device: torch.device | str | None = None,
     ) -> None:
         self.key_dim, self.value_dim = whole("Memory", "key_dim", key_dim), whole("Memory", "value_dim", value_dim)
-        self.score, self.dtype = optional_score("Memory", score), arguments.floating("Memory", dtype)
+        self.score, self.dtype = optional_score("Memory", score), arguments.check_dtype("Memory", dtype)
         self.device = torch.device("cpu" if device is None else device)
-        self._rows: Held | Store | None = Held(self.key_dim, self.value_dim, self.dtype, self.device)
+        self._store: InMemoryStore | DiskStore | None = InMemoryStore(
+            self.key_dim, self.value_dim, self.dtype, self.device
+        )
 
     @classmethod
     def open(
@@ -80,47 +85,47 @@ class Memory:
         device: torch.device | str | None = None,
         part: tuple[int, int] | None = None,
     ) -> Memory:
-        """Open what `save` wrote, to read it (as many as like) or to append to it (one at a time).
+        """Open a folder that `save` wrote, to read it (any number of processes) or to append to it (one at a time).
 
-        A reader sees what the writer has done with its next call. A score's parameters are not in the folder: a memory
-        that was saved with a score is opened with one. `part=(rank, ranks)` opens one of so many equal parts of the
-        rows, to read: with a group, the ranks then answer for the whole folder.
+        A reader sees the changes of a writer at its next call. The parameters of a score are not in the folder, so a
+        memory that was saved with a score must be opened with one. `part=(rank, ranks)` opens one of `ranks` equal
+        parts of the rows for reading; in a read over a group, the ranks together then cover the whole folder.
         """
         if mode not in ("r", "a"):
             raise ArgumentError(f"Memory.open: mode must be 'r' to read or 'a' to append. Got {mode!r}.")
-        place = torch.device("cpu" if device is None else device)
-        share = arguments.part("Memory.open", part, mode)
-        store = Store(arguments.path("Memory.open", path), mode, place, "Memory.open", share)
+        device = torch.device("cpu" if device is None else device)
+        rank, ranks = arguments.check_part("Memory.open", part, mode)
+        store = DiskStore(arguments.check_path("Memory.open", path), mode, device, "Memory.open", (rank, ranks))
         index = store.index
         if index.score is not None and score is None:
             store.close()
             raise ArgumentError(
-                f"Memory.open: it was saved with a score, {index.score}, and would read otherwise without. "
-                f"Give one like it as score=."
+                f"Memory.open: it was saved with a score, {index.score}, and reads would differ without it. "
+                f"Pass an equal one as score=."
             )
-        memory = cls(index.key_dim, index.value_dim, score, dtype=DTYPES[index.dtype], device=place)
-        memory._rows = store
+        memory = cls(index.key_dim, index.value_dim, score, dtype=DTYPES[index.dtype], device=device)
+        memory._store = store
         return memory
 
     def write(self, keys: Tensor, values: Tensor, ids: Tensor | Sequence[int] | None = None) -> Tensor:
-        """Add rows, keys (n, key_dim) with values (n, value_dim) or one of each, and give their ids, (n,).
+        """Add rows, keys (n, key_dim) with values (n, value_dim) or one of each, and return their ids, (n,).
 
-        Without `ids` they are numbered on. On disk the rows are safe once this returns; write many at a time, as each
-        write makes a file.
+        Without `ids`, numbering continues after the largest id so far. On disk the rows are safe once this returns;
+        write many at a time, as each write creates a file.
         """
-        rows = self._open("write")
+        store = self._opened("write")
         who = "Memory.write"
-        keys, values = arguments.rows(who, self, keys, values)
-        if isinstance(rows, Store):
-            arguments.graphless(who, keys, values)
-        given = arguments.ids(who, ids, self.device)
-        if given is None:
-            given = torch.arange(rows.next_id, rows.next_id + len(keys), device=self.device)
+        keys, values = arguments.check_rows(who, self, keys, values)
+        if isinstance(store, DiskStore):
+            arguments.check_no_gradient(who, keys, values)
+        new_ids = arguments.check_ids(who, ids, self.device)
+        if new_ids is None:
+            new_ids = torch.arange(store.next_id, store.next_id + len(keys), device=self.device)
         else:
-            arguments.new(who, given, rows, len(keys))
+            arguments.check_ids_are_new(who, new_ids, store, len(keys))
         if len(keys):
-            rows.write(keys, values, given)
-        return given
+            store.write(keys, values, new_ids)
+        return new_ids
 
     @overload
     def read(
@@ -145,7 +150,7 @@ class Memory:
         group: ProcessGroup | DeviceMesh | None = None,
     ) -> Reading: ...
 
-    @outside_context()  # its rows are no parts of a sequence, whatever the context
+    @outside_context()  # its rows are not parts of a sequence
     def read(
         self,
         queries: Tensor,
@@ -155,14 +160,14 @@ class Memory:
         progress: bool | Report | None = None,
         group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor | Reading:
-        """Average the values of all rows for queries (…, dim), or of the `top` strongest: (…, value_dim).
+        """Average the values of all rows for queries (…, dim), or of the `top` strongest rows: (…, value_dim).
 
-        `observe=True` gives a `Reading` instead: output, lse, entropy, max_logit and, with `top`, ids and weights.
-        `progress` is True for a bar, a function of (done, total), or None: a bar on a terminal, on long reads.
+        `observe=True` returns a `Reading`: output, lse, entropy, max_logit and, with `top`, ids and weights.
+        `progress` is True for a bar, a function of (done, total), or None for a bar on a terminal if the read is long.
 
-        With a `group` of torch.distributed every rank asks its own queries (or none) of the rows of all ranks, and all
-        ranks must call. A gradient reaches what one without a group does, as that of the sum of all ranks' losses;
-        `Reading.ranks` tells with `top` who holds which row, and ties go to the lower rank.
+        With a `group` of torch.distributed, every rank reads the rows of all ranks with its own queries (or none), and
+        all ranks must call. Gradients reach the same tensors as without a group, and are those of the sum of all ranks'
+        losses. With `top`, `Reading.ranks` says which rank holds each row, and ties go to the lower rank.
 
         >>> memory = Memory(1, 1)
         >>> ids = memory.write(torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[5.0], [6.0], [7.0]]))
@@ -172,53 +177,55 @@ class Memory:
         who = "Memory.read"
         if group is not None:
             from ..distributed.ranks import Ranks
-            from . import over
+            from . import distributed_read
 
             ranks = Ranks.of(who, group)
-            found = over.read(ranks, lambda: self._question(ranks, queries, temperature, top, observe, progress))
-            return found.shaped(queries.shape[:-1]) if observe else found.shaped(queries.shape[:-1]).output
-        rows = self._open("read")
-        asked, lead = self._asked(queries, temperature), queries.shape[:-1]
-        source = rows.snapshot()
-        k = arguments.top(who, top, source.count)
-        with Progress(progress, answers.steps(source, asked, k)) as seen:
+            reading = distributed_read.read(
+                ranks, lambda: self._read_request(ranks, queries, temperature, top, observe, progress)
+            ).shaped(queries.shape[:-1])
+            return reading if observe else reading.output
+        store = self._opened("read")
+        batch, lead = self._query_batch(queries, temperature), queries.shape[:-1]
+        snapshot = store.snapshot()
+        k = arguments.check_top(who, top, snapshot.count)
+        with Progress(progress, progress_total(snapshot, batch, k)) as counter:
             if k is None and not observe:
-                return answers.averaged(source, asked, self._chunk, seen).reshape(*lead, self.value_dim)
+                return read_output(snapshot, batch, self._chunk_rows, counter).reshape(*lead, self.value_dim)
             if k is None:
-                found = answers.observed(source, asked, self._chunk, seen)
+                reading = read_observed(snapshot, batch, self._chunk_rows, counter).shaped(lead)
             else:
-                found = answers.of_strongest(source, asked, k, self._chunk, seen)
-        return found.shaped(lead) if observe else found.shaped(lead).output
+                reading = read_top_k(snapshot, batch, k, self._chunk_rows, counter).shaped(lead)
+        return reading if observe else reading.output
 
     def delete(self, ids: Tensor | Sequence[int]) -> None:
-        """Take rows out, by their ids."""
-        rows = self._open("delete")
-        given = arguments.ids("Memory.delete", ids, self.device)
-        if given is None:
+        """Delete rows by their ids."""
+        store = self._opened("delete")
+        old_ids = arguments.check_ids("Memory.delete", ids, self.device)
+        if old_ids is None:
             raise DtypeError("Memory.delete: ids must be whole numbers in one dimension. Got None.")
-        arguments.known("Memory.delete", given, rows)
-        if len(given):
-            rows.delete(given)
+        arguments.check_ids_are_held("Memory.delete", old_ids, store)
+        if len(old_ids):
+            store.delete(old_ids)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows as a new folder, whole or not at all; this memory stays where it is."""
-        rows = self._open("save")
+        """Write all rows as a new folder, completely or not at all; this memory stays where it is."""
+        store = self._opened("save")
         names = {dtype: name for name, dtype in DTYPES.items()}
         score = None if self.score is None else repr(self.score)
-        index = Index(self.key_dim, self.value_dim, names[self.dtype], score, next_id=rows.next_id)
-        save(rows.snapshot(), index, arguments.path("Memory.save", path), self._shard_rows)
+        index = Index(self.key_dim, self.value_dim, names[self.dtype], score, next_id=store.next_id)
+        save_snapshot(store.snapshot(), index, arguments.check_path("Memory.save", path), self._shard_rows)
 
     def compact(self) -> None:
-        """Write what is left into few large shards, after many small writes or deletions; a memory on disk only."""
-        rows = self._open("compact")
-        if isinstance(rows, Store):
-            rows.compact(self._shard_rows)
+        """Rewrite a memory on disk into a few large shards, after many small writes or deletions."""
+        store = self._opened("compact")
+        if isinstance(store, DiskStore):
+            store.compact(self._shard_rows)
 
     def close(self) -> None:
-        """Let another process write, and forget the rows."""
-        if isinstance(self._rows, Store):
-            self._rows.close()
-        self._rows = None
+        """Allow another process to write, and release the rows."""
+        if isinstance(self._store, DiskStore):
+            self._store.close()
+        self._store = None
 
     def __enter__(self) -> Memory:
         return self
@@ -227,32 +234,32 @@ class Memory:
         self.close()
 
     def __len__(self) -> int:
-        return self._open("len").count
+        return self._opened("len").count
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Go through the rows in the order of writing, some thousands at a time: (keys, values, ids)."""
-        for chunk, _ in self._open("iter").snapshot().chunks(self._chunk):
+        """Iterate over the rows in the order of writing, some thousands at a time: (keys, values, ids)."""
+        for chunk, _ in self._opened("iter").snapshot().chunks(self._chunk_rows):
             yield chunk
 
     def __repr__(self) -> str:
-        if self._rows is None:
+        if self._store is None:
             return "Memory(closed)"
-        where = f"on disk at {self._rows.folder}" if isinstance(self._rows, Store) else "in memory"
+        where = f"on disk at {self._store.folder}" if isinstance(self._store, DiskStore) else "in memory"
         score = "" if self.score is None else f"{self.score!r}, "
         dtype = str(self.dtype).removeprefix("torch.")
         return f"Memory({len(self)} rows, key_dim={self.key_dim}, value_dim={self.value_dim}, {score}{dtype}, {where})"
 
-    def _open(self, what: str) -> Held | Store:
-        if self._rows is None:
+    def _opened(self, what: str) -> InMemoryStore | DiskStore:
+        if self._store is None:
             raise ArgumentError(f"Memory.{what}: it is closed. Open it again with Memory.open(path).")
-        return self._rows
+        return self._store
 
-    def _asked(self, queries: Tensor, temperature: float | Tensor) -> Asked:
-        arguments.queries("Memory.read", self, queries)
-        divisor = arguments.temperature("Memory.read", temperature, self.device)
-        return Asked(queries.reshape(-1, queries.shape[-1]), self.score, divisor)
+    def _query_batch(self, queries: Tensor, temperature: float | Tensor) -> QueryBatch:
+        arguments.check_queries("Memory.read", self, queries)
+        divisor = arguments.check_temperature("Memory.read", temperature, self.device)
+        return QueryBatch(queries.reshape(-1, queries.shape[-1]), self.score, divisor)
 
-    def _question(
+    def _read_request(
         self,
         ranks: Ranks,
         queries: Tensor,
@@ -260,27 +267,27 @@ class Memory:
         top: int | None,
         observe: bool,
         progress: bool | Report | None,
-    ) -> Question:
-        """What this rank says in a read over a group; it raises about its arguments here."""
-        from .over import Question
+    ) -> ReadRequest:
+        """Check the arguments of a read over a group, and build this rank's request."""
+        from .distributed_read import ReadRequest
 
-        rows, asked = self._open("read"), self._asked(queries, temperature)
-        k = arguments.top("Memory.read", top)
-        Progress(progress, 0)
-        source, state = rows.snapshot(), "each rank's own"
-        if isinstance(rows, Store) and rows.part != (0, 1):
-            arguments.part_of("Memory.read", rows.part, (ranks.rank, ranks.count))
-            state = f"the same folder with {rows.state}"
-        return Question(source, asked, k, observe, self._chunk, self.value_dim, progress, state)
+        store, batch = self._opened("read"), self._query_batch(queries, temperature)
+        k = arguments.check_top("Memory.read", top)
+        Progress(progress, 0)  # raises if `progress` is invalid
+        snapshot, state = store.snapshot(), "each rank's own"
+        if isinstance(store, DiskStore) and store.part != (0, 1):
+            arguments.check_part_of_rank("Memory.read", store.part, ranks.rank, ranks.count)
+            state = f"the same folder with {store.fingerprint}"
+        return ReadRequest(snapshot, batch, k, observe, self._chunk_rows, self.value_dim, progress, state)
 
     @property
     def _row_bytes(self) -> int:
         return (self.key_dim + self.value_dim) * self.dtype.itemsize
 
     @property
-    def _chunk(self) -> int:
-        return stream.chunk_rows(self._row_bytes)
+    def _chunk_rows(self) -> int:
+        return chunk_rows_for(self._row_bytes)
 
     @property
     def _shard_rows(self) -> int:
-        return max(_SHARD // self._row_bytes, 1)
+        return max(_SHARD_BYTES // self._row_bytes, 1)

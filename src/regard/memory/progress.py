@@ -1,4 +1,4 @@
-"""How far a long read is: told to a function, or shown as a bar where somebody watches."""
+"""Progress of a long read: passed to a function, or shown as a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..errors import DtypeError
 __all__ = ["Progress", "Report"]
 
 Report = Callable[[int, int], object]
-_LONG = 1.0  # seconds after which a read is a long one
+_LONG_READ_SECONDS = 1.0
 
 
 class Progress:
-    """Counts what has been read. `show`: True, False, a function of (done, total), or None: a bar if it takes long."""
+    """Count the rows read. `show` is True, False, a function of (done, total), or None: a bar if the read is long."""
 
     def __init__(self, show: bool | Report | None, total: int) -> None:
         if show is not None and not isinstance(show, bool) and not callable(show):
@@ -29,7 +29,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._show is True:
-            self._open()
+            self._open_bar()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -37,22 +37,22 @@ class Progress:
             self._bar.stop()
 
     @property
-    def told(self) -> bool:
-        """Whether somebody asked to know."""
+    def requested(self) -> bool:
+        """Whether the caller asked for progress."""
         return self._show is True or callable(self._show)
 
-    def add(self, rows: int) -> None:
-        """Tell that so many more rows are read."""
-        self._done += rows
+    def advance(self, count: int) -> None:
+        """Count some more as done."""
+        self._done += count
         if callable(self._show):
             self._show(self._done, self._total)
-        elif self._show is None and self._bar is None and time.monotonic() - self._start > _LONG:
+        elif self._show is None and self._bar is None and time.monotonic() - self._start > _LONG_READ_SECONDS:
             self._show = False
-            self._open(only_terminal=True)
+            self._open_bar(only_terminal=True)
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done)
 
-    def _open(self, only_terminal: bool = False) -> None:
+    def _open_bar(self, only_terminal: bool = False) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar

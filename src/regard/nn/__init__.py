@@ -1,4 +1,4 @@
-"""Modules: parameters and state only; the mathematics is that of `regard.attention` and `regard.observe`."""
+"""Modules: parameters and state; the computation is in `regard.attention` and `regard.observe`."""
 
 from .kv_cache import KVCache
 from .multihead import MultiheadAttention

@@ -14,20 +14,20 @@ from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..functional import attention
 from ..masks import Mask, causal, window
 from ..scores.base import whole
-from .masking import both, ours
+from .torch_masks import as_mask, intersect
 
 __all__ = ["KVCache"]
 
-_FIRST = 64  # tokens that a growing cache makes room for at first
+_INITIAL_TOKENS = 64  # the first size of a growing cache
 
 
 class KVCache:
-    """Hold the keys and values (B, Hk, M, D) of what came before, so that a new token costs one row.
+    """Hold the keys and values (B, Hk, M, D) of past tokens, so that a new token costs one row of attention.
 
-    `capacity` tokens are allocated at the first append and more are refused; without it the memory doubles when it is
-    full. `window=w` keeps the last w tokens only, in a buffer of 2w: each token then sees itself and the w − 1 before
-    it, which is `regard.window(w - 1)`. A cache is for inference: it carries no gradient, and refuses tensors that ask
-    for one. The tensors that `append` gives are views, good until the next append.
+    With `capacity`, the buffers are allocated at the first append, and more tokens are refused; without it, they double
+    when they are full. `window=w` keeps only the last w tokens, in a buffer of 2w: each token then attends to itself
+    and the w − 1 tokens before it, as in `regard.window(w - 1)`. A cache is for inference: it carries no gradient, and
+    refuses tensors that require one. `append` returns views that are valid until the next append.
 
     >>> import torch
     >>> cache = KVCache()
@@ -46,7 +46,7 @@ class KVCache:
         self.capacity = None if capacity is None else whole("KVCache", "capacity", capacity)
         self.window = None if window is None else whole("KVCache", "window", window)
         self._length = 0
-        self._end = 0  # where in the buffers the last token ends
+        self._end = 0  # of the held tokens in the buffers
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def __repr__(self) -> str:
@@ -56,29 +56,29 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """How many tokens it has seen in all: the position of the next one."""
+        """The number of tokens so far: the position of the next one."""
         return self._length
 
     @property
     def held(self) -> int:
-        """How many tokens it holds: all, or the last `window`."""
+        """The number of tokens held: all, or the last `window`."""
         return self._length if self.window is None else min(self._length, self.window)
 
     @property
     def nbytes(self) -> int:
-        """How much memory the buffers take."""
+        """The size of the buffers in bytes."""
         return sum(x.numel() * x.element_size() for x in self._buffers or ())
 
     def positions(self, count: int, device: torch.device | str | None = None) -> Tensor:
-        """Give the positions of the next `count` tokens, (count,): what rotary positions turn them by."""
+        """Return the positions of the next `count` tokens, (count,), for rotary embeddings."""
         return torch.arange(self._length, self._length + count, device=device)
 
     def reach(self, count: int) -> int:
-        """Say how many keys the next `append` of `count` tokens will give."""
+        """Return how many keys the next `append` of `count` tokens will return."""
         return self._past + count
 
     def mask(self, count: int) -> Mask | None:
-        """Give the mask of the next `count` tokens over the keys of their `append`; None if all see all."""
+        """Return the mask of the next `count` tokens over the keys of their `append`; None if nothing is hidden."""
         if count == 1:
             return None
         if self.window is not None and self.reach(count) > self.window:
@@ -86,22 +86,22 @@ class KVCache:
         return causal()
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add tokens (B, Hk, n, D) and give the keys and values that they may attend, in order, theirs at the end.
+        """Add tokens (B, Hk, n, D), and return the keys and values that they may attend to, in order, theirs last.
 
-        These are all that is held; with a window, the w − 1 tokens before the first new one, and the new ones.
+        These are all tokens held; with a window, the w − 1 tokens before the first new one, and the new ones.
         """
         self._check(key, value)
         past, count = self._past, key.shape[2]
         if self.capacity is not None and self._length + count > self.capacity:
             raise ArgumentError(
-                f"KVCache: it is full: {self._length} of {self.capacity} tokens are held and {count} more came. "
-                f"Make it with a larger capacity, with capacity=None to grow, or with window= to forget; or reset()."
+                f"KVCache: it is full: it holds {self._length} of {self.capacity} tokens, and {count} more came. "
+                f"Use a larger capacity, capacity=None to grow, or window= to drop old tokens; or call reset()."
             )
         pair = key.detach(), value.detach()
         if self.window is not None and past + count > 2 * self.window:
-            keys, values = self._pass_by(pair, past, self.window)
+            keys, values = self._append_beyond_buffer(pair, past, self.window)
         else:
-            buffers = self._room(pair, past)
+            buffers = self._reserve(pair, past)
             self._end += count
             for buffer, new in zip(buffers, pair, strict=True):
                 buffer[:, :, self._end - count : self._end] = new
@@ -112,9 +112,9 @@ class KVCache:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | Tensor | None = None, **arguments: Any
     ) -> Tensor:
-        """Append the tokens, and let each new query attend the past and the new tokens up to its own.
+        """Append the tokens, and let each new query attend to the past and to the new tokens up to its own.
 
-        `mask` hides more, over the keys that `append` gives; the other arguments are those of `regard.attention`.
+        `mask` hides more of the keys that `append` returns; the other arguments are those of `regard.attention`.
 
         >>> import torch, regard
         >>> q, k, v = torch.randn(3, 1, 2, 6, 8).unbind()
@@ -129,55 +129,55 @@ class KVCache:
                 f"KVCache: attend takes one query for each new token. Got query {tuple(query.shape)} and key "
                 f"{tuple(key.shape)} as (batch, heads, tokens, dim)."
             )
-        seen = both(self.mask(key.shape[-2]), ours("KVCache", mask))
+        combined = intersect(self.mask(key.shape[-2]), as_mask("KVCache", mask))
         self._check(key, value)
         reach = self.reach(key.shape[2])
-        held = (x[:, :, :1].expand(-1, -1, reach, -1) for x in (key, value)) if key.shape[2] else (key, value)
+        dummies = (x[:, :, :1].expand(-1, -1, reach, -1) for x in (key, value)) if key.shape[2] else (key, value)
         backend = arguments.pop("backend", "auto")
-        choose(pose(query, *held, mask=seen, who="KVCache", **arguments), backend)  # refuse before holding
+        choose(pose(query, *dummies, mask=combined, who="KVCache", **arguments), backend)  # refuse before appending
         keys, values = self.append(key, value)
-        return attention(query, keys, values, mask=seen, backend=backend, **arguments)
+        return attention(query, keys, values, mask=combined, backend=backend, **arguments)
 
     def reset(self) -> None:
-        """Forget everything and keep the memory."""
+        """Drop all tokens and keep the buffers."""
         self._length = self._end = 0
 
     @property
     def _past(self) -> int:
-        """How many held tokens the next one may attend."""
+        """How many held tokens the next one may attend to."""
         return self._length if self.window is None else min(self._length, self.window - 1)
 
-    def _room(self, pair: tuple[Tensor, Tensor], past: int) -> tuple[Tensor, Tensor]:
-        """Give buffers that have room for the new tokens behind the `past` ones."""
-        count = pair[0].shape[2]
-        if self._buffers is None or (self._length == 0 and self._differs(pair) is not None):
-            size = self.capacity or (2 * self.window if self.window else max(count, _FIRST))
-            self._buffers = _empty(pair[0], size), _empty(pair[1], size)
-        old = self._buffers
-        size = old[0].shape[2]
+    def _reserve(self, pair: tuple[Tensor, Tensor], past: int) -> tuple[Tensor, Tensor]:
+        """Return buffers with space for the new tokens after the `past` ones."""
+        key, value = pair
+        count = key.shape[2]
+        if self._buffers is None or (self._length == 0 and self._mismatch(pair) is not None):
+            size = self.capacity or (2 * self.window if self.window else max(count, _INITIAL_TOKENS))
+            self._buffers = _allocate(key, size), _allocate(value, size)
+        size = self._buffers[0].shape[2]
         if self._end + count > size:
-            behind = [x[:, :, self._end - past : self._end] for x in old]
+            kept = [x[:, :, self._end - past : self._end] for x in self._buffers]
             if self.window is None:
                 size = max(2 * size, past + count)
-                self._buffers = _empty(pair[0], size), _empty(pair[1], size)
+                self._buffers = _allocate(key, size), _allocate(value, size)
             else:
-                behind = [x.clone() for x in behind]  # it goes to the front of the buffer that it lies in
-            for buffer, kept in zip(self._buffers, behind, strict=True):
-                buffer[:, :, :past] = kept
+                kept = [x.clone() for x in kept]  # they are copied to the front of the same buffer
+            for buffer, tokens in zip(self._buffers, kept, strict=True):
+                buffer[:, :, :past] = tokens
             self._end = past
         return self._buffers
 
-    def _pass_by(self, pair: tuple[Tensor, Tensor], past: int, window: int) -> tuple[Tensor, Tensor]:
-        """Give the past with more new tokens than the buffers take, and hold the last ones."""
+    def _append_beyond_buffer(self, pair: tuple[Tensor, Tensor], past: int, window: int) -> tuple[Tensor, Tensor]:
+        """Return the past and more new tokens than the buffers can hold, and hold the last `window` of them."""
         if past:
-            behind = [x[:, :, self._end - past : self._end] for x in self._buffers or ()]
-            keys, values = (torch.cat([a, b], 2) for a, b in zip(behind, pair, strict=True))
+            kept = [x[:, :, self._end - past : self._end] for x in self._buffers or ()]
+            keys, values = (torch.cat([a, b], 2) for a, b in zip(kept, pair, strict=True))
         else:
             keys, values = pair
         last = keys[:, :, -window:], values[:, :, -window:]
         self._end = 0
-        for buffer, kept in zip(self._room(last, 0), last, strict=True):
-            buffer[:, :, :window] = kept
+        for buffer, tokens in zip(self._reserve(last, 0), last, strict=True):
+            buffer[:, :, :window] = tokens
         self._end = window
         return keys, values
 
@@ -188,37 +188,37 @@ class KVCache:
                 raise DtypeError(f"KVCache: {name} must be a floating tensor. Got {kind}.")
         if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise ShapeError(
-                f"KVCache: key and value must be (batch, heads, tokens, dim), alike but for dim. "
+                f"KVCache: key and value must be (batch, heads, tokens, dim), and may differ only in dim. "
                 f"Got key {tuple(key.shape)}, value {tuple(value.shape)}."
             )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise ArgumentError(
                 "KVCache: it holds no graph, so the gradients of key and value would be lost. Decode under "
-                "torch.no_grad() or torch.inference_mode(), or give it detached tensors."
+                "torch.no_grad() or torch.inference_mode(), or pass detached tensors."
             )
-        if self._length and (error := self._differs((key, value))) is not None:
+        if self._length and (error := self._mismatch((key, value))) is not None:
             raise error
 
-    def _differs(self, pair: tuple[Tensor, Tensor]) -> Exception | None:
-        """Give the error of tokens that do not go with what is held."""
+    def _mismatch(self, pair: tuple[Tensor, Tensor]) -> Exception | None:
+        """Return an error if new tokens do not match those held."""
         for name, held, x in zip(("key", "value"), self._buffers or (), pair, strict=False):
             if x.dtype != held.dtype:
                 return DtypeError(
-                    f"KVCache: it holds {name}s of {held.dtype}. Got {x.dtype}; convert with .to(dtype), or reset()."
+                    f"KVCache: it holds {name}s of {held.dtype}. Got {x.dtype}; convert with .to(), or call reset()."
                 )
             if x.device != held.device:
                 return DeviceError(
-                    f"KVCache: it holds {name}s on {held.device}. Got {x.device}; move with .to(device), or reset()."
+                    f"KVCache: it holds {name}s on {held.device}. Got {x.device}; move it with .to(), or call reset()."
                 )
             if (*x.shape[:2], x.shape[3]) != (*held.shape[:2], held.shape[3]):
-                wanted = (*held.shape[:2], "tokens", held.shape[3])
+                shape = (*held.shape[:2], "tokens", held.shape[3])
                 return ShapeError(
-                    f"KVCache: it holds {name}s ({', '.join(map(str, wanted))}). Got {tuple(x.shape)}; "
-                    f"reset() before another batch, or mend the shape."
+                    f"KVCache: it holds {name}s ({', '.join(map(str, shape))}). Got {tuple(x.shape)}; "
+                    f"call reset() before another batch, or fix the shape."
                 )
         return None
 
 
-def _empty(like: Tensor, size: int) -> Tensor:
-    with torch.inference_mode(False):  # so that it can be filled outside of inference mode too
+def _allocate(like: Tensor, size: int) -> Tensor:
+    with torch.inference_mode(False):  # so that it can be written outside inference mode too
         return torch.empty(*like.shape[:2], size, like.shape[3], dtype=like.dtype, device=like.device)

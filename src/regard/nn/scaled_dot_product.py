@@ -1,4 +1,4 @@
-"""ScaledDotProductAttention: the textbook's module."""
+"""ScaledDotProductAttention: the textbook module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..masks import Mask
 from ..scores import Score
 from .arguments import optional_score, probability
-from .attending import attend
+from .attend import attend
 
 __all__ = ["ScaledDotProductAttention"]
 
@@ -17,8 +17,9 @@ _WHO = "ScaledDotProductAttention"
 class ScaledDotProductAttention(nn.Module):
     """Attend with softmax(QKᵀ / √d), or with another `score`, and return the output with the weights.
 
-    Dropout works on the weights, in training mode only. The returned weights are those before dropout: each row that
-    sees something sums to 1. With `return_weights=False` they are never formed, and memory is linear in the sequence.
+    Dropout applies to the weights, in training mode only. The returned weights are those before dropout: each row that
+    attends to something sums to 1. With `return_weights=False` they are never formed, and memory is linear in the
+    sequence.
 
     >>> import torch
     >>> output, weights = ScaledDotProductAttention()(*torch.randn(3, 2, 5, 8).unbind())
@@ -39,13 +40,13 @@ class ScaledDotProductAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         return_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Give (output, weights), or (output, None); in `mask`, 0 and False hide.
+        """Return (output, weights), or (output, None); in `mask`, 0 and False hide.
 
         The shapes are those of `regard.attention`: (…, heads, N, D), (batch, N, D) or (N, D).
         """
         dropout = self.dropout if self.training else 0.0
-        given = {"mask": mask, "score": self.score, "dropout": dropout}
-        return attend(_WHO, query, key, value, weighted=return_weights, **given)
+        options = {"mask": mask, "score": self.score, "dropout": dropout}
+        return attend(_WHO, query, key, value, return_weights=return_weights, **options)
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout:g}"

@@ -1,4 +1,4 @@
-"""Rows held in memory: in the graph, where they have a gradient."""
+"""Rows held in memory; rows that require a gradient stay in the graph."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .source import Chunk, joined
+from .snapshot import Chunk, concatenate
 
-__all__ = ["Held", "Whole"]
+__all__ = ["InMemorySnapshot", "InMemoryStore"]
 
 
 @dataclass(frozen=True)
-class Whole:
+class InMemorySnapshot:
     """All rows as three tensors."""
 
     rows: Chunk
@@ -24,33 +24,33 @@ class Whole:
     def count(self) -> int:
         return len(self.rows.ids)
 
-    def chunks(self, size: int) -> Iterator[tuple[Chunk, Tensor]]:
-        for start in range(0, self.count, size):
-            stop = min(start + size, self.count)
-            places = torch.arange(start, stop, device=self.rows.keys.device)
-            yield Chunk(*(x[start:stop] for x in self.rows)), places
+    def chunks(self, chunk_rows: int) -> Iterator[tuple[Chunk, Tensor]]:
+        for start in range(0, self.count, chunk_rows):
+            stop = min(start + chunk_rows, self.count)
+            positions = torch.arange(start, stop, device=self.rows.keys.device)
+            yield Chunk(*(x[start:stop] for x in self.rows)), positions
 
-    def at(self, places: Tensor) -> Chunk:
-        return Chunk(*(x.index_select(0, places) for x in self.rows))
+    def take(self, positions: Tensor) -> Chunk:
+        return Chunk(*(x.index_select(0, positions) for x in self.rows))
 
 
 class _Block(NamedTuple):
-    """What one write brought; `kept` says which of its rows are left, where some are deleted."""
+    """The rows of one write; `kept` indexes those that are left after deletions."""
 
     rows: Chunk
     kept: Tensor | None = None
 
     @property
-    def graph(self) -> bool:
+    def requires_grad(self) -> bool:
         return self.rows.keys.requires_grad or self.rows.values.requires_grad
 
     @property
-    def left(self) -> Chunk:
+    def remaining(self) -> Chunk:
         kept = self.kept
         return self.rows if kept is None else Chunk(*(x.index_select(0, kept) for x in self.rows))
 
 
-class Held:
+class InMemoryStore:
     """Rows in memory. Tensors that require a gradient are held as they are, all others as copies."""
 
     def __init__(self, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -62,23 +62,23 @@ class Held:
     def count(self) -> int:
         return sum(len(block.rows.ids if block.kept is None else block.kept) for block in self._blocks)
 
-    def snapshot(self) -> Whole:
-        """Join what the writes brought; where no row has a gradient, once and for all."""
-        if not any(block.graph for block in self._blocks):
-            self._blocks = [_Block(joined([block.left for block in self._blocks]))]
-            return Whole(self._blocks[0].rows)
-        return Whole(joined([block.left for block in self._blocks]))
+    def snapshot(self) -> InMemorySnapshot:
+        """Join the blocks of all writes; if no row requires a gradient, keep the result as the only block."""
+        if not any(block.requires_grad for block in self._blocks):
+            self._blocks = [_Block(concatenate([block.remaining for block in self._blocks]))]
+            return InMemorySnapshot(self._blocks[0].rows)
+        return InMemorySnapshot(concatenate([block.remaining for block in self._blocks]))
 
     def write(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
         keys, values = (x if x.requires_grad else x.detach().clone() for x in (keys, values))
         self._blocks.append(_Block(Chunk(keys, values, ids.clone())))
         self.next_id = max(self.next_id, int(ids.max()) + 1)
 
-    def present(self, ids: Tensor) -> Tensor:
-        """Say which of some ids are held."""
+    def contains(self, ids: Tensor) -> Tensor:
+        """Return a bool per id: whether it is held."""
         found = torch.zeros_like(ids, dtype=torch.bool)
         for block in self._blocks:
-            found |= torch.isin(ids, block.left.ids)
+            found |= torch.isin(ids, block.remaining.ids)
         return found
 
     def delete(self, ids: Tensor) -> None:
@@ -86,11 +86,11 @@ class Held:
 
 
 def _without(block: _Block, ids: Tensor) -> _Block:
-    """A block without some ids; rows with a gradient stay what they are, so that a change of them is still seen."""
-    left = block.left.ids
-    gone = torch.isin(left, ids)
-    if not bool(gone.any()):
+    """Drop some ids from a block. Rows with a gradient keep their tensors, so that later changes to them are seen."""
+    held = block.remaining.ids
+    deleted = torch.isin(held, ids)
+    if not bool(deleted.any()):
         return block
-    kept = (~gone).nonzero().squeeze(-1)
+    kept = (~deleted).nonzero().squeeze(-1)
     block = block._replace(kept=kept if block.kept is None else block.kept[kept])
-    return block if block.graph else _Block(block.left)
+    return block if block.requires_grad else _Block(block.remaining)

@@ -1,4 +1,4 @@
-"""Masking: torch's masks, in which True hides and numbers add, read as a mask and a bias of ours."""
+"""Conversion of torch's masks, in which True hides and floats are added, to a regard mask and a bias."""
 
 from __future__ import annotations
 
@@ -15,70 +15,70 @@ from ..masks.base import FULL, PARTIAL, Span
 from ..masks.index import Index, expand_to_pairs, indices
 from ..masks.tiles import uniform_cover
 
-__all__ = ["Masking", "Sizes", "both", "masking", "ours"]
+__all__ = ["MaskAndBias", "MaskSizes", "as_mask", "combine_masks", "intersect"]
 
 
-class Masking(NamedTuple):
-    """What `regard.attention` takes: pairs that may attend, and numbers that are added to logits."""
+class MaskAndBias(NamedTuple):
+    """The mask and the bias that `regard.attention` takes."""
 
     mask: Mask | None
     bias: Tensor | None  # (N|1, H|1, L|1, S)
 
-    def opened(self, extra: int) -> Masking:
-        """Add `extra` keys at the end that every row sees."""
+    def with_visible_keys(self, extra: int) -> MaskAndBias:
+        """Append `extra` keys that every row attends to."""
         if not extra:
             return self
-        mask = None if self.mask is None else _Opened(self.mask, extra)
-        return Masking(mask, None if self.bias is None else F.pad(self.bias, (0, extra)))
+        mask = None if self.mask is None else _WithVisibleKeys(self.mask, extra)
+        return MaskAndBias(mask, None if self.bias is None else F.pad(self.bias, (0, extra)))
 
 
-class Sizes(NamedTuple):
+class MaskSizes(NamedTuple):
     """The sizes that masks must fit."""
 
     batch: int
     heads: int
     rows: int
     keys: int
-    batched: bool
+    batched: bool  # whether the inputs have a batch dimension
     device: torch.device
 
 
-def masking(
+def combine_masks(
     who: str,
-    sizes: Sizes,
+    sizes: MaskSizes,
     attn_mask: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     *masks: Mask | Tensor | None,
-) -> Masking:
-    """Gather torch's two masks and masks of ours; a pair is seen if all of them allow it."""
-    found: Mask | None = None
+) -> MaskAndBias:
+    """Combine torch's two masks and regard's masks; a pair is visible if all of them allow it."""
+    combined: Mask | None = None
     biases = []
     for mask in masks:
-        found = both(found, ours(who, mask))
+        combined = intersect(combined, as_mask(who, mask))
     if attn_mask is not None:
-        table = _attn(who, attn_mask, sizes)
+        table = _attn_mask(who, attn_mask, sizes)
         if table.dtype == torch.bool:
-            found = both(found, dense(~table))
+            combined = intersect(combined, dense(~table))
         else:
             biases.append(table)
     if key_padding_mask is not None:
-        hidden = _padding(who, key_padding_mask, sizes)
+        hidden = _key_padding_mask(who, key_padding_mask, sizes)
         if hidden.dtype == torch.bool:
-            found = both(found, padding(keep=~hidden))
+            combined = intersect(combined, padding(keep=~hidden))
         else:
             biases.append(hidden[:, None, None, :])
     if len(biases) == 2:
-        return Masking(found, biases[0] + biases[1])
-    return Masking(found, biases[0] if biases else None)
+        return MaskAndBias(combined, biases[0] + biases[1])
+    return MaskAndBias(combined, biases[0] if biases else None)
 
 
-def both(a: Mask | None, b: Mask | None) -> Mask | None:
-    """Give the pairs that two masks allow, where None allows all."""
+def intersect(a: Mask | None, b: Mask | None) -> Mask | None:
+    """Allow the pairs that both masks allow; None allows all."""
     return b if a is None else a if b is None else a & b
 
 
-def ours(who: str, mask: Mask | Tensor | None) -> Mask | None:
-    """Read a mask of ours, or a tensor in which True means 'may attend'."""
+def as_mask(who: str, mask: Mask | Tensor | None) -> Mask | None:
+    """Return a regard mask as it is, and wrap a tensor in which True means 'may attend'."""
     if mask is None or isinstance(mask, Mask):
         return mask
     if not isinstance(mask, Tensor):
@@ -89,26 +89,26 @@ def ours(who: str, mask: Mask | Tensor | None) -> Mask | None:
     return dense(mask)
 
 
-def _attn(who: str, mask: Tensor, sizes: Sizes) -> Tensor:
-    """Read torch's attn_mask as (1, 1, L, S) or (N, heads, L, S), bool or floating."""
+def _attn_mask(who: str, mask: Tensor, sizes: MaskSizes) -> Tensor:
+    """Check torch's attn_mask, and view it as (1, 1, L, S) or (N, heads, L, S), bool or floating."""
     _check(who, "attn_mask", mask, sizes)
-    batch, heads, rows, keys = sizes[:4]
+    batch, heads, rows, keys = sizes.batch, sizes.heads, sizes.rows, sizes.keys
     if tuple(mask.shape) == (rows, keys):
         return mask[None, None]
     if tuple(mask.shape) == (batch * heads, rows, keys):
         return mask.reshape(batch, heads, rows, keys)
     raise MaskError(
         f"{who}: attn_mask must be (L, S) or (N·heads, L, S), here {(rows, keys)} or {(batch * heads, rows, keys)}. "
-        f"Got {tuple(mask.shape)}; mask= takes every other shape, with True for 'may attend'."
+        f"Got {tuple(mask.shape)}; mask= takes all other shapes, with True for 'may attend'."
     )
 
 
-def _padding(who: str, mask: Tensor, sizes: Sizes) -> Tensor:
-    """Read torch's key_padding_mask as (N, S), bool where nothing is added but −inf."""
+def _key_padding_mask(who: str, mask: Tensor, sizes: MaskSizes) -> Tensor:
+    """Check torch's key_padding_mask, and view it as (N, S), bool if it holds only 0 and −inf."""
     _check(who, "key_padding_mask", mask, sizes)
-    letters, fits = ("(N, S)", (sizes.batch, sizes.keys)) if sizes.batched else ("(S,)", (sizes.keys,))
-    if tuple(mask.shape) != fits:
-        raise MaskError(f"{who}: key_padding_mask must be {letters}, here {fits}. Got {tuple(mask.shape)}.")
+    letters, shape = ("(N, S)", (sizes.batch, sizes.keys)) if sizes.batched else ("(S,)", (sizes.keys,))
+    if tuple(mask.shape) != shape:
+        raise MaskError(f"{who}: key_padding_mask must be {letters}, here {shape}. Got {tuple(mask.shape)}.")
     mask = mask.reshape(sizes.batch, sizes.keys)
     if mask.dtype == torch.bool or mask.requires_grad or torch.compiler.is_compiling():
         return mask
@@ -116,12 +116,12 @@ def _padding(who: str, mask: Tensor, sizes: Sizes) -> Tensor:
     return hidden if bool((hidden | (mask == 0)).all()) else mask
 
 
-def _check(who: str, name: str, mask: Tensor, sizes: Sizes) -> None:
+def _check(who: str, name: str, mask: Tensor, sizes: MaskSizes) -> None:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         kind = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         raise DtypeError(
             f"{who}: {name} must be a tensor, bool (True hides) or floating (it is added to the logits). Got {kind}; "
-            f"an attention_mask of 1 and 0, 1 for what counts, goes to mask=regard.padding(attention_mask)."
+            f"pass an attention_mask of 1 and 0, with 1 for visible tokens, as mask=regard.padding(attention_mask)."
         )
     if mask.device != sizes.device:
         raise DeviceError(
@@ -132,30 +132,30 @@ def _check(who: str, name: str, mask: Tensor, sizes: Sizes) -> None:
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class _Opened(Mask):
-    """The keys of `part`, and after them `extra` keys that every row sees."""
+class _WithVisibleKeys(Mask):
+    """The keys of `part`, followed by `extra` keys that every row attends to."""
 
     part: Mask
     extra: int
 
-    factory: ClassVar[str] = "opened"
+    factory: ClassVar[str] = "with_visible_keys"
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
         i, j = indices(i, j)
         own = m - self.extra
-        beyond = j >= own
-        return self.part.allows(i, j.clamp(max=own - 1), n, own) | beyond if own else expand_to_pairs(beyond, i, j)
+        extra = j >= own
+        return self.part.allows(i, j.clamp(max=own - 1), n, own) | extra if own else expand_to_pairs(extra, i, j)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         own = m - self.extra
         lo, hi, exact = self.part.span(i, n, own)
-        nothing = hi <= lo
-        whole = exact and bool((nothing | (hi == own)).all())
-        return Span(torch.where(nothing, own, lo), torch.full_like(hi, m), whole)
+        empty = hi <= lo
+        still_exact = exact and bool((empty | (hi == own)).all())
+        return Span(torch.where(empty, own, lo), torch.full_like(hi, m), still_exact)
 
     def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
         own = m - self.extra
-        inner = int((cols[:-1] < own).sum())  # tiles that begin among the keys of `part`
+        inner = int((cols[:-1] < own).sum())  # tiles that start at a key of `part`
         found = uniform_cover(rows, cols, FULL)
         if inner:
             found[:, :inner] = self.part.cover(rows, cols[: inner + 1].clamp(max=own), n, own)

@@ -1,4 +1,4 @@
-"""What is used of scikit-learn, or one sentence about its absence."""
+"""The parts of scikit-learn that we use, or one clear error if it is not installed."""
 
 from __future__ import annotations
 

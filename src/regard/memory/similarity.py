@@ -1,4 +1,4 @@
-"""How like two points are: the kernels of regression, posed as attention between scaled points."""
+"""Similarity of points: the kernels of kernel regression, expressed as attention between scaled points."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ..errors import ArgumentError
 from ..scores import Score
 from ..scores.base import Prepared
 
-__all__ = ["KERNELS", "Likeness", "Tempered", "likeness"]
+__all__ = ["KERNELS", "KernelInputs", "TemperedScore", "kernel_inputs"]
 
 KERNELS = ("gaussian", "dot")
 
 
-class Likeness(NamedTuple):
-    """Queries and keys whose attention is the kernel's, and what else the call takes."""
+class KernelInputs(NamedTuple):
+    """Queries and keys whose attention weights are those of the kernel, and the options of the call."""
 
     query: Tensor
     key: Tensor
     options: dict[str, Any]
 
 
-class Tempered(Score):
-    """The logits of another score over h²: what a bandwidth h does to the Gaussian exponent, done to any score.
+class TemperedScore(Score):
+    """The logits of another score divided by h², as a bandwidth h divides the exponent of a Gaussian.
 
     >>> import torch, regard
     >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    >>> Tempered(regard.scores.Cosine(), torch.tensor(0.5))(x, x)
+    >>> TemperedScore(regard.scores.Cosine(), torch.tensor(0.5))(x, x)
     tensor([[4., 0.],
             [0., 4.]])
     """
@@ -63,17 +63,17 @@ class Tempered(Score):
         return self.score.misfit(query_dim, key_dim, heads)
 
 
-def likeness(
+def kernel_inputs(
     kernel: str | Score, query: Tensor, key: Tensor, bandwidth: Tensor, log_weight: Tensor | None = None
-) -> Likeness:
-    """Pose queries (n, d) and keys (m, d) so that their attention has the kernel's weights.
+) -> KernelInputs:
+    """Transform queries (n, d) and keys (m, d) so that their attention weights are those of the kernel.
 
-    The bandwidth has one value or one a feature, and may have a gradient; each key's weight is multiplied by
-    exp(log_weight). A Gaussian is the product of points that are one number longer: −‖q − k‖²/2 = q·k − ‖k‖²/2, but
-    for a constant of the row that the softmax takes out.
+    The bandwidth has one value, or one per feature, and may require a gradient. The weight of each key is multiplied by
+    exp(log_weight). A Gaussian is the dot product of points with one more feature: −‖q − k‖²/2 = q·k − ‖k‖²/2, up to
+    a constant per row that the softmax cancels.
 
     >>> x = torch.tensor([[0.0], [2.0]])
-    >>> found = likeness("gaussian", x, x, torch.tensor(2.0))
+    >>> found = kernel_inputs("gaussian", x, x, torch.tensor(2.0))
     >>> torch.softmax(found.query @ found.key.mT, -1)
     tensor([[0.6225, 0.3775],
             [0.3775, 0.6225]])
@@ -81,14 +81,14 @@ def likeness(
     if isinstance(kernel, Score):
         if bandwidth.numel() != 1:
             raise ArgumentError(
-                f"likeness: a score has one bandwidth, which divides its logits by h². Got {bandwidth.numel()}; "
-                f"one a feature goes with kernel='gaussian' or 'dot'."
+                f"kernel_inputs: a score has one bandwidth, which divides its logits by h². Got {bandwidth.numel()}; "
+                f"one per feature needs kernel='gaussian' or 'dot'."
             )
-        options = {"score": Tempered(kernel, bandwidth.reshape(())), "bias": log_weight}
-        return Likeness(query, key, options)
+        options = {"score": TemperedScore(kernel, bandwidth.reshape(())), "bias": log_weight}
+        return KernelInputs(query, key, options)
     query, key = query / bandwidth, key / bandwidth
     term = torch.zeros_like(key[:, :1]) if kernel == "dot" else key.square().sum(-1, keepdim=True) * -0.5
     if log_weight is not None:
         term = term + log_weight[:, None]
     query = torch.cat((query, torch.ones_like(query[:, :1])), -1)
-    return Likeness(query, torch.cat((key, term), -1), {"scale": 1.0})
+    return KernelInputs(query, torch.cat((key, term), -1), {"scale": 1.0})

@@ -1,4 +1,4 @@
-"""Shards: safetensors files of rows, written once, and mapped a few rows at a time."""
+"""Shard files: rows in safetensors format, written once and memory-mapped a few rows at a time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from ..errors import FileError
-from .durable import put
+from .atomic_write import atomic_write
 from .index import DTYPES, Index, Shard
 
-__all__ = ["File", "write"]
+__all__ = ["ShardFile", "write_shard"]
 
-_LONGEST = 1 << 20  # bytes of a header of ours, far above what one takes
+_MAX_HEADER_BYTES = 1 << 20  # far more than our headers need
 _SIZES = {"I64": 8, "F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
-def write(place: Path, keys: Tensor, values: Tensor, ids: Tensor | None, dtype: str) -> None:
-    """Write rows as one safetensors file that lasts."""
-    parts: dict[str, tuple[str, Tensor]] = {} if ids is None else {"ids": ("I64", ids)}  # the widest first: aligned
+def write_shard(path: Path, keys: Tensor, values: Tensor, ids: Tensor | None, dtype: str) -> None:
+    """Write rows as one safetensors file, atomically and durably."""
+    parts: dict[str, tuple[str, Tensor]] = {} if ids is None else {"ids": ("I64", ids)}  # widest first, for alignment
     parts |= {"keys": (dtype, keys), "values": (dtype, values)}
     header: dict[str, Any] = {"__metadata__": {"format": "regard.Memory"}}
     end = 0
@@ -33,7 +33,7 @@ def write(place: Path, keys: Tensor, values: Tensor, ids: Tensor | None, dtype: 
         header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    put(place, [len(text).to_bytes(8, "little") + text, *(_bytes(x) for _, x in parts.values())])
+    atomic_write(path, [len(text).to_bytes(8, "little") + text, *(_bytes(x) for _, x in parts.values())])
 
 
 def _bytes(x: Tensor) -> memoryview:
@@ -41,8 +41,8 @@ def _bytes(x: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True)
-class File:
-    """A shard on disk: what it holds, and where."""
+class ShardFile:
+    """A shard on disk, and the offset of each tensor in it."""
 
     path: Path
     shard: Shard
@@ -51,34 +51,34 @@ class File:
     dims: dict[str, int]
 
     @classmethod
-    def open(cls, folder: Path, shard: Shard, index: Index, who: str) -> File:
-        """Check that a shard is there, whole, and what the index says."""
+    def open(cls, folder: Path, shard: Shard, index: Index, who: str) -> ShardFile:
+        """Check that a shard exists, is complete, and matches the index."""
         path = folder / shard.name
-        wanted: dict[str, tuple[str, list[int]]] = {
+        expected: dict[str, tuple[str, list[int]]] = {
             "keys": (index.dtype, [shard.rows, index.key_dim]),
             "values": (index.dtype, [shard.rows, index.value_dim]),
         }
         if shard.listed:
-            wanted["ids"] = ("I64", [shard.rows])
+            expected["ids"] = ("I64", [shard.rows])
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length)) if length <= _LONGEST else None
-            offsets = _offsets(header, wanted, 8 + length, size)
+                header = json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else None
+            offsets = _offsets(header, expected, 8 + length, size)
         except FileNotFoundError:
             raise FileError(f"{who}: {path} is missing. Restore the folder from a copy.") from None
         except OSError as error:
             raise FileError(f"{who}: {path} cannot be read: {error.strerror or error}.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileError(
-                f"{who}: {path} is cut off, or not the shard that the index names: {error}. "
+                f"{who}: {path} is truncated, or not the shard that the index names: {error}. "
                 f"Restore the folder from a copy."
             ) from None
         return cls(path, shard, offsets, DTYPES[index.dtype], {"keys": index.key_dim, "values": index.value_dim})
 
     def map(self, name: str, start: int, stop: int) -> Tensor:
-        """Give rows of `name` as they lie on disk: read when touched, given back when the tensor goes."""
+        """Map rows [start, stop) of `name`: pages are read on first use and unmapped with the tensor."""
         if name == "ids" and not self.shard.listed:
             return torch.arange(self.shard.lowest + start, self.shard.lowest + stop)
         dtype, dims = (torch.int64, ()) if name == "ids" else (self.dtype, (self.dims[name],))
@@ -92,36 +92,36 @@ class File:
         except (OSError, ValueError) as error:
             raise FileError(
                 f"Memory: {self.path} can no longer be mapped: {error}. If a writer has compacted the memory "
-                f"meanwhile, read again; else restore the folder from a copy."
+                f"since, read again; otherwise restore the folder from a copy."
             ) from error
         count = (stop - start) * (dims[0] if dims else 1)
         return torch.frombuffer(view, dtype=dtype, count=count, offset=first - page).view(stop - start, *dims)
 
-    def rows(self, name: str, places: Tensor) -> Tensor:
-        """Give some rows of `name`: only their pages are read."""
+    def take(self, name: str, rows: Tensor) -> Tensor:
+        """Return some rows of `name`; only their pages are read."""
         if name == "ids" and not self.shard.listed:
-            return places + self.shard.lowest
-        return self.map(name, 0, self.shard.rows).index_select(0, places)
+            return rows + self.shard.lowest
+        return self.map(name, 0, self.shard.rows).index_select(0, rows)
 
-    def keep(self, start: int, stop: int) -> Tensor | None:
-        """Say which rows from start to stop are not deleted, by their distance from start; None if all are there."""
-        inside = [(max(a, start), min(b, stop)) for a, b in self.shard.deleted if a < stop and b > start]
-        if not inside:
+    def live(self, start: int, stop: int) -> Tensor | None:
+        """Index the rows [start, stop) that are not deleted, relative to start; None if no row is."""
+        ranges = [(max(a, start), min(b, stop)) for a, b in self.shard.deleted if a < stop and b > start]
+        if not ranges:
             return None
-        kept = torch.ones(stop - start, dtype=torch.bool)
-        for a, b in inside:
-            kept[a - start : b - start] = False
-        return kept.nonzero().squeeze(-1)
+        live = torch.ones(stop - start, dtype=torch.bool)
+        for a, b in ranges:
+            live[a - start : b - start] = False
+        return live.nonzero().squeeze(-1)
 
 
-def _offsets(header: Any, wanted: dict[str, tuple[str, list[int]]], base: int, size: int) -> dict[str, int]:
-    """Where each tensor begins, or a ValueError that says what is wrong."""
+def _offsets(header: Any, expected: dict[str, tuple[str, list[int]]], base: int, size: int) -> dict[str, int]:
+    """Compute the offset of each tensor, or raise a ValueError that says what is wrong."""
     if not isinstance(header, dict):
         raise ValueError("it has no header")
-    if set(header) - {"__metadata__"} != set(wanted):
+    if set(header) - {"__metadata__"} != set(expected):
         raise ValueError(f"it holds {sorted(set(header) - {'__metadata__'})}")
     offsets, last = {}, 0
-    for name, (kind, shape) in wanted.items():
+    for name, (kind, shape) in expected.items():
         entry = header[name]
         start, end = entry["data_offsets"]
         count = _SIZES[kind]
@@ -131,5 +131,5 @@ def _offsets(header: Any, wanted: dict[str, tuple[str, list[int]]], base: int, s
             raise ValueError(f"its {name} are {entry['dtype']} {entry['shape']}, not {kind} {shape}")
         offsets[name], last = base + start, max(last, base + end)
     if size != last:
-        raise ValueError(f"it has {size} bytes of {last}")
+        raise ValueError(f"it has {size} bytes instead of {last}")
     return offsets
