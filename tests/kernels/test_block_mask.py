@@ -9,7 +9,7 @@ from torch import Tensor
 import regard
 from mask_cases import CASES, Case
 from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockLists, BlockMask
-from regard.kernels.block_mask import _made, block_mask
+from regard.kernels.block_mask import _compute, block_mask
 from regard.kernels.hopper.dq_order import dq_order
 
 CPU = torch.device("cpu")
@@ -260,7 +260,7 @@ def test_a_stream_waits_for_what_another_has_made(mask: regard.Mask, monkeypatch
     now = [one]
     monkeypatch.setattr(BlockMask, "_current", lambda self: now[0])
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: told.append(f"{stream.cuda_stream} keeps"))
-    made = _made(mask, 300, 333, torch.device("cpu"), 1)
+    made = _compute(mask, 300, 333, torch.device("cpu"), 1)
     first = made.by_rows(64, 64)
     assert told == ["1 made", "1 made"]
     assert made.by_rows(64, 64) is first

@@ -1,12 +1,12 @@
-"""Which blocks of keys a block of rows meets, and the other way round: row vectors, block lists, packed bits.
+"""The block mask that kernels read: row spans, lists of full and partial blocks, packed bits.
 
-A mask reaches a kernel as a `BlockMask` of one of three kinds. NONE: everything is seen. SPANS: row i sees the keys
-lo[i] ≤ j < hi[i], both ends never falling; blocks inside every row's span need no mask at all. BITS: any other mask, as
-a table of blocks of 128 × 128 pairs, each hidden or with a slot of bits; slot 0 is all ones. For the blocks of a kernel,
-which divide these, it gives lists of the full ones and of the partial ones.
+A mask reaches a kernel as a `BlockMask` of one of three kinds. NONE: every pair is visible. SPANS: row i attends to the
+keys lo[i] ≤ j < hi[i], and neither end decreases from row to row; blocks inside the span of every row need no mask. BITS:
+any other mask, as a table of blocks of 128 × 128 pairs. A block is hidden or has a slot of bits; slot 0 is all ones. The
+blocks of a kernel divide these, and for them there are lists of the full and of the partial ones.
 
-A kernel meets them in one order, whatever the kind: the full blocks, then the partial ones, or on Hopper the partial ones
-backwards and then the full ones. So a mask has one result, to the bit.
+A kernel takes blocks in one order, whatever the kind: the full ones, then the partial ones; on Hopper the partial ones
+backwards, then the full ones. So the result of a mask does not depend on its kind, to the bit.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class MaskBits(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """What a kernel gets of a layout; None where its kind has no such thing.
+    """A block mask for the blocks of one kernel; None where its kind has no such field.
 
-    Strides are multiples of EVEN, and other numbers in tensors: a kernel is compiled for integers that are, or are not,
-    multiples of 16, and must not be for a mask.
+    Strides are multiples of 16, and other numbers are in tensors: Triton compiles once more for integers that are, or are
+    not, multiples of 16, and must not compile for a mask.
     """
 
     lo: Tensor | None = None  # int32 (items, heads, n)
     hi: Tensor | None = None
     bounds: Tensor | None = (
-        None  # int32 (items, heads, blocks · 4): first, first full, behind the full, behind the last
+        None  # int32 (items, heads, blocks · 4): first, first full, end of the full, end
     )
-    full_start: Tensor | None = None  # int32 (items · heads · blocks + 1,): where the full blocks of each block begin …
-    full_entry: Tensor | None = None  # … and which they are
+    full_start: Tensor | None = None  # int32 (items · heads · blocks + 1,): where the list of full blocks of each block begins …
+    full_entry: Tensor | None = None  # … and the blocks in it
     start: Tensor | None = None  # the same for the partial blocks …
     entry: Tensor | None = None
     slot: Tensor | None = None  # … with the slots of their bits: of each part of their rows that divides SIDE
     bits: Tensor | None = None
     table: Tensor | None = None  # int32 (items, heads, row blocks · key blocks) of SIDE: the slot of each, −1 where hidden
-    seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend the key
+    seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend to the key
     inner: Tensor | None = None  # int32 (1,): batch items that share one item of the mask
-    spotless: Tensor | None = None  # int32 (1,): whether every key may be attended by some row
+    all_keys_visible: Tensor | None = None  # int32 (1,): whether some row may attend to every key
     item: int = 0  # strides of lo, hi in items and heads
     head: int = 0
     block_item: int = 0  # the same of blocks: of `bounds`, or of `start`
@@ -76,12 +76,12 @@ class BlockMask:
     lo: Tensor | None = None  # int32 (items, heads, n)
     hi: Tensor | None = None
     mask_bits: MaskBits | None = None
-    lead: tuple[int, int] = (1, 1)  # items and heads that it tells apart
+    lead: tuple[int, int] = (1, 1)  # items and heads that have masks of their own
     inner: int = 1
-    _known: dict[tuple[int, int, bool, int], BlockLists] = field(default_factory=dict)
+    _cache: dict[tuple[int, int, bool, int], BlockLists] = field(default_factory=dict)
     _seen: Tensor | None = None
-    _stream: int | None = None  # where its last part was made …
-    _there: torch.cuda.Event | None = None  # … and when it is there
+    _stream: int | None = None  # the stream that computed its last part …
+    _there: torch.cuda.Event | None = None  # … and the event after it
 
     def __post_init__(self) -> None:
         self.record()
@@ -91,21 +91,21 @@ class BlockMask:
         return BITS if self.mask_bits is not None else SPANS if self.lo is not None else NONE
 
     def by_rows(self, BM: int, BN: int, before: int = 0) -> BlockLists:
-        """For kernels that hold BM rows and walk over key blocks of BN; the first block begins that many rows before the first."""
-        return self._remembered(BM, BN, False, before)
+        """For kernels that hold BM rows and loop over blocks of BN keys; the first block starts `before` rows before row 0."""
+        return self._cached(BM, BN, False, before)
 
     def by_keys(self, BM: int, BN: int) -> BlockLists:
-        """For kernels that hold BN keys and walk over row blocks of BM."""
-        return self._remembered(BM, BN, True, 0)
+        """For kernels that hold BN keys and loop over blocks of BM rows."""
+        return self._cached(BM, BN, True, 0)
 
     def record(self) -> None:
-        """Note the stream that makes a part, so that others wait for it."""
+        """Record an event on the current stream, which computed a part, so that other streams can wait for it."""
         stream = self._current()
         if stream is not None:
             self._stream, self._there = stream.cuda_stream, stream.record_event()
 
     def wait(self, *parts: BlockLists | NamedTuple) -> None:
-        """Let the stream that is current now wait for another that made this, and keep parts as long as it reads them."""
+        """Let the current stream wait for the one that computed this, and keep the parts alive while it reads them."""
         stream = self._current()
         if stream is None or self._there is None or stream.cuda_stream == self._stream:
             return
@@ -115,19 +115,19 @@ class BlockMask:
                 x.record_stream(stream)
 
     def _current(self) -> torch.cuda.Stream | None:
-        """The stream that work goes to now; none on a CPU, nor in a capture, which is begun when all else is done."""
+        """The current stream; None on a CPU and in a graph capture, which starts after all other work is done."""
         tensor = self.lo if self.mask_bits is None else self.mask_bits.bits
         return None if tensor is None or not tensor.is_cuda or is_capturing() else torch.cuda.current_stream(tensor.device)
 
-    def _remembered(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
-        known = self._known.get((BM, BN, turned, before))
+    def _cached(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
+        known = self._cache.get((BM, BN, turned, before))
         if known is not None:
             self.wait(known)
             return known
         self.wait()
         made = self._where(BM, BN, turned, before)
-        if not is_capturing():  # what a captured graph makes is there only while the graph runs
-            self._known[BM, BN, turned, before] = made
+        if not is_capturing():  # memory of a captured graph is valid only while the graph runs
+            self._cache[BM, BN, turned, before] = made
             self.record()
         return made
 
@@ -135,22 +135,22 @@ class BlockMask:
         items, heads = self.lead
         if self.mask_bits is None and self.lo is None:
             return BlockLists()
-        seen = self._keys_seen()
+        seen = self._visible_keys()
         if self.mask_bits is not None:
             part = math.gcd(BM, MASK_BLOCK)
             states = block_states(self.mask_bits, self.n, self.m, part, BN, turned)  # (items, heads, row blocks, key blocks)
             slots = self.mask_bits.table.repeat_interleave(MASK_BLOCK // part, 2).repeat_interleave(MASK_BLOCK // BN, 3)
             slots = slots[:, :, : states.shape[2], : states.shape[3]]
-            states, slots = _joined(states, slots, BM // part, before // part)
+            states, slots = _join_rows(states, slots, BM // part, before // part)
             if turned:
                 states, slots = states.mT, slots.transpose(2, 3)
             spare = -states.shape[2] % MULTIPLE
             states, slots = pad(states, (0, 0, 0, spare)), pad(slots, (0, 0, 0, 0, 0, spare))
             blocks = states.shape[2]
-            lists = (*_listed(states == 2), *_listed(states == 1), slots[states == 1].flatten())
+            lists = (*_lists(states == 2), *_lists(states == 1), slots[states == 1].flatten())
             strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
             table = pad_to_multiple(self.mask_bits.table.flatten(2))
-            kept = (self.mask_bits.bits, table, seen, self._shared(seen), self._spotless(seen))
+            kept = (self.mask_bits.bits, table, seen, self._shared(seen), self._all_keys_visible(seen))
             return BlockLists(None, None, None, *lists, *kept, 0, 0, *strides, *strides_of(table), *strides_of(seen))
         if self.lo is None or self.hi is None:
             raise RuntimeError("spans have two ends")
@@ -164,7 +164,7 @@ class BlockMask:
             bounds,
             seen=seen,
             inner=self._shared(seen),
-            spotless=self._spotless(seen),
+            all_keys_visible=self._all_keys_visible(seen),
             item=item,
             head=head,
             block_item=block_item,
@@ -176,16 +176,16 @@ class BlockMask:
     def _shared(self, like: Tensor) -> Tensor:
         return torch.full((1,), self.inner, dtype=torch.int32, device=like.device)
 
-    def _spotless(self, seen: Tensor) -> Tensor:
+    def _all_keys_visible(self, seen: Tensor) -> Tensor:
         return seen[..., : self.m].all().to(torch.int32).view(1)
 
-    def _keys_seen(self) -> Tensor:
+    def _visible_keys(self) -> Tensor:
         """Which keys some row may attend: int8 (items, heads, m)."""
         if self._seen is None:
             if self.mask_bits is not None:
-                made = _seen_by_bits(self.mask_bits, self.m)
+                made = _visible_by_bits(self.mask_bits, self.m)
             elif self.lo is not None and self.hi is not None:
-                made = _seen_by_spans(self.lo, self.hi, self.m)
+                made = _visible_by_spans(self.lo, self.hi, self.m)
             else:
                 raise RuntimeError("without a mask every key is seen")
             made = pad_to_multiple(made.to(torch.int8))
@@ -196,18 +196,18 @@ class BlockMask:
 
 
 def block_states(mask_bits: MaskBits, n: int, m: int, BM: int, BN: int, turned: bool) -> Tensor:
-    """What is known of each block of BM rows and BN keys: 0 hidden, 1 partial, 2 full, (items, heads, row, key blocks).
+    """The state of each block of BM rows and BN keys, 0 hidden, 1 partial, 2 full: (items, heads, row, key blocks).
 
-    Rows beyond the last do not count; nor do keys beyond the last where blocks of keys walk over rows.
+    Rows after the last do not count, nor do keys after the last for kernels that hold keys.
     """
     slots, down, across = len(mask_bits.bits), MASK_BLOCK // BM, MASK_BLOCK // BN
     parts = (
-        mask_bits.bits.view(slots, down, BM, across, BN // 32) if BN >= 32 else _halves(mask_bits.bits, down, BM, across, BN)
+        mask_bits.bits.view(slots, down, BM, across, BN // 32) if BN >= 32 else _half_words(mask_bits.bits, down, BM, across, BN)
     )
     hidden = (parts == 0).all(4).all(2)  # (slots, down, across)
     full = _full(mask_bits.bits, n % MASK_BLOCK, m % MASK_BLOCK if turned else 0, BM, BN)  # (4, slots, down, across)
     items, heads, rows, keys = mask_bits.table.shape
-    last = torch.zeros(rows, keys, dtype=torch.int64, device=mask_bits.bits.device)  # which of the four a block takes
+    last = torch.zeros(rows, keys, dtype=torch.int64, device=mask_bits.bits.device)  # which of the four applies to a block
     if n % MASK_BLOCK:
         last[-1] += 1
     if turned and m % MASK_BLOCK:
@@ -221,10 +221,10 @@ def block_states(mask_bits: MaskBits, n: int, m: int, BM: int, BN: int, turned: 
     return state[:, :, : -(-n // BM), : -(-m // BN)]
 
 
-def _joined(states: Tensor, slots: Tensor, parts: int, before: int) -> tuple[Tensor, Tensor]:
-    """The states of blocks of `parts` blocks below each other, and the slot of each part: (items, heads, rows, keys, parts).
+def _join_rows(states: Tensor, slots: Tensor, parts: int, before: int) -> tuple[Tensor, Tensor]:
+    """Join `parts` blocks of rows into one: their state, and the slot of each part, (items, heads, rows, keys, parts).
 
-    Parts before the first and beyond the last row do not count, and have no slot.
+    Parts before the first row and after the last do not count, and have no slot.
     """
     around = (0, 0, before, -(states.shape[2] + before) % parts)
     full, hidden = (pad(states == known, around, value=True).unflatten(2, (-1, parts)).all(3) for known in (2, 0))
@@ -232,7 +232,7 @@ def _joined(states: Tensor, slots: Tensor, parts: int, before: int) -> tuple[Ten
     return torch.where(full, 2, torch.where(hidden, 0, 1)), slots
 
 
-def _halves(bits: Tensor, down: int, BM: int, across: int, BN: int) -> Tensor:
+def _half_words(bits: Tensor, down: int, BM: int, across: int, BN: int) -> Tensor:
     """The bits of blocks narrower than a word: (slots, down, BM, across, 1)."""
     shift = torch.arange(0, 32, BN, device=bits.device, dtype=torch.int32)
     pieces = (bits[..., None] >> shift) & ((1 << BN) - 1)  # (slots, SIDE, SIDE / 32, 32 / BN)
@@ -240,7 +240,7 @@ def _halves(bits: Tensor, down: int, BM: int, across: int, BN: int) -> Tensor:
 
 
 def _full(bits: Tensor, rows: int, keys: int, BM: int, BN: int) -> Tensor:
-    """Which parts of each slot are full: as it is, in the last row of blocks, the last column, both: (4, slots, …)."""
+    """Which parts of each slot are full: inside, in the last row of blocks, in the last column, in both: (4, slots, …)."""
     down, across = MASK_BLOCK // BM, MASK_BLOCK // BN
     beyond_rows = (torch.arange(MASK_BLOCK, device=bits.device) >= (rows or MASK_BLOCK))[:, None]  # (SIDE, 1)
     j = torch.arange(MASK_BLOCK, device=bits.device)
@@ -257,38 +257,38 @@ def _full(bits: Tensor, rows: int, keys: int, BM: int, BN: int) -> Tensor:
             if BN >= 32:
                 whole = mask_bits.view(len(bits), down, BM, across, BN // 32) == -1
             else:
-                whole = _halves(mask_bits, down, BM, across, BN) == (1 << BN) - 1
+                whole = _half_words(mask_bits, down, BM, across, BN) == (1 << BN) - 1
             found.append(whole.all(4).all(2))
     return torch.stack(found)
 
 
-def _seen_by_spans(lo: Tensor, hi: Tensor, m: int) -> Tensor:
-    """Which of m keys lie in some span: begun spans less ended ones."""
+def _visible_by_spans(lo: Tensor, hi: Tensor, m: int) -> Tensor:
+    """Which of m keys are in some span: spans begun minus spans ended."""
     some = (hi > lo).to(torch.int32)
     change = torch.zeros(*lo.shape[:2], m + 1, dtype=torch.int32, device=lo.device)
     change.scatter_add_(2, lo.long(), some).scatter_add_(2, hi.long(), -some)
     return change.cumsum(2)[..., :m] > 0
 
 
-def _seen_by_bits(mask_bits: MaskBits, m: int) -> Tensor:
+def _visible_by_bits(mask_bits: MaskBits, m: int) -> Tensor:
     """Which of m keys have a bit in some block."""
-    shown = _either(mask_bits.bits, 1)  # (slots, SIDE / 32)
+    shown = _bitwise_or(mask_bits.bits, 1)  # (slots, SIDE / 32)
     slots = mask_bits.table  # (items, heads, row blocks, key blocks)
-    total = _either(torch.where((slots >= 0)[..., None], shown[slots.clamp(min=0).long()], 0), 2)
+    total = _bitwise_or(torch.where((slots >= 0)[..., None], shown[slots.clamp(min=0).long()], 0), 2)
     shift = torch.arange(32, device=shown.device, dtype=torch.int32)
     return ((total[..., None] >> shift) & 1).bool().flatten(2)[..., :m]
 
 
-def _either(x: Tensor, dim: int) -> Tensor:
-    """The bits that are set somewhere along a dimension, by halves."""
+def _bitwise_or(x: Tensor, dim: int) -> Tensor:
+    """The bitwise or along a dimension, by halves."""
     while (size := x.shape[dim]) > 1:
         half = size // 2
         x = torch.cat((x.narrow(dim, 0, half) | x.narrow(dim, half, half), x.narrow(dim, 2 * half, size % 2)), dim)
     return x.squeeze(dim)
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the entries of each block begin, and the other block of each entry."""
+def _lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the list of each block begins, and the blocks in the lists."""
     counts = chosen.sum(-1).flatten().cumsum(0)
     start = torch.cat((counts.new_zeros(1), counts)).to(torch.int32)
     return start, chosen.nonzero()[:, -1].to(torch.int32).contiguous()
@@ -300,12 +300,12 @@ def pad_to_multiple(x: Tensor) -> Tensor:
 
 
 def strides_of(x: Tensor) -> tuple[int, int]:
-    """Of items and heads (items, heads, …), 0 where there is one."""
+    """Strides of items and heads in (items, heads, …), 0 where the size is 1."""
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0
 
 
 def _bounds_by_rows(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int, before: int) -> Tensor:
-    """For each block of BM rows, in blocks of BN keys: the first it meets, the full ones, one behind the last."""
+    """For each block of BM rows, in blocks of BN keys: first, first full, end of the full, end."""
     begin = torch.arange(-before, n, BM, device=lo.device)  # (blocks,)
     top, last = begin.clamp(min=0), (begin + (BM - 1)).clamp_(max=n - 1)
     first_lo, first_hi, last_lo, last_hi = lo[..., top], hi[..., top], lo[..., last], hi[..., last]

@@ -1,7 +1,7 @@
-"""From a mask to what kernels read of it: spans where they say all, else lists of blocks with packed bits.
+"""Turn a mask into the block mask that kernels read: spans if they say everything, else blocks with packed bits.
 
-Nothing is compiled for a mask, and a layout is made once: a mask that holds no tensors is remembered by its value, one
-that does by itself, as long as its tensors stay what they were.
+Nothing is compiled for a mask, and its block mask is computed once. Masks without tensors are cached by value; a mask
+with tensors caches its own block mask until one of its tensors changes.
 """
 
 from __future__ import annotations
@@ -25,66 +25,66 @@ from .block_lists import MASK_BLOCK, BlockMask, MaskBits
 
 __all__ = ["block_mask", "most_bytes", "traceable", "traceable_spans"]
 
-_AT_ONCE = 2048  # partial blocks whose bits are looked at together
-_MOST_CACHED = 64  # layouts of masks that hold no tensors
+_AT_ONCE = 2048  # partial blocks whose bits are computed together
+_MOST_CACHED = 64  # block masks of masks without tensors
 _BY_VALUE: dict[tuple[Mask, int, int, torch.device], BlockMask] = {}
 _GATHER = 0x0102040810204080  # times eight bytes that are 0 or 1: their bits, in order, in the highest byte
-_APART = 64  # items and heads for which lists of their own are made; more share one
+_APART = 64  # items times heads up to which each gets lists of its own; beyond, all share one
 
 
 def block_mask(mask: Mask | None, n: int, m: int, device: torch.device, inner: int = 1) -> BlockMask:
-    """The layout of a mask on a device; `inner` batch items in a row share one item of the mask."""
+    """The block mask of a mask on a device; `inner` consecutive batch items share one item of the mask."""
     if mask is None or isinstance(mask, Everything):
         return BlockMask(n, m)
     if is_capturing() and traceable(mask) and not (mask.constant and (mask, n, m, device) in _BY_VALUE):
-        return _made(mask, n, m, device, inner)  # by the graph itself, so that it follows the mask's tensors
+        return _compute(mask, n, m, device, inner)  # computed inside the graph, so that replays follow the mask's tensors
     if mask.constant:
-        return _of_value(mask, n, m, device)
-    made: BlockMask = mask.remembered(("layout", n, m, device, inner), lambda: _made(mask, n, m, device, inner))
+        return _cached_by_value(mask, n, m, device)
+    made: BlockMask = mask.remembered(("layout", n, m, device, inner), lambda: _compute(mask, n, m, device, inner))
     return made
 
 
-def _of_value(mask: Mask, n: int, m: int, device: torch.device) -> BlockMask:
+def _cached_by_value(mask: Mask, n: int, m: int, device: torch.device) -> BlockMask:
     key = (mask, n, m, device)
-    found = _BY_VALUE.pop(key, None) or _made(mask, n, m, device, 1)
-    _BY_VALUE[key] = found  # the last that was asked for stays longest
+    found = _BY_VALUE.pop(key, None) or _compute(mask, n, m, device, 1)
+    _BY_VALUE[key] = found  # now the most recently used
     if len(_BY_VALUE) > _MOST_CACHED:
         _BY_VALUE.pop(next(iter(_BY_VALUE)))
     return found
 
 
 @torch.no_grad()
-def _made(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> BlockMask:
+def _compute(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> BlockMask:
     i = torch.arange(n, device=device)
     lo, hi, exact = mask.span(i, n, m)
-    if exact and (mask.monotone or bool((_rises(lo) & _rises(hi)).all())):
-        return BlockMask(n, m, *_row_vectors(lo, hi, n), lead=_lead(lo), inner=inner)
+    if exact and (mask.monotone or bool((_never_decreases(lo) & _never_decreases(hi)).all())):
+        return BlockMask(n, m, *_spans(lo, hi, n), lead=_lead(lo), inner=inner)
     mask = mask.shared(device)
     return BlockMask(n, m, mask_bits=_mask_bits(mask, n, m, device), lead=mask.lead, inner=inner)
 
 
 def traceable(mask: Mask) -> bool:
-    """Whether a mask is an interval by its kind, whatever its parameters: a compiler cannot look at these."""
+    """Whether every mask of this kind is an interval per row: a compiler cannot read its parameters."""
     if isinstance(mask, And):
         return traceable(mask.left) and traceable(mask.right)
     return isinstance(mask, Everything | Causal | Window | Padding | Prefix | Blocks | Packed)
 
 
 def traceable_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The row vectors (items, heads, n) of such a mask, by operations that a compiler can trace."""
+    """The spans (items, heads, n) of such a mask, by operations that a compiler can trace."""
     if mask is None or isinstance(mask, Everything):
         return None, None
     lo, hi, _ = mask.span(torch.arange(n, device=device), n, m)
-    return _row_vectors(lo, hi, n)
+    return _spans(lo, hi, n)
 
 
 def most_bytes(mask: Mask, n: int, m: int) -> int:
-    """How many bytes of bits a mask may need at most, if it is no interval."""
+    """The most bytes that the bits of a mask may take, if it is no interval."""
     items, heads = mask.lead
     return items * heads * -(-n // MASK_BLOCK) * -(-m // MASK_BLOCK) * MASK_BLOCK * MASK_BLOCK // 8
 
 
-def _rises(x: Tensor) -> Tensor:
+def _never_decreases(x: Tensor) -> Tensor:
     return x[..., 1:] >= x[..., :-1]
 
 
@@ -92,13 +92,13 @@ def _lead(x: Tensor) -> tuple[int, int]:
     return (x.shape[0], x.shape[1]) if x.dim() == 3 else (1, 1)
 
 
-def _row_vectors(lo: Tensor, hi: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def _spans(lo: Tensor, hi: Tensor, n: int) -> tuple[Tensor, Tensor]:
     shape = (*_lead(lo), n)
     return lo.expand(shape).to(torch.int32).contiguous(), hi.expand(shape).to(torch.int32).contiguous()
 
 
 def _mask_bits(mask: Mask, n: int, m: int, device: torch.device) -> MaskBits:
-    """Lists of the blocks that are not hidden, and the bits of those that are not full."""
+    """The slots of all blocks that are not hidden, and the bits of those that are not full."""
     items, heads = mask.lead
     rows, keys = (torch.tensor([*range(0, size, MASK_BLOCK), size]) for size in (n, m))
     parts = list(_restricted(mask)) if items * heads <= _APART else None
@@ -110,7 +110,7 @@ def _mask_bits(mask: Mask, n: int, m: int, device: torch.device) -> MaskBits:
         cover = torch.stack([part.cover(rows, keys, n, m) for part in parts]).unflatten(0, (items, heads))
     if m % MASK_BLOCK:
         last = cover[..., -1]
-        last[last == FULL] = PARTIAL  # the keys beyond the last one are hidden
+        last[last == FULL] = PARTIAL  # keys after the last one are hidden
     seen = cover != HIDDEN
     partly = cover == PARTIAL
     slots = torch.where(partly, partly.flatten().cumsum(0).view_as(cover), torch.where(seen, 0, -1))

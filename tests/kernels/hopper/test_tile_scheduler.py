@@ -72,7 +72,7 @@ def turns(blocks: list[int]) -> int:
 def check(made: BlockMask, truth: Tensor, groups: int, BN: int) -> list[list[int]]:
     """Hold a layout against its mask (items, heads, n, m): what each group of rows sees, in the order of the kernel."""
     every = []
-    spotless = made.by_rows(groups * ROWS, BN).spotless
+    spotless = made.by_rows(groups * ROWS, BN).all_keys_visible
     assert spotless is None if made.kind == NONE else bool(spotless) == bool(truth.any(2).all())
     for item in range(truth.shape[0]):
         for head in range(truth.shape[1]):

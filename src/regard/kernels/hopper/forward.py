@@ -318,7 +318,7 @@ def compute(given, G: gl.constexpr, KIND: gl.constexpr):
     tile = gl.program_id(0)
     spotless = 1
     if MASK != _NONE and BIAS == _PLAIN:
-        spotless = gl.load(where.spotless)
+        spotless = gl.load(where.all_keys_visible)
     begun = False
     if PERSISTENT:
         mbarrier.wait(q_ready.index(0), 0)
