@@ -87,10 +87,10 @@ class Precision(Study):
 
     def holds(self, rows: list[Row]) -> bool:
         """Errors within the bound, ordered by the unit roundoff, and growing where the claim says so."""
-        tried = {(row["dtype"], row["logit scale"]): self._error_under_test(row) for row in rows}
+        errors = {(row["dtype"], row["logit scale"]): self._error_under_test(row) for row in rows}
         by_roundoff = sorted(self.dtypes, key=_roundoff)
         ordered = all(
-            tried[finer, scale] < tried[coarser, scale]
+            errors[finer, scale] < errors[coarser, scale]
             for finer, coarser in pairwise(by_roundoff)
             for scale in self.logit_scales
         )

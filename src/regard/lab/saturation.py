@@ -84,17 +84,17 @@ class Saturation(Study):
 
     def holds(self, rows: list[Row]) -> bool:
         """The claimed weights to half a unit in the last digit, and the Jacobian as stated."""
-        example, _, scaled, *drawn = rows
+        example, _, scaled, *sampled = rows
         exact = example["off by"] < 5e-4 and scaled["off by"] < 5e-4
-        falls = all(a["trace of J"] > b["trace of J"] for a, b in pairwise(drawn))
-        bounded = all(row["norm of J"] <= 2 * (1 - row["largest weight"]) + 1e-12 for row in drawn)
-        at = {row["size"]: row["trace of J"] for row in drawn}
+        falls = all(a["trace of J"] > b["trace of J"] for a, b in pairwise(sampled))
+        bounded = all(row["norm of J"] <= 2 * (1 - row["largest weight"]) + 1e-12 for row in sampled)
+        at = {row["size"]: row["trace of J"] for row in sampled}
         return exact and falls and bounded and at[self.dim**0.5] < 0.2 * at[1.0]
 
     def draw(self, rows: list[Row]) -> Figure:
         """Bars for the example, curves for the Jacobian."""
         figure, (left, right) = canvas(9.5, 3.8, columns=2)
-        example, printed, scaled, *drawn = rows
+        example, printed, scaled, *sampled = rows
         bars = {"computed": example["weights"], "as printed": printed["claimed"], f"/ √{self.dim}": scaled["weights"]}
         for place, (label, text) in enumerate(bars.items()):
             heights = [float(part) for part in text.split()]
@@ -102,9 +102,9 @@ class Saturation(Study):
         left.set_xticks(range(len(_SCORES)), [f"{score:g}" for score in _SCORES])
         left.set(xlabel="score", ylabel="weight")
         left.legend(frameon=False, loc="upper right")
-        sizes = [row["size"] for row in drawn]
+        sizes = [row["size"] for row in sampled]
         for column, label in (("trace of J", "trace Σ p(1 − p)"), ("norm of J", "norm")):
-            right.semilogx(sizes, [row[column] for row in drawn], marker="o", label=label)
+            right.semilogx(sizes, [row[column] for row in sampled], marker="o", label=label)
         for size, label in ((1.0, "scaled"), (self.dim**0.5, f"unscaled,\nd = {self.dim}")):
             right.axvline(size, color="0.5", linewidth=0.8, linestyle="--")
             right.text(size * 1.1, 1.02, label, va="top", color="0.3")

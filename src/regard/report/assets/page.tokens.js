@@ -257,7 +257,7 @@ function listPartners(layer, found, out, from, to) {
   const total = found.reduce((sum, [, weight]) => sum + weight, 0);
   const queries = rowsOf(layer);
   const summary = out
-    ? found.length ? `attends to; its ${found.length} strongest keys hold ${asWeight(total)} of its weight` : "attends to nothing"
+    ? found.length ? `attends to these tokens; its ${found.length} strongest keys hold ${asWeight(total)} of its weight` : "attends to nothing"
     : `is among the ${layer.k} strongest keys of ${asCount(found.length)} of ${asCount(queries)} queries`;
   const first = found.length > LISTED ? `; the first ${LISTED}:` : "";
   const list = make("ol");
