@@ -339,7 +339,7 @@ def test_experiments_saved_one_after_the_other_are_on_one_page(tmp_path: Path) -
     lab.page.write([lab.run(name) for name in ("alignment", "parity")], together)
     page = (apart / "index.html").read_text(encoding="utf-8")
     assert re.findall(r'<section id="([^"]+)"', page) == ["parity", "alignment"]
-    assert "The measurements support 2 of 2." in page
+    assert "The measurements support 2 of 2 claims." in page
     assert page == (together / "index.html").read_text(encoding="utf-8")
 
 

@@ -164,7 +164,7 @@ def test_a_port_that_is_taken_is_refused_before_a_model_is_read(monkeypatch: pyt
     monkeypatch.setattr("regard.cli.load", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port} of 127.0.0.1 is taken" in run("atlas", "--no-browser", "--port", str(port), fails=True)
+        assert f"port {port} on 127.0.0.1 is in use" in run("atlas", "--no-browser", "--port", str(port), fails=True)
     assert "from 0 to 65535" in run("atlas", "--no-browser", "--port", "70000", fails=True)
 
 

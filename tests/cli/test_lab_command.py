@@ -19,7 +19,7 @@ def run(*arguments: str, fails: bool = False) -> str:
     return done.output
 
 
-def test_every_experiment_of_the_plan_is_there_and_listed() -> None:
+def test_every_experiment_is_listed() -> None:
     wanted = (
         *("variance", "saturation", "gradient-cascade", "temperature", "kernel", "parity", "scores", "positions"),
         *("causality", "online", "geometry", "memory", "masks", "alignment", "precision"),
@@ -36,10 +36,10 @@ def test_json_is_one_object_and_nothing_else() -> None:
     assert found["rows"]
 
 
-def test_one_is_told_with_claim_table_test_and_verdict_and_saved_as_a_page(tmp_path: Path) -> None:
-    told = run("parity", "--save", str(tmp_path))
+def test_one_is_printed_with_claim_table_test_and_verdict_and_saved_as_a_page(tmp_path: Path) -> None:
+    output = run("parity", "--save", str(tmp_path))
     for word in ("claim", "test", "verdict", "supports the claim"):
-        assert word in told
+        assert word in output
     assert (tmp_path / "index.html").is_file()
 
 
@@ -50,11 +50,11 @@ def test_bad_arguments_get_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("name", ["variance", "gradient-cascade"])
-def test_a_choice_that_there_is_not_is_named(name: str) -> None:
+def test_an_unknown_choice_is_named(name: str) -> None:
     with pytest.raises(ArgumentError, match=r"scaling .*'√d'"):
         lab.run(name, scaling="x")
     sizes = {"dims": ()} if name == "variance" else {"depths": ()}
-    with pytest.raises(ArgumentError, match=r"must be (one or more|at least 2)"):
+    with pytest.raises(ArgumentError, match=r"must be (a tuple of one or more|at least 2)"):
         lab.run(name, **sizes)
     with pytest.raises(ArgumentError, match="takes the choices"):
         lab.run(name, size=3)

@@ -1,4 +1,4 @@
-"""Words, weights, bars."""
+"""The alignment of two sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from regard.errors import ArgumentError
 from regard.report.example import SOURCE, TARGET
 
 
-def test_words_attend_their_translations() -> None:
+def test_words_attend_to_their_translations() -> None:
     found = regard.lab.run("alignment")
     assert found.verdict
     assert [row["query"] for row in found.rows] == list(TARGET)
@@ -19,7 +19,7 @@ def test_words_attend_their_translations() -> None:
     assert (strongest["chat"], strongest["noir"], strongest["lait"]) == ("cat", "black", "milk")
 
 
-def test_the_weights_are_those_of_the_formula() -> None:
+def test_the_weights_match_the_formula() -> None:
     rows = {row["query"]: row for row in regard.lab.run("alignment").rows}
     own, kin = math.exp((3.0**2 + 1.8**2) / math.sqrt(12)), math.exp(1.8**2 / math.sqrt(12))  # 12 features
     assert math.isclose(rows["le"]["the"], own / (own + 6), rel_tol=1e-5)

@@ -1,4 +1,4 @@
-"""Nothing from the future, and what −1e9 is not."""
+"""Nothing comes from the future, and −1e9 is not −inf."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_nothing_comes_from_the_future() -> None:
 
 
 def refuted(**choice: Any) -> set[tuple[str, str]]:
-    """What does not agree with a wrong choice."""
+    """The rows that disagree for a wrong choice."""
     tried = regard.lab.run("causality", **choice)
     wrong = {(row["check"], row["case"]) for row in tried.rows if not row["agrees"]}
     assert tried.verdict == (not wrong)
@@ -49,7 +49,7 @@ def test_a_small_constant_leaks() -> None:
     assert {("rows that see keys and differ, -10", "chunked"), ("-10 stored as", "float16")} <= wrong
 
 
-def test_a_middling_constant_leaves_blind_rows_their_softmax() -> None:
+def test_a_moderate_constant_leaves_rows_that_see_none_their_softmax() -> None:
     wrong = refuted(constant=-1e4)
     assert ("the same with -10000: |output − mean of v|", "reference") in wrong
     assert ("rows that see keys and differ, -10000", "reference") not in wrong
@@ -59,7 +59,7 @@ def test_the_constant_gives_the_same_bits_on_longer_sequences() -> None:
     assert regard.lab.run("causality", length=40).verdict
 
 
-def test_float16_has_no_such_constant_and_bfloat16_has() -> None:
+def test_float16_cannot_represent_the_constant_and_bfloat16_can() -> None:
     stored = by_case("-1e+09 stored as")
     assert stored["float16"] == "−inf"
     assert float(stored["bfloat16"]) == pytest.approx(-1e9, rel=2**-8)
@@ -71,7 +71,7 @@ def test_a_row_that_sees_none_gives_all_its_weight_to_hidden_keys_unless_the_con
     assert list(blind.values()) == pytest.approx([1.0] * 6)
 
 
-def test_the_picture_marks_what_is_exactly_zero() -> None:
+def test_the_figure_marks_exact_zeros() -> None:
     left, right = found().figure().axes
     zeros = next(line for line in left.lines if line.get_label() == "exactly 0")
     assert list(zeros.get_xdata()) == list(range(1, 8))

@@ -1,4 +1,4 @@
-"""What an experiment refuses: choices of another kind than the usual ones, too low, too few, or not to be had."""
+"""What an experiment refuses: choices of the wrong type, too low, too few, or contradictory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ NAMES = [f"{name}, {field.name}" for name, field in FIELDS]
 
 
 def wrong(study: type[Study], field: Field[Any]) -> list[Any]:
-    """Values that a field cannot have, by what it has by default."""
-    usual = field.default
-    assert usual is not MISSING
-    if isinstance(usual, tuple):
-        return [(), usual[0], None, *((bad,) for bad in wrong_one(study, field.name, usual[0]))]
-    return wrong_one(study, field.name, usual)
+    """Invalid values for a field, judging by its default."""
+    default = field.default
+    assert default is not MISSING
+    if isinstance(default, tuple):
+        return [(), default[0], None, *((bad,) for bad in wrong_one(study, field.name, default[0]))]
+    return wrong_one(study, field.name, default)
 
 
-def wrong_one(study: type[Study], name: str, usual: Any) -> list[Any]:
-    if isinstance(usual, bool):
+def wrong_one(study: type[Study], name: str, default: Any) -> list[Any]:
+    if isinstance(default, bool):
         return [1, "yes", None]
-    if isinstance(usual, str):
+    if isinstance(default, str):
         return ["no such thing", 3, None]
     least = study.least.get(name)
     low = [0, -1] if least is None else [least - 1] if math.isfinite(least) else []
-    return [*low, math.nan, math.inf, "3", True, None, *([2.5] if isinstance(usual, int) else [])]
+    return [*low, math.nan, math.inf, "3", True, None, *([2.5] if isinstance(default, int) else [])]
 
 
 @pytest.mark.parametrize(("name", "field"), FIELDS, ids=NAMES)
-def test_a_choice_that_cannot_be_is_one_clear_error(name: str, field: Field[Any]) -> None:
+def test_an_invalid_choice_is_one_clear_error(name: str, field: Field[Any]) -> None:
     for value in wrong(lab.studies()[name], field):
         with pytest.raises((ArgumentError, BackendError)) as said:
             lab.run(name, **{field.name: value})
@@ -46,21 +46,21 @@ def test_a_choice_that_cannot_be_is_one_clear_error(name: str, field: Field[Any]
 @pytest.mark.parametrize(
     ("name", "choices", "said"),
     [
-        ("gradient-cascade", {"depths": (3, 3)}, "depths of gradient-cascade must be at least 2 different ones"),
-        ("online", {"lengths": (64,)}, "lengths of online must be at least 2 different ones"),
+        ("gradient-cascade", {"depths": (3, 3)}, "depths of gradient-cascade must be at least 2 different values"),
+        ("online", {"lengths": (64,)}, "lengths of online must be at least 2 different values"),
         ("scores", {"words": 8, "sentence": 9}, "words of scores must be at least as many as a sentence has, 9"),
         ("memory", {"similarity": 1.0}, "similarity of memory must be below 1"),
         ("memory", {"bound": 0.75}, "bound of memory must be below 1 − similarity², 0.75"),
         ("saturation", {"claimed": (0.5, 0.5)}, "claimed of saturation must be 4 weights"),
-        ("variance", {"scaling": "d²"}, "scaling of variance must be among 'none', '√d', 'd'. Got 'd²'"),
+        ("variance", {"scaling": "d²"}, "scaling of variance must be one of 'none', '√d', 'd'. Got 'd²'"),
     ],
 )
-def test_choices_that_do_not_go_together_say_which(name: str, choices: dict[str, Any], said: str) -> None:
+def test_contradictory_choices_say_which(name: str, choices: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=f"lab: {said}"):
         lab.run(name, **choices)
 
 
-def test_lists_do_as_tuples_do() -> None:
+def test_lists_work_like_tuples() -> None:
     as_list, as_tuple = (lab.run("variance", dims=kind((16, 64)), draws=20_000) for kind in (list, tuple))
     assert as_list.rows == as_tuple.rows
 

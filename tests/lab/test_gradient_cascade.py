@@ -18,17 +18,17 @@ def found() -> Experiment:
     return GradientCascade(**SMALL).run()
 
 
-def test_a_gradient_passes_the_layers_that_are_scaled_by_the_root(found: Experiment) -> None:
+def test_a_gradient_passes_through_layers_scaled_by_the_root(found: Experiment) -> None:
     assert found.verdict is True
     assert [row["layers"] for row in found.rows] == [1, 4, 8]
 
 
 @pytest.mark.parametrize("scaling", ["none", "d"])
-def test_another_scaling_is_found_wrong(scaling: str) -> None:
+def test_another_scaling_is_refuted(scaling: str) -> None:
     assert GradientCascade(**SMALL, scaling=scaling).run().verdict is False
 
 
-def test_a_chain_that_keeps_its_gradient_unscaled_is_found_wrong(found: Experiment) -> None:
+def test_a_chain_that_keeps_its_gradient_unscaled_is_refuted(found: Experiment) -> None:
     study, rows = found.study, found.rows
     assert not study.holds([*rows[:-1], rows[-1] | {"chain, none": rows[0]["chain, none"]}])
 
@@ -39,14 +39,14 @@ def test_a_single_number_has_no_direction_for_a_gradient_to_turn() -> None:
     assert found.rows[0]["chain, √d"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_residual_stack_that_keeps_its_gradient_unscaled_is_found_wrong(found: Experiment) -> None:
+def test_a_residual_stack_that_keeps_its_gradient_unscaled_is_refuted(found: Experiment) -> None:
     study, rows = found.study, found.rows
     assert study.holds(rows)
     assert not study.holds([*rows[:-1], rows[-1] | {"residual, none": 1.0}])
     assert not study.holds([rows[0] | {"residual, √d": 50.0}, *rows[1:]])
 
 
-def test_a_layer_of_the_chain_passes_on_what_the_jacobian_of_the_softmax_lets_through() -> None:
+def test_a_layer_of_the_chain_applies_the_jacobian_of_the_softmax() -> None:
     key, value = torch.randn(2, 6, 8, dtype=torch.float64)
     query = torch.randn(1, 8, dtype=torch.float64, requires_grad=True)
     ahead = torch.randn(1, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Attention beside kernel regression."""
+"""Attention against kernel regression."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def test_attention_is_kernel_regression_and_gaussian_is_dot_product_for_unit_key
 
 
 @pytest.mark.parametrize("spread", [0.001, 0.1, 0.5])
-def test_keys_of_several_norms_are_found_to_part_the_kernels(spread: float) -> None:
+def test_keys_of_different_norms_make_the_kernels_differ(spread: float) -> None:
     assert Kernel(**SMALL, spread=spread).run().verdict is False
 
 
-def test_a_small_spread_parts_the_kernels_in_proportion(found: Experiment) -> None:
+def test_a_small_spread_makes_the_kernels_differ_in_proportion(found: Experiment) -> None:
     gaps = {row["spread"]: row["differ by"] for row in found.rows if row["beside"] == "dot product"}
     assert gaps[0.01] / gaps[0.001] == pytest.approx(10.0, rel=0.1)
 
 
 @pytest.mark.parametrize("row", [0, 3, 10, 11])
-def test_an_identity_that_misses_is_found_wrong(found: Experiment, row: int) -> None:
+def test_an_identity_that_fails_is_refuted(found: Experiment, row: int) -> None:
     rows = [*found.rows[:row], found.rows[row] | {"differ by": 1e-9}, *found.rows[row + 1 :]]
     assert found.study.holds(found.rows)
     assert not found.study.holds(rows)
 
 
-def test_keys_of_several_norms_that_make_no_difference_are_found_wrong(found: Experiment) -> None:
+def test_keys_of_different_norms_that_make_no_difference_are_refuted(found: Experiment) -> None:
     rows = [row | {"differ by": 1e-16} if row["spread"] == 0.3 else row for row in found.rows]
     assert not found.study.holds(rows)
 

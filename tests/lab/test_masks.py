@@ -1,4 +1,4 @@
-"""Masks: all of them are shown, their density is counted, and few tiles take little time."""
+"""Masks: all are shown, their density is counted, and few tiles take little time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_density_that_is_not_the_share_of_pairs_is_refuted(found: lab.Experime
     assert not found.study.holds(wrong)
 
 
-def test_every_mask_there_is_has_its_picture() -> None:
+def test_every_mask_has_a_picture() -> None:
     text = Path(str(masks.__file__)).read_text(encoding="utf-8")
     body = text[text.index("    return {") :]
     factories = set(regard.masks.__all__) - {"Mask"}

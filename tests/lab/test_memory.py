@@ -1,4 +1,4 @@
-"""Memory: what a noisy key brings back, by dimension and temperature."""
+"""Memory: what a noisy key retrieves, by dimension and temperature."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_capacity_that_grows_only_linearly_is_refuted() -> None:
     assert not lab.run("memory", **SMALL, growth="linear").verdict
 
 
-def test_at_a_high_temperature_nothing_is_held() -> None:
+def test_at_a_high_temperature_the_capacity_is_tiny() -> None:
     wrong = lab.run("memory", **SMALL, temperature=1.0)
     assert not wrong.verdict
     assert max(row["capacity, items"] for row in wrong.rows if "d" in row) <= 2

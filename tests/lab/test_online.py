@@ -14,7 +14,7 @@ import torch
 
 import regard
 from regard import lab
-from regard.lab.online import MACHINES, Online, _tiled, _Traffic, _whole, peak_bytes
+from regard.lab.online import MACHINES, Online, _attend_tiled, _attend_with_matrix, _Traffic, peak_bytes
 
 SMALL = {"lengths": (512, 1024, 2048), "rows": (1, 512), "keys": 2048, "dim": 32}
 
@@ -51,12 +51,12 @@ def test_the_matrix_takes_at_least_its_scores_and_the_others_less(found: lab.Exp
         assert row["chunked, MiB"] < row["matrix, MiB"]
 
 
-def test_k_and_v_are_read_once_for_each_block_of_queries() -> None:
+def test_k_and_v_are_read_once_per_block_of_queries() -> None:
     q, k, v = torch.randn(8, 4), torch.randn(12, 4), torch.randn(12, 4)
     counts = []
     for rows in (8, 4, 2):
         traffic = _Traffic()
-        output = _tiled(q, k, v, rows, 5, traffic)
+        output = _attend_tiled(q, k, v, rows, 5, traffic)
         torch.testing.assert_close(output, torch.softmax(q @ k.T / 2, -1) @ v)
         counts.append(traffic.bytes)
     assert counts == [4 * (2 * 32 + blocks * 2 * 48) for blocks in (1, 2, 4)]
@@ -65,11 +65,11 @@ def test_k_and_v_are_read_once_for_each_block_of_queries() -> None:
 def test_the_matrix_goes_to_memory_and_back_twice() -> None:
     q, k, v = torch.randn(8, 4), torch.randn(12, 4), torch.randn(12, 4)
     traffic = _Traffic()
-    torch.testing.assert_close(_whole(q, k, v, traffic), torch.softmax(q @ k.T / 2, -1) @ v)
+    torch.testing.assert_close(_attend_with_matrix(q, k, v, traffic), torch.softmax(q @ k.T / 2, -1) @ v)
     assert traffic.bytes == 4 * (2 * 32 + 2 * 48 + 4 * 96)
 
 
-def test_a_block_of_one_query_does_about_one_flop_a_byte_in_bfloat16(found: lab.Experiment) -> None:
+def test_a_block_of_one_query_does_about_one_flop_per_byte_in_bfloat16(found: lab.Experiment) -> None:
     first = next(row for row in found.rows if row.get("query rows") == 1)
     assert first["tiled, FLOP/byte"] == pytest.approx(1.0, abs=0.01)
     assert first["tiled waits for"] == "memory"
@@ -84,7 +84,7 @@ def test_peak_bytes_counts_what_lives_at_once() -> None:
     assert dict(os.environ) == before
 
 
-def test_the_profiler_does_not_announce_itself() -> None:
+def test_the_profiler_is_silent() -> None:
     script = "from regard.lab.online import peak_bytes; import torch; print(peak_bytes(lambda: torch.zeros(1000)))"
     env = {**os.environ, "PYTHONPATH": str(Path(regard.__file__).parent.parent)}
     command = [sys.executable, "-c", script]

@@ -1,4 +1,4 @@
-"""The laboratory's page: whole, escaped, the same each time, readable on a phone and in the dark."""
+"""The laboratory's page: complete, escaped, deterministic, readable on a phone and in the dark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from browser import chrome, complaints, opened, prefer, view
 from regard.errors import ArgumentError, FileError
 from regard.lab import Row, Study, page
-from regard.lab.base import Tell, canvas
+from regard.lab.base import Progress, canvas
 from regard.lab.cells import cell, is_number, tables
 from regard.lab.saved import Saved
 
@@ -25,7 +25,7 @@ EVIL = '<script>alert(1)</script> & "quotes" \x1b[31m'
 
 @dataclass(frozen=True)
 class Odd(Study):
-    """A study that tells what its fields say."""
+    """A study whose numbers come from its fields."""
 
     name: ClassVar[str] = "odd"
     claim: ClassVar[str] = f"claim {EVIL}"
@@ -35,7 +35,7 @@ class Odd(Study):
     rows: int = 3
     choice: str = EVIL
 
-    def measure(self, tell: Tell) -> list[Row]:
+    def measure(self, progress: Progress) -> list[Row]:
         long: list[Row] = [{"n": n, f"word {EVIL}": EVIL, "share": n / 7, "right": n > 1} for n in range(self.rows)]
         return [*long, {"d": 4096, "none": float("nan"), "tiny": 1.5e-9}]
 
@@ -84,17 +84,17 @@ def sections(folder: Path) -> list[str | None]:
     return [given["id"] for tag, given in seen.tags if tag == "section"]
 
 
-def test_there_is_a_page_and_for_each_experiment_two_pictures_and_its_numbers(folder: Path) -> None:
+def test_there_is_a_page_and_per_experiment_two_figures_and_its_numbers(folder: Path) -> None:
     files = [f"{name}{end}" for name in ("odd", "other-2") for end in (".json", ".svg", "-dark.svg")]
     assert sorted(path.name for path in folder.iterdir()) == sorted(["index.html", *files])
 
 
 def test_the_json_is_what_the_experiment_gives_and_holds_no_nan(folder: Path) -> None:
-    told = json.loads((folder / "odd.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    saved = json.loads((folder / "odd.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     given = Odd().run().to_object()
-    assert {key: told[key] for key in given} == given
-    assert told.keys() - given.keys() == {"test", "caption", "choices"}
-    assert told["rows"][-1]["none"] is None
+    assert {key: saved[key] for key in given} == given
+    assert saved.keys() - given.keys() == {"test", "caption", "choices"}
+    assert saved["rows"][-1]["none"] is None
 
 
 def test_claim_test_verdict_caption_and_table_are_there_and_escaped(folder: Path) -> None:
@@ -107,12 +107,12 @@ def test_claim_test_verdict_caption_and_table_are_there_and_escaped(folder: Path
         assert f"{what} {safe}" in seen.text
     assert "✓ The measurement supports the claim" in seen.text
     assert "✗ The measurement does not support the claim" in seen.text
-    assert "The measurements support 1 of 2." in seen.text
+    assert "The measurements support 1 of 2 claims." in seen.text
     assert [tag for tag, _ in seen.tags].count("table") == 4
     assert {"4,096", "1.5·10⁻⁹", "–", "0.1429", "yes", "no"} <= set(re.findall(r"<td[^>]*>([^<]*)</td>", text))
 
 
-def test_everything_it_names_is_beside_it(folder: Path) -> None:
+def test_every_file_it_refers_to_exists(folder: Path) -> None:
     seen = Tags((folder / "index.html").read_text(encoding="utf-8"))
     names = [value for _, given in seen.tags for key, value in given.items() if key in ("src", "srcset", "href")]
     places = [name for name in names if name and not name.startswith(("#", "data:"))]
@@ -123,13 +123,13 @@ def test_everything_it_names_is_beside_it(folder: Path) -> None:
     assert {name.removeprefix("#") for name in names if name and name.startswith("#")} <= set(ids)
 
 
-def test_it_is_the_same_each_time(folder: Path, tmp_path: Path) -> None:
+def test_it_is_deterministic(folder: Path, tmp_path: Path) -> None:
     page.write([Odd().run()], tmp_path)
     for name in ("odd.json", "odd.svg", "odd-dark.svg"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_what_was_saved_before_stays_on_the_page_escaped_and_what_is_saved_again_is_new(
+def test_saved_experiments_stay_on_the_page_escaped_and_are_replaced_when_saved_again(
     folder: Path, tmp_path: Path
 ) -> None:
     for study in (Other(rows=2), Odd(rows=1), Odd()):
@@ -152,7 +152,7 @@ def test_what_was_saved_before_stays_on_the_page_escaped_and_what_is_saved_again
     ],
     ids=str,
 )
-def test_a_json_file_that_is_not_an_experiment_is_passed_over(change: dict[str, object], tmp_path: Path) -> None:
+def test_a_json_file_that_is_not_an_experiment_is_ignored(change: dict[str, object], tmp_path: Path) -> None:
     page.write([Other().run()], tmp_path)
     file = tmp_path / "other-2.json"
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
@@ -163,14 +163,14 @@ def test_a_json_file_that_is_not_an_experiment_is_passed_over(change: dict[str, 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "{", "[" * 100_000, "\udcff"], ids=["", "[]", "{}", "{", "deep", "bytes"]
 )
-def test_a_file_that_cannot_be_read_is_passed_over(text: str, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_ignored(text: str, tmp_path: Path) -> None:
     page.write([Other().run()], tmp_path)
     (tmp_path / "other-2.json").write_bytes(text.encode(errors="surrogateescape"))
     page.write([Odd().run()], tmp_path)
     assert sections(tmp_path) == ["odd"]
 
 
-def test_an_experiment_without_its_pictures_is_passed_over(tmp_path: Path) -> None:
+def test_an_experiment_without_its_figures_is_ignored(tmp_path: Path) -> None:
     page.write([Other().run()], tmp_path)
     (tmp_path / "other-2-dark.svg").unlink()
     page.write([Odd().run()], tmp_path)
@@ -178,10 +178,10 @@ def test_an_experiment_without_its_pictures_is_passed_over(tmp_path: Path) -> No
 
 
 def test_a_long_table_is_folded_away() -> None:
-    assert "<summary>Numbers, 41 rows</summary>" in page._section(Saved.of(Odd(rows=40).run()))
+    assert "<summary>Numbers, 41 rows</summary>" in page._section(Saved.from_experiment(Odd(rows=40).run()))
 
 
-def test_in_the_dark_greys_turn_and_colours_stay() -> None:
+def test_in_the_dark_greys_are_mapped_and_colours_stay() -> None:
     figure = Odd().run().figure()
     axis = figure.axes[0]
     axis.plot([0, 1], color="C1")
@@ -196,25 +196,25 @@ def test_in_the_dark_greys_turn_and_colours_stay() -> None:
 
 
 @pytest.mark.parametrize("name", ["../odd", "Odd name", "", "o<d"])
-def test_a_name_that_cannot_be_a_files_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_name_that_cannot_be_a_file_name_is_refused(name: str, tmp_path: Path) -> None:
     class Named(Odd):
         pass
 
     Named.name = name
-    with pytest.raises(ArgumentError, match="becomes that of files"):
+    with pytest.raises(ArgumentError, match="names become file names"):
         page.write([Named().run()], tmp_path)
 
 
-def test_nothing_and_the_same_twice_are_refused(tmp_path: Path) -> None:
+def test_no_experiment_and_the_same_one_twice_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="at least one"):
         page.write([], tmp_path)
-    with pytest.raises(ArgumentError, match="there once"):
+    with pytest.raises(ArgumentError, match="must be unique"):
         page.write([Odd().run(), Odd(rows=2).run()], tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(FileError, match="cannot be made"):
+    with pytest.raises(FileError, match="cannot be created"):
         page.write([Odd().run()], tmp_path / "file" / "below")
 
 
@@ -232,23 +232,23 @@ def test_it_reads_on_a_phone_and_in_the_dark(folder: Path) -> None:
         assert not complaints(driver)
 
 
-def test_rows_of_other_columns_are_another_table() -> None:
+def test_rows_with_other_columns_are_another_table() -> None:
     rows = Odd(rows=2).run().rows
     assert [len(some) for some in tables(rows)] == [2, 1]
     assert tables([]) == []
 
 
 @pytest.mark.parametrize(
-    ("value", "read"),
+    ("value", "text"),
     [(0.0, "0"), (-0.5, "−0.5"), (1234.5678, "1,235"), (99999.0, "99,999"), (1e7, "1·10⁷"), (-2.5e-7, "−2.5·10⁻⁷")],
 )
-def test_a_number_is_read_to_four_digits(value: float, read: str) -> None:
-    assert cell(value) == read
+def test_a_number_is_shown_with_four_digits(value: float, text: str) -> None:
+    assert cell(value) == text
     assert is_number(value)
     assert not is_number(True)
 
 
-def test_a_verdict_is_never_of_colour_alone() -> None:
-    found = Saved.of(Odd().run())
+def test_a_verdict_never_relies_on_colour_alone() -> None:
+    found = Saved.from_experiment(Odd().run())
     assert "✓" in page._link(found)
     assert "✗" in page._link(replace(found, verdict=False))

@@ -1,4 +1,4 @@
-"""Even scores and odd ones."""
+"""Even and odd scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_products_are_even_and_additive_scores_odd_and_neither_explains_the_othe
     assert [row["odd"] for row in found.rows] == pytest.approx([0, 0, 0, 0, 1], abs=1e-12)
 
 
-def test_an_additive_score_with_a_bias_is_found_to_be_of_no_parity() -> None:
+def test_an_additive_score_with_a_bias_has_no_parity() -> None:
     found = Parity(**SMALL, bias=True).run()
     assert found.verdict is False
     additive = found.rows[-1]
@@ -44,7 +44,7 @@ def test_no_number_of_units_brings_an_odd_score_nearer_to_an_even_one() -> None:
             assert row["by tanh units"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_score_that_is_imitated_is_found_wrong(found: Experiment) -> None:
+def test_a_score_that_can_be_imitated_is_refuted(found: Experiment) -> None:
     study, rows = found.study, found.rows
     assert not study.holds([rows[0] | {"by tanh units": 0.01}, *rows[1:]])
     assert not study.holds([*rows[:-1], rows[-1] | {"by products": 0.01}])

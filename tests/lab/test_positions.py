@@ -22,7 +22,7 @@ def value(case: str) -> float:
     return float(row["found"])
 
 
-def test_positions_bring_the_order_that_attention_does_not_know() -> None:
+def test_positions_provide_the_order_that_attention_ignores() -> None:
     assert found().verdict
     assert value("tokens permuted") < 1e-12 < 0.01 < value("the same with positions")
 
@@ -53,7 +53,7 @@ def test_dividing_by_the_root_of_d_keeps_the_balance() -> None:
     assert math.isclose(value("content-content, c = 1"), value("content-content, c = 1, over √d"))
 
 
-def test_the_picture_names_the_aliases() -> None:
+def test_the_figure_names_the_aliases() -> None:
     left, right = found().figure().axes
     assert [text.get_text() for text in left.get_legend().get_texts()] == [
         *("period 8: first alias at 8", "periods 8, 13: first alias at 104")

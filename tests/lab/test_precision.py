@@ -10,7 +10,7 @@ from regard.errors import ArgumentError
 SMALL = {"logit_scales": (0.5, 4.0, 32.0), "length": 48}
 
 
-def test_float32_inside_keeps_half_precisions_at_their_own_rounding() -> None:
+def test_float32_arithmetic_keeps_half_precisions_at_their_own_rounding() -> None:
     found = regard.lab.run("precision", **SMALL)
     assert found.verdict
     assert [(row["dtype"], row["logit scale"]) for row in found.rows[:4]] == [
@@ -41,6 +41,6 @@ def test_an_unknown_arithmetic_is_named() -> None:
         regard.lab.run("precision", arithmetic="luck", **SMALL)
 
 
-def test_the_picture_has_three_lines_a_dtype() -> None:
+def test_the_figure_has_three_lines_per_dtype() -> None:
     (axes,) = regard.lab.run("precision", **SMALL).figure().axes
     assert len(axes.lines) == 9

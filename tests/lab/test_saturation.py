@@ -29,12 +29,12 @@ def test_large_scores_saturate_and_the_example_is_what_arithmetic_gives(found: E
     assert printed["off by"] == pytest.approx(0.731 - 1 / (1 + math.exp(-1) + math.exp(-2) + math.exp(-4)), abs=1e-9)
 
 
-def test_the_decimals_that_texts_print_are_found_wrong() -> None:
+def test_the_decimals_that_texts_print_are_refuted() -> None:
     assert Saturation(**SMALL, claimed=PRINTED).run().verdict is False
     assert Saturation(**SMALL, claimed_scaled=(0.25, 0.25, 0.25, 0.25)).run().verdict is False
 
 
-def test_one_digit_off_by_one_is_found_wrong() -> None:
+def test_one_digit_off_by_one_is_refuted() -> None:
     assert Saturation(**SMALL, claimed=(0.090, 0.657, 0.012, 0.242)).run().verdict is False
 
 
@@ -45,20 +45,20 @@ def test_no_factor_before_the_softmax_gives_what_texts_print() -> None:
     assert off.min() > 0.04
 
 
-def test_scores_that_are_small_enough_at_once_are_found_not_to_saturate() -> None:
+def test_scores_that_are_small_to_begin_with_do_not_saturate() -> None:
     halved = tuple(stable(torch.tensor([10.0, 11.0, 9.0, 10.5])).tolist())
     found = Saturation(**SMALL, dim=4, claimed_scaled=halved).run()
     assert found.rows[2]["off by"] < 1e-6
     assert found.verdict is False
 
 
-def test_next_to_uniform_the_jacobian_has_norm_1_over_m() -> None:
+def test_near_uniform_the_jacobian_has_norm_1_over_m() -> None:
     rows = Saturation(sizes=(1e-6,), queries=4, keys=32).run().rows
     assert rows[3]["norm of J"] == pytest.approx(1 / 32, rel=1e-4)
     assert rows[3]["trace of J"] == pytest.approx(1 - 1 / 32, rel=1e-4)
 
 
-def test_a_jacobian_that_does_not_fall_is_found_wrong(found: Experiment) -> None:
+def test_a_jacobian_that_does_not_fall_is_refuted(found: Experiment) -> None:
     study, rows = found.study, found.rows
     assert study.holds(rows)
     assert not study.holds([*rows[:-1], rows[-1] | {"trace of J": 1.0}])

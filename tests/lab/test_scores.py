@@ -49,7 +49,7 @@ def test_any_other_outcome_is_refuted(score: str, column: str, wrong: float) -> 
     assert not found().study.holds(rows)
 
 
-def test_what_is_not_trained_learns_nothing() -> None:
+def test_an_untrained_model_learns_nothing() -> None:
     assert not regard.lab.run("scores", **{**SMALL, "steps": 1, "length": 32}).verdict
 
 
@@ -61,12 +61,12 @@ def test_parameters_are_counted() -> None:
     assert row("cosine", projections=True)["parameters"] == 1 + 2 * d * d
 
 
-def test_the_plain_additive_score_keeps_every_pair_of_every_hidden_unit_and_ours_does_not() -> None:
+def test_the_plain_additive_score_saves_every_hidden_unit_of_every_pair_and_ours_does_not() -> None:
     pairs = 128 * 128 * 4 / 2**20
     assert 32 * pairs < row("additive")["plain keeps, MiB"] < 36 * pairs
     assert row("additive")["regard keeps, MiB"] < 2 * pairs
 
 
-def test_the_picture_has_accuracy_and_costs() -> None:
+def test_the_figure_has_accuracy_and_costs() -> None:
     alone, projected, costs = found().figure().axes
     assert len(alone.patches) == len(projected.patches) == len(costs.patches) == 10

@@ -25,16 +25,16 @@ def test_entropy_rises_between_the_two_limits_by_the_variance_of_the_scores(foun
 
 
 @pytest.mark.parametrize("power", [1, 2, 4])
-def test_another_power_of_the_temperature_is_found_wrong(power: int) -> None:
+def test_another_power_of_the_temperature_is_refuted(power: int) -> None:
     assert Temperature(**SMALL, power=power).run().verdict is False
 
 
-def test_temperatures_that_go_down_are_found_not_to_raise_the_entropy() -> None:
+def test_temperatures_that_go_down_do_not_raise_the_entropy() -> None:
     study = Temperature(**{**SMALL, "temperatures": (0.0625, 4.0, 1.0, 1024.0)})
     assert study.run().verdict is False
 
 
-def test_temperatures_that_stay_in_the_middle_are_found_far_from_the_limits() -> None:
+def test_temperatures_that_stay_in_the_middle_are_far_from_the_limits() -> None:
     assert Temperature(**{**SMALL, "temperatures": (1.0, 1024.0)}).run().verdict is False
     assert Temperature(**{**SMALL, "temperatures": (0.0625, 4.0)}).run().verdict is False
 

@@ -1,4 +1,4 @@
-"""The laboratory in a terminal: every column within the width, and the verdict in words."""
+"""The laboratory in the terminal: every column within the width, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def found() -> lab.Experiment:
     return lab.run("variance", dims=(16, 64), draws=20_000)
 
 
-def test_an_account_tells_claim_numbers_test_and_verdict(found: lab.Experiment) -> None:
+def test_a_summary_shows_claim_numbers_test_and_verdict(found: lab.Experiment) -> None:
     text = drawn(account(found), 400)
     assert found.claim in text
     assert found.test in text
@@ -44,12 +44,12 @@ def test_no_number_is_lost_in_a_narrow_terminal(found: lab.Experiment, width: in
     assert "…" not in text
 
 
-def test_texts_stand_left_and_numbers_right() -> None:
+def test_text_is_left_aligned_and_numbers_right_aligned() -> None:
     text = drawn(RowTable([{"mask": "causal", "density": 0.5}, {"mask": "all", "density": 0.0625}]), 80)
     assert [line.rstrip() for line in text.splitlines()] == ["mask    density", "causal      0.5", "all      0.0625"]
 
 
-def test_what_would_move_a_cursor_is_escaped() -> None:
+def test_control_characters_are_escaped() -> None:
     text = drawn(RowTable([{"a\x1b[2J": "b\x1b[2J"}]), 80)
     assert "\x1b" not in text
     assert "b\\x1b[2J" in text

@@ -28,7 +28,7 @@ def test_the_variance_is_d_and_after_division_by_the_root_it_is_1(found: Experim
 
 
 @pytest.mark.parametrize("scaling", ["none", "d"])
-def test_another_scaling_is_found_wrong(scaling: str) -> None:
+def test_another_scaling_is_refuted(scaling: str) -> None:
     assert Variance(**SMALL, scaling=scaling).run().verdict is False
 
 

@@ -1,4 +1,4 @@
-"""The atlas: maps drawn when somebody looks, over HTTP to this machine alone, and one clear line for all else."""
+"""The atlas: maps computed on demand, over HTTP for this machine alone, and one clear line for any other request."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def read(serving: Serving, path: str) -> Any:
 def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.01)
 
 
@@ -99,11 +99,11 @@ def test_a_tile_is_the_weights_in_little_endian_floats(serving: Serving, short: 
     )
 
 
-def test_the_page_is_told_what_there_is(serving: Serving) -> None:
-    told = read(serving, "/meta.json")
-    assert told["title"] == "A <title> & more"
-    assert told["layers"][0] == {"name": "short", "heads": 2, "queries": 300, "keys": 400, "base": 4, "top": 1}
-    assert told["layers"][1] == {"name": "long", "heads": 1, "queries": 2100, "keys": 2100, "base": 4, "top": 4}
+def test_the_metadata_lists_title_and_layers(serving: Serving) -> None:
+    meta = read(serving, "/meta.json")
+    assert meta["title"] == "A <title> & more"
+    assert meta["layers"][0] == {"name": "short", "heads": 2, "queries": 300, "keys": 400, "base": 4, "top": 1}
+    assert meta["layers"][1] == {"name": "long", "heads": 1, "queries": 2100, "keys": 2100, "base": 4, "top": 4}
 
 
 def test_tokens_come_in_blocks_and_as_they_are(serving: Serving) -> None:
@@ -115,7 +115,7 @@ def test_tokens_come_in_blocks_and_as_they_are(serving: Serving) -> None:
     assert (answer.status, body) == (404, b"tokens: block must be from 0 to 2. Got 3.\n")
 
 
-def test_the_coarse_levels_are_computed_meanwhile(serving: Serving) -> None:
+def test_the_coarse_levels_are_computed_in_the_background(serving: Serving) -> None:
     assert read(serving, "/progress/0/0") == {"progress": 1.0, "known": 300, "trouble": ""}
     until(lambda: read(serving, "/progress/1/0")["progress"] == 1.0)
     found = np.frombuffer(ask(serving, "/tile/1/0/4/0/0")[1], "<f4")
@@ -124,7 +124,7 @@ def test_the_coarse_levels_are_computed_meanwhile(serving: Serving) -> None:
     assert found.sum() * 256 == pytest.approx(2100, rel=0.02)  # the rows sum to 1; cells at the edges are smaller
 
 
-def test_nothing_is_computed_before_it_is_looked_at(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_computed_before_it_is_requested(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     plain = Pyramid.__init__
 
@@ -185,11 +185,11 @@ def test_only_this_machine_is_listened_to(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "BREW"])
-def test_there_is_nothing_to_do_but_read(serving: Serving, method: str) -> None:
+def test_the_atlas_is_read_only(serving: Serving, method: str) -> None:
     answer, body = ask(serving, "/", method)
     assert answer.status == 405
     assert answer.headers["Allow"] == "GET"
-    assert body in (b"this atlas is there to be read: GET only\n", b"")
+    assert body in (b"this atlas is read-only: use GET\n", b"")
 
 
 STRANGE = [
@@ -210,18 +210,18 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("path", STRANGE)
-def test_a_path_that_means_nothing_gets_one_line(serving: Serving, path: str) -> None:
+def test_an_unknown_path_gets_one_line(serving: Serving, path: str) -> None:
     answer, body = ask(serving, path)
-    assert (answer.status, body) == (404, b"there is nothing here; the map is at /\n")
+    assert (answer.status, body) == (404, b"not found; the map is at /\n")
 
 
 @pytest.mark.parametrize("request_line", ["NONSENSE", "GET / HTTP/9.9", "GET /" + "x" * 70_000 + " HTTP/1.1"])
-def test_a_request_that_cannot_be_read_gets_one_line(serving: Serving, request_line: str) -> None:
+def test_a_malformed_request_gets_one_line(serving: Serving, request_line: str) -> None:
     port = int(serving.url.rpartition(":")[2].strip("/"))
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(f"{request_line}\r\n\r\n".encode())
-        with suppress(ConnectionResetError):  # it hangs up on what it did not read
-            assert connection.makefile("rb").read().endswith(b"this request cannot be read\n")
+        with suppress(ConnectionResetError):  # the server closes the connection with the request unread
+            assert connection.makefile("rb").read().endswith(b"malformed request\n")
     assert read(serving, "/meta.json")["side"] == 256
 
 
@@ -237,12 +237,12 @@ def test_a_request_that_cannot_be_read_gets_one_line(serving: Serving, request_l
         ("/progress/0/7", "atlas: head must be from 0 to 1 in layer 0. Got 7."),
     ],
 )
-def test_a_place_that_is_not_there_gets_one_line(serving: Serving, path: str, line: str) -> None:
+def test_an_index_out_of_range_gets_one_line(serving: Serving, path: str, line: str) -> None:
     answer, body = ask(serving, path)
     assert (answer.status, body.decode()) == (404, f"{line}\n")
 
 
-def test_inputs_changed_in_place_are_told_and_the_atlas_goes_on() -> None:
+def test_inputs_changed_in_place_are_reported_and_the_atlas_goes_on() -> None:
     q = torch.randn(1, 1, 2100, 4)
     seen = regard.observe(q, q.clone(), q.clone(), backend="chunked")
     with serve(Atlas("changed", [layer("one", seen)])) as serving:
@@ -255,36 +255,36 @@ def test_inputs_changed_in_place_are_told_and_the_atlas_goes_on() -> None:
         assert ask(serving, "/meta.json")[0].status == 200
 
 
-def test_a_taken_port_gives_one_error_with_a_remedy(short: Observation) -> None:
+def test_a_port_in_use_gives_one_error_with_a_remedy(short: Observation) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ArgumentError, match=rf"^serve: port {port} of 127\.0\.0\.1 is taken\. .*port=0"):
+        with pytest.raises(ArgumentError, match=rf"^serve: port {port} on 127\.0\.0\.1 is in use\. .*port=0"):
             serve(Atlas("taken", [layer("short", short)]), port=port)
 
 
 def test_bad_arguments_get_one_clear_error(short: Observation) -> None:
-    with pytest.raises(ShapeError, match=r"^AtlasLayer: queries must have one text for each of the 300 .* Got 2\."):
+    with pytest.raises(ShapeError, match=r"^AtlasLayer: queries must have one string per token: 300 .* Got 2\."):
         AtlasLayer("short", short, ["a", "b"], words(400))
-    with pytest.raises(DtypeError, match=r"^AtlasLayer: keys must be a list of texts, one a token\. Got list"):
+    with pytest.raises(DtypeError, match=r"^AtlasLayer: keys must be a list of strings, one per token\. Got list"):
         AtlasLayer("short", short, words(300), [1] * 400)  # type: ignore[list-item]
-    with pytest.raises(DtypeError, match=r"^AtlasLayer: queries must be a list of texts, one a token\. Got str"):
+    with pytest.raises(DtypeError, match=r"^AtlasLayer: queries must be a list of strings, one per token\. Got str"):
         AtlasLayer("short", short, "a" * 300, words(400))
     with pytest.raises(DtypeError, match=r"^AtlasLayer: observation must come from regard\.observe\. Got int"):
         AtlasLayer("short", 3, [], [])  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^AtlasLayer: item must be a whole number from 0 to 0\. Got 1\."):
         AtlasLayer("short", short, words(300), words(400), item=1)
-    with pytest.raises(ArgumentError, match=r"^Atlas: layers must be AtlasLayers, at least one\. Got \[\]\."):
+    with pytest.raises(ArgumentError, match=r"^Atlas: layers must be a list of at least one AtlasLayer\. Got \[\]\."):
         Atlas("empty", [])
-    with pytest.raises(DtypeError, match=r"^serve: it needs an Atlas\. Got str"):
+    with pytest.raises(DtypeError, match=r"^serve: atlas must be an Atlas\. Got str"):
         serve("atlas")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^serve: port must be a whole number from 0 to 65535"):
         serve(Atlas("short", [layer("short", short)]), port=70000)
 
 
 class Slow:
-    """Tiles that wait until they may be computed, and are counted."""
+    """Make tiles wait until `may` is set, and count them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may, self.begun, self.at_once, self.most = threading.Event(), 0, 0, 0
@@ -301,7 +301,7 @@ class Slow:
         monkeypatch.setattr(Pyramid, "tile", tile)
 
 
-def test_what_the_browser_gave_up_is_not_computed(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_the_browser_gave_up_is_not_computed(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
     port = int(serving.url.rpartition(":")[2].strip("/"))
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -333,24 +333,24 @@ def test_one_tile_at_a_time_is_computed_and_each_once(serving: Serving, monkeypa
     assert slow.begun == 2
 
 
-def test_the_tiles_that_are_kept_are_bounded(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atlas_maps, "_TILES", 3)
+def test_the_number_of_cached_tiles_is_bounded(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atlas_maps, "_MAX_TILES", 3)
     for row in range(4):
         for col in range(row + 1):
             ask(serving, f"/tile/1/0/0/{row}/{col}")
     assert list(serving.atlas._tiles) == [(1, 0, 0, 3, col) for col in (1, 2, 3)]
 
 
-def test_maps_that_nobody_looks_at_make_room(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atlas_maps, "_MEMORY", 1)
+def test_the_least_recently_used_maps_are_evicted(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atlas_maps, "_MAX_MAP_BYTES", 1)
     for head, level in ((0, 0), (1, 0), (0, 1)):
         assert ask(serving, f"/tile/0/{head}/{level}/0/0")[0].status == 200
         assert list(serving.atlas._maps) == [(0, head)]
 
 
-def test_the_coarse_levels_let_tiles_go_first(long: Observation) -> None:
+def test_tiles_take_precedence_over_the_coarse_levels(long: Observation) -> None:
     atlas = Atlas("long", [layer("long", long)])
-    with atlas._my_turn():
+    with atlas._exclusive():
         atlas.state(0, 0)
         time.sleep(0.1)
         assert atlas._maps[0, 0].progress == 0.0
@@ -361,24 +361,24 @@ def test_the_coarse_levels_let_tiles_go_first(long: Observation) -> None:
 def test_nothing_is_computed_after_the_end(long: Observation, monkeypatch: pytest.MonkeyPatch) -> None:
     atlas = Atlas("long", [layer("long", long)])
     begun = threading.Event()
-    plain = Pyramid._pooled
+    plain = Pyramid._block_sums
 
     def slow(self: Pyramid, *block: Any) -> torch.Tensor:
         begun.set()
         time.sleep(0.05)
         return plain(self, *block)
 
-    monkeypatch.setattr(Pyramid, "_pooled", slow)
+    monkeypatch.setattr(Pyramid, "_block_sums", slow)
     atlas.state(0, 0)
     assert begun.wait(20)
     atlas.close()
-    assert atlas._drawer is not None
-    assert not atlas._drawer.is_alive()
+    assert atlas._worker is not None
+    assert not atlas._worker.is_alive()
     assert atlas.state(0, 0).progress < 1.0
     assert atlas.tile(0, 0, 0, 0, 0) == b""
 
 
-def test_a_program_may_end_while_its_atlas_is_computed() -> None:
+def test_a_program_may_exit_while_its_atlas_is_computed() -> None:
     script = (
         "import torch, regard; from regard.report.atlas import *; n = 2100; q = torch.randn(1, 1, n, 8);"
         "words = ['x'] * n; seen = regard.observe(q, q, q);"
@@ -396,7 +396,7 @@ def test_closing_frees_the_port_and_ends_the_threads(short: Observation) -> None
     serving = serve(Atlas("short", [layer("short", short)]))
     port = int(serving.url.rpartition(":")[2].strip("/"))
     serving.close()
-    serving.wait()  # returns at once, as often as one likes
+    serving.wait()  # returns at once, any number of times
     with serve(Atlas("short", [layer("short", short)]), port=port) as again:
         assert again.url == f"http://127.0.0.1:{port}/"
     assert not again._thread.is_alive()

@@ -1,4 +1,4 @@
-"""The atlas in a browser: what is drawn and said is what was observed, however one moves; and nothing runs but ours."""
+"""The atlas in a browser: it shows what was observed at any position and zoom, and runs only our own scripts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def driver() -> Iterator[Any]:
 
 
 class Page:
-    """The atlas, opened at a place, and what it shows."""
+    """The atlas, opened at a position, and what it shows."""
 
     def __init__(self, driver: Any, serving: Serving, place: str = "") -> None:
         self.driver, self.url = driver, serving.url
@@ -70,17 +70,17 @@ class Page:
         return self.driver.execute_script(script, *values)
 
     def place(self) -> tuple[int, int, float, float, float]:
-        """Layer, head, query and key in the middle, pixels a pair: from the address."""
+        """Layer, head, central query and key, and pixels per pair: from the address."""
         layer, head, query, key, scale = self.run("return location.hash").lstrip("#").split("/")[:5]
         return int(layer), int(head), float(query), float(key), float(scale)
 
     def spot(self, query: float, key: float) -> tuple[float, float]:
-        """The pixel of a place on the map, from the middle of the canvas."""
+        """The pixel of a position on the map, relative to the centre of the canvas."""
         _, _, y, x, scale = self.place()
         return (key - x) * scale, (query - y) * scale
 
     def point(self, query: float, key: float) -> str:
-        """Move the pointer over a place, and give what is said."""
+        """Move the pointer over a position, and return the readout."""
         from selenium.webdriver import ActionChains
 
         dx, dy = self.spot(query, key)
@@ -90,7 +90,7 @@ class Page:
         return self.text("readout")
 
     def colour(self, query: float, key: float) -> tuple[int, ...]:
-        """The colour of a place on the canvas."""
+        """The colour at a position on the canvas."""
         dx, dy = self.spot(query, key)
         script = (
             "const c = document.getElementById('map'), at = (size, d) => Math.floor(size / 2 + d);"
@@ -120,7 +120,7 @@ def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def wrong(driver: Any) -> list[str]:
-    """What the console complained of, but for the pixels that these tests read."""
+    """The console's complaints, except about the pixels that these tests read back."""
     return [complaint for complaint in complaints(driver) if "willReadFrequently" not in complaint]
 
 
@@ -143,7 +143,7 @@ def test_the_whole_map_is_shown_first_and_nothing_complains(driver: Any, serving
     assert wrong(driver) == []
 
 
-def test_a_single_weight_is_told_with_its_tokens(driver: Any, serving: Serving, weights: Tensor) -> None:
+def test_a_single_weight_is_shown_with_its_tokens(driver: Any, serving: Serving, weights: Tensor) -> None:
     page = Page(driver, serving, "#0/0/1500/1400/30")
     readout = page.point(1502.5, 1405.5)
     assert readout.endswith(" · query 1,502 ·the1502 → key 1,405 ↵1405")
@@ -152,7 +152,7 @@ def test_a_single_weight_is_told_with_its_tokens(driver: Any, serving: Serving, 
     assert "query 1,503 \\u202eturned1503 →" in page.point(1503.5, 1405.5)
 
 
-def test_a_cell_of_many_tells_their_range_and_mean(driver: Any, serving: Serving, weights: Tensor) -> None:
+def test_a_cell_of_many_pairs_shows_their_range_and_mean(driver: Any, serving: Serving, weights: Tensor) -> None:
     page = Page(driver, serving, "#0/1/1200/700/0.3")
     readout = page.point(1402, 806)
     assert " · queries 1,400–1,403 " in readout
@@ -178,7 +178,7 @@ def test_the_coarse_levels_show_the_means_that_were_observed(driver: Any, servin
         view(driver, 1000, 700)
 
 
-def test_moving_by_keys_wheel_drag_and_buttons(driver: Any, serving: Serving) -> None:
+def test_moving_with_keys_wheel_drag_and_buttons(driver: Any, serving: Serving) -> None:
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
     from selenium.webdriver.common.keys import Keys
@@ -220,7 +220,7 @@ def test_moving_by_keys_wheel_drag_and_buttons(driver: Any, serving: Serving) ->
     assert wrong(driver) == []
 
 
-def test_a_step_that_glides_ends_where_one_that_jumps_does(driver: Any, serving: Serving) -> None:
+def test_an_animated_step_ends_where_an_instant_one_does(driver: Any, serving: Serving) -> None:
     try:
         prefer(driver, dark=False, still=False)
         page = Page(driver, serving, "#0/0/1000/900/0.5")
@@ -234,7 +234,7 @@ def test_a_step_that_glides_ends_where_one_that_jumps_does(driver: Any, serving:
     assert page.place() == pytest.approx(glided, abs=0.02)
 
 
-def test_the_overview_leads_where_it_is_clicked(driver: Any, serving: Serving) -> None:
+def test_a_click_on_the_overview_moves_there(driver: Any, serving: Serving) -> None:
     from selenium.webdriver import ActionChains
 
     page = Page(driver, serving, "#0/0/300/200/3")
@@ -247,7 +247,7 @@ def test_the_overview_leads_where_it_is_clicked(driver: Any, serving: Serving) -
     assert query > 0.6 * N
 
 
-def test_the_address_brings_one_back(driver: Any, serving: Serving) -> None:
+def test_the_address_restores_the_view(driver: Any, serving: Serving) -> None:
     page = Page(driver, serving, "#0/1/1234/777/5/linear")
     assert page.place() == (0, 1, 1234.0, 777.0, 5.0)
     assert page.run("return document.querySelector('[name=scale]:checked').value") == "linear"
@@ -297,7 +297,7 @@ def test_text_from_outside_is_only_text(driver: Any, serving: Serving) -> None:
     assert set(origins) == {serving.url.rstrip("/")}
 
 
-def test_dark_and_narrow_are_as_good(driver: Any, serving: Serving) -> None:
+def test_it_works_in_the_dark_and_on_a_narrow_screen(driver: Any, serving: Serving) -> None:
     try:
         prefer(driver, dark=True)
         view(driver, 375, 667)
@@ -332,7 +332,7 @@ def test_two_fingers_zoom(driver: Any, serving: Serving) -> None:
     assert page.place()[4] == pytest.approx(1.0, rel=0.02)
 
 
-def test_an_atlas_that_ended_says_so(driver: Any) -> None:
+def test_a_closed_atlas_says_so(driver: Any) -> None:
     seen = regard.observe(Q[..., :600, :], K[..., :600, :], K[..., :600, :2])
     with serve(Atlas("short-lived", [AtlasLayer("one", seen, TOKENS[:600], TOKENS[:600])])) as ending:
         page = Page(driver, ending)

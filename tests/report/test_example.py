@@ -1,4 +1,4 @@
-"""The words of the example: what is alike is near."""
+"""The words of the example: similar words have similar vectors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_word_s_logit_with_itself_is_the_sharpness(sharpness: float) -> None:
     torch.testing.assert_close((word @ word.T).squeeze() / 8.0, torch.tensor(sharpness))
 
 
-def test_similar_words_are_nearer_than_others_and_case_is_no_difference() -> None:
+def test_similar_words_are_nearer_than_others_and_case_makes_no_difference() -> None:
     rose, roses, other, capital = hashed(["rose", "roses", "milk", "ROSE"])
     assert rose @ roses > 3 * (rose @ other).abs()
     assert rose.equal(capital)

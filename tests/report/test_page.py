@@ -1,4 +1,4 @@
-"""The report as a file: one page, bounded, the same each time, with numbers that come back out as they went in."""
+"""The report as a file: one page, bounded, deterministic, with numbers that can be read back."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from looks import example, layer, synthetic, words
 from regard.errors import ArgumentError, DtypeError, FileError, ShapeError
 from regard.report import page
 from regard.report.look import HeadLook, LayerLook, Look, Remark
-from regard.report.page_budget import LIMIT, spread
-from regard.report.page_pack import coarser, edges, in_steps
+from regard.report.page_budget import LIMIT, excerpts
+from regard.report.page_pack import cell_edges, merge_cells, quantize_root
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def unpacked(text: str, kind: str) -> np.ndarray:
 
 
 def strongest_of(entry: dict[str, Any], rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and keys, (heads, rows, k), as a reader of the page gets them."""
+    """Weights and keys, (heads, rows, k), as the page unpacks them."""
     shape = (len(entry["heads"]), rows, entry["k"])
     counts = unpacked(entry["weights"], "<u2").astype(np.float64)
     parts = unpacked(entry["strongest"], "u1").astype(np.int64).reshape(*shape, entry["width"])
@@ -73,25 +73,25 @@ def test_a_page_is_filled_before_anything_is_left_out() -> None:
     assert len(text.encode()) > 0.95 * LIMIT
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_notes_say_what_is_left_out() -> None:
     whole = data_of(page.render(synthetic(1, 1, 8, k=4)))
     assert "Maps have at most 8 × 8 cells; " in whole["notes"][0]
     assert "Each query has its 4 strongest keys. " in whole["notes"][1]
     cut = data_of(page.render(synthetic(16, 32, 3000)))
     assert "merged from up to 64 × 64 to fit the page" in cut["notes"][0]
     kept = sum(stop - start for start, stop in cut["texts"][0]["parts"])
-    assert re.search(rf"3 strongest keys, of the 16 .*, for {kept} of up to 3,000 queries", cut["notes"][1])
+    assert re.search(rf"3 strongest keys of the 16 recorded, for {kept} of up to 3,000 queries", cut["notes"][1])
     long = data_of(page.render(synthetic(1, 1, 300_000)))
     assert any("too long to keep every token" in note for note in long["notes"])
 
 
-def test_what_fits_into_no_page_is_refused_with_a_remedy() -> None:
+def test_a_look_too_large_for_any_page_is_refused_with_a_remedy() -> None:
     look = synthetic(1, 2, 8)
     with pytest.raises(ArgumentError, match=r"^render: .* more than 3,000,000, .* fewer layers .* fewer facts"):
         page.render(Look("t", {"log": "x" * LIMIT}, look.layers, []))
 
 
-def test_more_remarks_than_fit_leave_the_problems() -> None:
+def test_if_not_all_remarks_fit_the_problems_are_kept() -> None:
     look = synthetic(1, 1, 8)
     many = [Remark("r", "notable", "x" * 900, "layers.0", (0,)) for _ in range(400)]
     data = data_of(page.render(Look("t", {}, look.layers, [*many, Remark("p", "problem", "!", "layers.0", (0,))])))
@@ -109,13 +109,13 @@ def test_maps_come_back_within_a_255th_of_their_largest_cell(small: Look) -> Non
     assert np.array_equal(back == 0, maps == 0)
     fine = (maps > 1e-3 * largest) & (maps < 1e-2 * largest)
     assert fine.any()
-    assert np.all(np.abs(back - maps)[fine] <= 0.13 * maps[fine])  # a plain scale of 255 steps would lose these
+    assert np.all(np.abs(back - maps)[fine] <= 0.13 * maps[fine])  # a linear scale of 255 steps would lose these
 
 
 @pytest.mark.parametrize("steps", [255, 65535])
-def test_steps_of_the_root_err_least_where_weights_are_small(steps: int) -> None:
+def test_quantized_roots_are_most_precise_where_weights_are_small(steps: int) -> None:
     values = np.concatenate([[0.0], np.logspace(-12, 0, 20_001)])
-    back = (in_steps(values, 1.0, steps) / steps) ** 2
+    back = (quantize_root(values, 1.0, steps) / steps) ** 2
     assert np.all(np.abs(back - values) <= np.sqrt(values) / steps + 1 / steps**2)
     assert np.all(np.abs(back - values) <= 1 / steps)
     assert np.all(np.diff(back) >= 0)
@@ -133,7 +133,7 @@ def test_the_strongest_keys_come_back_with_their_weights(small: Look) -> None:
 
 
 @pytest.mark.parametrize("count", [256, 257, 70_000])
-def test_a_key_of_any_place_comes_back(count: int) -> None:
+def test_a_key_at_any_position_comes_back(count: int) -> None:
     keys = torch.tensor([[count - 1, 255, -1]])
     head = HeadLook(0, {}, torch.ones(1, 1), (torch.tensor([[0.5, 0.75, 0.0]]), keys))
     data = data_of(page.render(Look("t", {}, [LayerLook("a", ["q"], [""] * count, [head])], [])))
@@ -176,28 +176,28 @@ def test_merged_cells_hold_the_mean_of_all_their_pairs() -> None:
     def pooled(rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
         return np.array([[weights[a:b, c:d].mean() for c, d in pairwise(cols)] for a, b in pairwise(rows)])
 
-    rows, cols = edges(n, 10), edges(m, 7)
-    merged = coarser(pooled(rows, cols)[None], (n, m), (3, 2))[0]
+    rows, cols = cell_edges(n, 10), cell_edges(m, 7)
+    merged = merge_cells(pooled(rows, cols)[None], (n, m), (3, 2))[0]
     expected = pooled(np.append(rows[:-1][::3], n), np.append(cols[:-1][::2], m))
     np.testing.assert_allclose(merged, expected)
     assert all(rows[i * 10 // n] <= i < rows[i * 10 // n + 1] for i in range(n))
 
 
-def test_parts_of_a_long_text_are_disjoint_and_reach_both_ends() -> None:
+def test_excerpts_of_a_long_text_are_disjoint_and_reach_both_ends() -> None:
     for length, kept in [(1000, 999), (1000, 130), (100_000, 5_001), (5, 5)]:
-        parts = spread(length, kept)
+        parts = excerpts(length, kept)
         assert parts[0][0] == 0
         assert parts[-1][1] == length
         assert all(before[1] <= after[0] for before, after in pairwise(parts))
         assert kept - len(parts) < sum(stop - start for start, stop in parts) <= kept
-    assert spread(9, 0) == []
+    assert excerpts(9, 0) == []
 
 
 def test_the_same_look_gives_the_same_bytes(small: Look) -> None:
     assert page.render(small) == page.render(example(layers=2, heads=3, tokens=40))
 
 
-def test_the_file_names_no_place_in_the_network(small: Look) -> None:
+def test_the_file_refers_to_nothing_on_the_network(small: Look) -> None:
     text = page.render(small)
     assert not re.search(r"(https?:)?//[\w-]+\.\w|@import|url\(|\bfetch\(|XMLHttpRequest|WebSocket|\bimport\(", text)
     assert re.findall(r'(?:src|href)="([^"]*)"', text) == ["data:,", "#overview"]
@@ -223,27 +223,27 @@ def test_nothing_from_outside_is_markup(small: Look) -> None:
     assert data["facts"][0] == ["model", "hand-built <i>model</i>"]
 
 
-def test_placeholders_in_a_text_stay_what_they_are() -> None:
+def test_placeholders_in_a_text_are_not_replaced() -> None:
     look = synthetic(1, 1, 2)
     text = page.render(Look("{{script}} {{data}}", {"{{style}}": "{{policy}}"}, look.layers, []))
     assert "<title>{{script}} {{data}}</title>" in text
     assert data_of(text)["facts"] == [["{{style}}", "{{policy}}"]]
 
 
-def test_a_very_long_token_is_cut() -> None:
+def test_a_very_long_token_is_clipped() -> None:
     head = HeadLook(0, {}, torch.ones(1, 1), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)))
     data = data_of(page.render(Look("t", {}, [LayerLook("a", ["x" * 10_000], ["y"], [head])], [])))
     assert data["texts"][0]["runs"][0][1] == ["x" * 119 + "…"]
 
 
-def test_a_remark_names_heads_that_are_there(small: Look) -> None:
+def test_a_remark_names_only_heads_of_the_look(small: Look) -> None:
     last = small.layers[-1].name
     remarks = [Remark("r", "notable", "t", last, (2, 77)), Remark("r", "problem", "u", "gone", (0,))]
     data = data_of(page.render(Look("t", {}, small.layers, remarks)))
     assert [(one["text"], one["layer"], one["heads"]) for one in data["remarks"]] == [("u", -1, []), ("t", 1, [2])]
 
 
-def test_numbers_of_any_kind_are_drawn() -> None:
+def test_nonfinite_and_negative_numbers_are_packed() -> None:
     map_ = torch.tensor([[float("nan"), -0.1], [float("inf"), 0.5]], dtype=torch.bfloat16, requires_grad=True)
     strongest = (torch.tensor([[0.5], [float("nan")]], dtype=torch.float16), torch.tensor([[1], [0]]))
     look = Look(
@@ -270,7 +270,7 @@ def test_a_page_is_written_whole_and_over_an_older_one(small: Look, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["gone/page.html", "a folder", "file/page.html", "x" * 300, ""])
-def test_a_place_that_cannot_be_written_is_a_file_error(
+def test_a_path_that_cannot_be_written_is_a_file_error(
     small: Look, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -282,7 +282,7 @@ def test_a_place_that_cannot_be_written_is_a_file_error(
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_look_that_does_not_fit_together_is_refused(small: Look) -> None:
+def test_an_inconsistent_look_is_refused(small: Look) -> None:
     good = small.layers[0].heads[0]
     text = small.layers[0].queries
     weights, keys = good.strongest
@@ -290,9 +290,9 @@ def test_a_look_that_does_not_fit_together_is_refused(small: Look) -> None:
         HeadLook(0, {}, good.map[None], good.strongest)
     with pytest.raises(ShapeError, match="HeadLook: strongest must be"):
         HeadLook(0, {}, good.map, (weights, keys[:, :1]))
-    with pytest.raises(ShapeError, match="has 39 queries, and head 0 the strongest keys of 40"):
+    with pytest.raises(ShapeError, match="has 39 queries, but head 0 has the strongest keys of 40"):
         LayerLook("a", text[1:], text, [good])
-    with pytest.raises(ArgumentError, match="has 39 keys, and head 0 names keys"):
+    with pytest.raises(ArgumentError, match="has 39 keys, but head 0 names keys"):
         LayerLook("a", text, text[1:], [good])
     with pytest.raises(ShapeError, match="no cell may be empty"):
         LayerLook("a", text, text, [HeadLook(0, {}, torch.ones(41, 40), good.strongest)])
@@ -310,10 +310,10 @@ def test_queries_and_keys_may_be_different_texts() -> None:
     assert [(entry["queries"], entry["keys"]) for entry in data["layers"]] == [(0, 1), (1, 2)]
 
 
-def test_what_is_no_look_is_refused_with_the_way_to_one(tmp_path: Path) -> None:
+def test_anything_but_a_look_is_refused_with_how_to_get_one(tmp_path: Path) -> None:
     with regard.watch(torch.nn.Module()) as seen:
         regard.attention(*torch.randn(3, 1, 2, 12, 4).unbind())
-    says = r": it draws a Look\. Got Seen; .* seen\.look\(tokens=…\)\.$"
+    says = r": look must be a Look\. Got Seen; .* seen\.look\(tokens=…\)\.$"
     with pytest.raises(DtypeError, match=f"^render{says}"):
         page.render(seen)  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match=f"^write{says}"):

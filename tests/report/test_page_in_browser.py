@@ -1,4 +1,4 @@
-"""The report as a reader meets it: opened from disk in a real browser, with mouse, keyboard, phone, light and dark."""
+"""The report in a real browser: opened from disk, with mouse and keyboard, on a phone, light and dark."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def driver(browser: Any, path: Path) -> Iterator[Any]:
-    """The example's page, freshly opened on a desk in the light; the console must have nothing to say."""
+    """The example's page, freshly opened on a desktop in the light theme; the console must stay empty."""
     view(browser, 1280, 900)
     prefer(browser, dark=False)
     browser.get("about:blank")
@@ -84,7 +84,7 @@ def text(driver: Any, selector: str) -> str:
 
 
 def each(driver: Any, selector: str, what: str) -> list[str]:
-    """`what` of every element that `selector` finds, in one round."""
+    """`what` of every element that `selector` finds, in one call."""
     return driver.execute_script(f"return [...document.querySelectorAll(arguments[0])].map(e => e.{what})", selector)
 
 
@@ -141,7 +141,7 @@ def same(shown: list[tuple[float, int]], given: list[tuple[float, int]]) -> bool
     )
 
 
-def test_it_opens_from_disk_and_shows_what_it_was_given_as_text(driver: Any, look: Look) -> None:
+def test_it_opens_from_disk_and_shows_its_input_as_text(driver: Any, look: Look) -> None:
     assert driver.current_url.startswith("file:///")
     assert driver.title == look.title
     assert text(driver, "h1") == look.title
@@ -237,7 +237,7 @@ def test_escape_leaves_the_tokens_for_the_grid(driver: Any, look: Look) -> None:
     assert focused(driver) == {"layer": "2", "head": "0"}
 
 
-def test_another_statistic_colours_the_heads_anew(driver: Any, look: Look) -> None:
+def test_another_statistic_recolours_the_heads(driver: Any, look: Look) -> None:
     def colours() -> list[str]:
         return each(driver, ".cellule", "style.backgroundColor")
 
@@ -287,7 +287,7 @@ def test_pointing_at_the_map_reads_its_cells(driver: Any, look: Look) -> None:
     assert text(driver, "#map-ticks").startswith("0")
 
 
-def test_pointing_at_a_token_shows_whom_it_attends_and_who_attends_it(driver: Any, look: Look) -> None:
+def test_pointing_at_a_token_shows_what_it_attends_to_and_what_attends_to_it(driver: Any, look: Look) -> None:
     cell(driver, 1, 0).click()
     hover(driver, at(driver, ".token[data-place='40']"))
     given = strongest(look, 1, 0, 40)
@@ -297,7 +297,7 @@ def test_pointing_at_a_token_shows_whom_it_attends_and_who_attends_it(driver: An
     assert math.isclose(float(shades[given[0][1]]), 0.1 + 0.9 * math.sqrt(given[0][0]), abs_tol=2e-3)
     assert f"hold {sum(weight for weight, _ in given):.3f}" in text(driver, "#partners")
     hover(driver, at(driver, "h1"))
-    assert "query 63" in text(driver, "#partners")  # what was held comes back
+    assert "query 63" in text(driver, "#partners")  # the held token is shown again
     at(driver, "input[name=direction][value=keys] + span").click()
     at(driver, ".token[data-place='20']").click()
     back = [(w, query) for query in range(80) for w, key in strongest(look, 1, 0, query) if key == 20]
@@ -307,7 +307,7 @@ def test_pointing_at_a_token_shows_whom_it_attends_and_who_attends_it(driver: An
     assert same(partners(driver), back[:16])
 
 
-def test_a_theme_is_the_systems_until_it_is_chosen_and_then_remembered(driver: Any, path: Path) -> None:
+def test_the_theme_follows_the_system_until_one_is_chosen_and_remembered(driver: Any, path: Path) -> None:
     theme = "return document.documentElement.dataset.theme"
     assert driver.execute_script(theme) == "light"
     prefer(driver, dark=True)
@@ -412,7 +412,7 @@ BYTE_PAIRS = [f" {piece}" if piece[0] != "#" else piece[2:] for piece in WORDPIE
     [(WORDPIECE * 4, 5.0), ([str(place) for place in range(60)], 5.0), (BYTE_PAIRS * 4, 1.5)],
     ids=["wordpiece", "positions", "byte pairs"],
 )
-def test_neighbours_in_a_line_stand_apart(driver: Any, tmp_path: Path, tokens: list[str], least: float) -> None:
+def test_neighbouring_tokens_are_spaced_apart(driver: Any, tmp_path: Path, tokens: list[str], least: float) -> None:
     opened(driver, page.write(Look("apart", {}, [layer("a", tokens, tokens, 1)], []), tmp_path / "apart.html"))
     boxes = each(driver, ".token", "getBoundingClientRect()")
     gaps = [b["left"] - a["right"] for a, b in pairwise(boxes) if abs(a["top"] - b["top"]) < 1]

@@ -1,4 +1,4 @@
-"""The pyramid: every tile of every level is the mean of the weights that `weights()` gives, whatever made them."""
+"""The pyramid: every tile of every level is the mean of what `weights()` gives, for any mask, bias and score."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def whole(pyramid: Pyramid, level: int) -> Tensor:
 
 
 def matches(pyramid: Pyramid, weights: Tensor, first: int = 0) -> None:
-    """Every level from the first on against the weights; the coarse ones when they are known."""
+    """Check every level from `first` on against the weights, once the coarse ones are known."""
     while pyramid.advance():
         pass
     for level in range(first, pyramid.top + 1):
@@ -54,7 +54,7 @@ def matches(pyramid: Pyramid, weights: Tensor, first: int = 0) -> None:
 
 
 class Ramp(Bias):
-    """A bias that this library did not write: one step of slope a head."""
+    """A user-defined bias: one step per head."""
 
     tensors = (torch.tensor([0.1, -0.2]),)
     heads = 2
@@ -97,7 +97,7 @@ HOW: dict[str, dict[str, Any]] = {
     "alibi": {"bias": regard.biases.alibi(torch.tensor([0.5, 0.01]))},
     "relative": {"bias": regard.biases.relative(drawn(2, 9, seed=8))},
     "relative, all heads alike": {"bias": regard.biases.relative(drawn(9, seed=8)), "mask": regard.causal()},
-    "a bias of others": {"bias": Ramp()},
+    "a user-defined bias": {"bias": Ramp()},
     "temperature": {"score": regard.scores.Temperature(heads=2)},
     "cosine": {"score": regard.scores.Cosine(0.2)},
     "gaussian": {"score": regard.scores.Gaussian(1.5), "mask": regard.causal()},
@@ -111,7 +111,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_every_way_to_make_weights_is_the_same_in_the_pyramid(name: str) -> None:
+def test_every_level_is_the_mean_of_the_weights_for_every_option(name: str) -> None:
     seen = observed(270, 330, heads=2, batch=2, **HOW[name])
     for item, head in ((0, 1), (1, 0)):
         matches(Pyramid(seen, item, head), seen.weights()[item, head].detach())
@@ -155,7 +155,7 @@ def test_large_logits_keep_their_digits() -> None:
     torch.testing.assert_close(found.double(), truth, rtol=2e-2, atol=1e-3)
 
 
-def test_what_nobody_may_see_leaves_no_trace_even_if_it_is_nan() -> None:
+def test_hidden_keys_leave_no_trace_even_if_they_are_nan() -> None:
     q, k = drawn(1, 1, 300, 8), drawn(1, 1, 300, 8, seed=1)
     k[..., 280:, :] = torch.nan
     seen = regard.observe(q, k, k, mask=regard.prefix(280), backend="chunked")
@@ -172,8 +172,8 @@ def test_the_coarse_levels_of_a_long_map_are_exact_too(mask: Any) -> None:
     matches(pyramid, seen.weights()[0, 0], first=2)
 
 
-def test_coarse_levels_pool_what_lies_below_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DIRECT", 0)
+def test_coarse_levels_pool_the_levels_below_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_DIRECT_LEVEL", 0)
     seen = observed(1301, 1100, mask=regard.causal())
     pyramid = Pyramid(seen)
     assert (pyramid.base, pyramid.top) == (1, 3)
@@ -181,8 +181,8 @@ def test_coarse_levels_pool_what_lies_below_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_base_level_that_would_be_too_large_is_a_coarser_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DIRECT", 0)
-    monkeypatch.setattr(module, "_MOST", 400 * 400)
+    monkeypatch.setattr(module, "MAX_DIRECT_LEVEL", 0)
+    monkeypatch.setattr(module, "_MAX_BASE_CELLS", 400 * 400)
     seen = observed(1301, 1100)
     pyramid = Pyramid(seen)
     assert (pyramid.base, pyramid.top) == (2, 3)
@@ -207,15 +207,15 @@ def test_rows_that_are_not_yet_known_are_nan_and_those_that_are_stay() -> None:
     assert pyramid.progress == 1.0
 
 
-def test_a_strip_that_was_broken_off_begins_anew() -> None:
+def test_an_interrupted_strip_is_computed_again() -> None:
     seen = observed(2100, 2100)
-    pyramid, breaths = Pyramid(seen), iter(range(2))
+    pyramid, calls = Pyramid(seen), iter(range(2))
 
-    def breathe() -> None:
-        next(breaths)  # the third raises
+    def interrupt() -> None:
+        next(calls)  # the third call raises
 
     with pytest.raises(StopIteration):
-        pyramid.advance(breathe) and pyramid.advance(breathe) and pyramid.advance(breathe)
+        pyramid.advance(interrupt) and pyramid.advance(interrupt) and pyramid.advance(interrupt)
     assert pyramid.progress < 1.0
     matches(pyramid, seen.weights()[0, 0], first=4)
     assert pyramid.progress == 1.0
@@ -240,13 +240,13 @@ def test_hidden_blocks_are_never_computed(monkeypatch: pytest.MonkeyPatch) -> No
     assert pairs == 0
 
 
-def test_a_score_with_much_in_flight_is_computed_in_smaller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_with_large_temporaries_is_computed_in_smaller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
     plain = module.weights
 
     def counting(x: Any, tile: Any, run: Any, *others: Any) -> Tensor:
         nonlocal most
-        most = max(most, (tile.rows.stop - tile.rows.start) * (run.stop - run.start) * x.rule.cost)
+        most = max(most, (tile.rows.stop - tile.rows.start) * (run.stop - run.start) * x.spec.cost)
         return plain(x, tile, run, *others)
 
     monkeypatch.setattr(module, "weights", counting)
@@ -259,7 +259,7 @@ def test_a_map_holds_one_head_only() -> None:
     assert Pyramid(observed(600, 600, heads=8, keys=4)).bytes == Pyramid(observed(600, 600)).bytes
 
 
-def test_tiles_may_be_asked_for_from_several_threads_while_the_coarse_levels_are_computed() -> None:
+def test_several_threads_may_request_tiles_while_the_coarse_levels_are_computed() -> None:
     seen = observed(2100, 2100, mask=regard.causal())
     pyramid, truth = Pyramid(seen), pooled(seen.weights()[0, 0], 2)
     wrong: list[float] = []
@@ -281,7 +281,7 @@ def test_tiles_may_be_asked_for_from_several_threads_while_the_coarse_levels_are
     assert pyramid.progress == 1.0
 
 
-def test_inputs_changed_in_place_are_told() -> None:
+def test_inputs_changed_in_place_raise_an_error() -> None:
     q, k = drawn(1, 1, 2300, 4), drawn(1, 1, 2300, 4, seed=1)
     pyramid = Pyramid(regard.observe(q, k, k, backend="chunked"))
     k.add_(1.0)
@@ -293,7 +293,7 @@ def test_inputs_changed_in_place_are_told() -> None:
 
 def test_bad_arguments_get_one_clear_error() -> None:
     seen = observed(300, 520, heads=2)
-    with pytest.raises(DtypeError, match=r"^Pyramid: it needs an Observation.* Got Tensor"):
+    with pytest.raises(DtypeError, match=r"^Pyramid: observation must come from regard\.observe\. Got Tensor"):
         Pyramid(drawn(3, 3))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"^Pyramid: head must be a whole number from 0 to 1\. Got 2\."):
         Pyramid(seen, head=2)

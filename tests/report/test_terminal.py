@@ -1,4 +1,4 @@
-"""What the terminal shows: bars as long as their share, words that stay words."""
+"""Terminal output: bars as long as their share, words escaped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_hidden_is_blank_and_a_trace_is_a_dot() -> None:
 
 
 @given(word=st.text(st.characters(), max_size=12))
-def test_a_shown_word_holds_nothing_that_steers_a_terminal(word: str) -> None:
+def test_a_shown_word_holds_no_control_characters(word: str) -> None:
     text = shown(word)
     assert all(char.isprintable() or char.isspace() or char in "\u200c\u200d" for char in text)
     assert not set(text) & set("\x1b\r\n\t\b\u202e\u2066\u2028")

@@ -1,4 +1,4 @@
-"""A headless Chromium for the pages we write: opened from disk, at any size, with what its console said."""
+"""A headless Chromium for our pages: opened from disk, at any size, with its console log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     "--headless=new",
-    "--no-sandbox",  # a container's root has no other way, and the pages are our own
+    "--no-sandbox",  # root in a container needs it, and the pages are our own
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-extensions",
@@ -28,13 +28,13 @@ FLAGS = (
 
 @contextmanager
 def chrome(width: int = 1280, height: int = 900, dark: bool = False) -> Iterator[Any]:
-    """Give a selenium driver on a fresh headless Chromium with a view of `width` × `height` pixels.
+    """A selenium driver on a fresh headless Chromium with a viewport of `width` × `height` pixels.
 
-    Where there is no browser the test is skipped, except under CI: there it fails, so that the gap shows.
+    Without a browser the test is skipped; in CI it fails, so that the gap shows.
     """
     browser = next(filter(None, map(shutil.which, NAMES)), None)
-    steering = shutil.which("chromedriver")
-    if browser is None or steering is None:
+    chromedriver = shutil.which("chromedriver")
+    if browser is None or chromedriver is None:
         missing("a browser: install chromium and chromium-driver")
     try:
         from selenium import webdriver
@@ -45,7 +45,7 @@ def chrome(width: int = 1280, height: int = 900, dark: bool = False) -> Iterator
     for flag in (*FLAGS, f"--window-size={width},{height}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=steering))
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=chromedriver))
     try:
         view(driver, width, height)
         prefer(driver, dark=dark)
@@ -55,25 +55,25 @@ def chrome(width: int = 1280, height: int = 900, dark: bool = False) -> Iterator
 
 
 def missing(what: str) -> None:
-    """Skip for want of `what`; under CI fail."""
+    """Skip the test because `what` is missing; fail in CI."""
     (pytest.fail if os.environ.get("CI") else pytest.skip)(f"this test needs {what}")
 
 
 def opened(driver: Any, path: Path) -> None:
-    """Open the file at `path` as a reader does, and forget what the console said before."""
+    """Open the file at `path`, and clear the console log."""
     driver.get_log("browser")
     driver.get(path.resolve().as_uri())
 
 
 def view(driver: Any, width: int, height: int) -> None:
-    """Make the page's view exactly `width` × `height` CSS pixels, as small as a phone's too."""
+    """Set the viewport to exactly `width` × `height` CSS pixels, even as small as a phone's."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     settle(driver)
 
 
 def prefer(driver: Any, *, dark: bool, still: bool = True) -> None:
-    """Say what the reader's system prefers: dark or light colours, and no motion."""
+    """Set the system preferences: dark or light colours, reduced motion."""
     features = [
         {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
         {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"},
@@ -83,10 +83,10 @@ def prefer(driver: Any, *, dark: bool, still: bool = True) -> None:
 
 
 def settle(driver: Any) -> None:
-    """Wait until the page has heard of a change from outside and drawn itself again."""
+    """Wait until the page has reacted to a change and redrawn itself."""
     driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
 
 
 def complaints(driver: Any) -> list[str]:
-    """What the console said since the page was opened: warnings and errors, uncaught exceptions too."""
+    """Warnings, errors and uncaught exceptions on the console since the page was opened."""
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]

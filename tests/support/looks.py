@@ -1,4 +1,4 @@
-"""Looks to draw in tests: small models observed for real, over tokens that try to break out of the page."""
+"""Looks for tests: small models, really observed, over tokens that try to break out of the page."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ PROSE = """
 
 
 def words(count: int) -> list[str]:
-    """`count` tokens: odd ones first, then prose with spaces before the words and a new line here and there."""
+    """`count` tokens: odd ones first, then prose with spaces before the words and some line breaks."""
     prose = [f" {word}" if place % 29 else "\n" for place, word in enumerate(PROSE.split() * (count // 50 + 1))]
     return [*ODD, *prose][:count]
 
 
 def layer(name: str, queries: list[str], keys: list[str], heads: int, *, k: int = 16, seed: int = 0) -> LayerLook:
-    """Observe one layer of random heads, each leaning another way: to the first key, back, to itself, or nowhere."""
+    """Observe one layer of random heads that favour different keys: the previous one, the first one, or none."""
     n, m = len(queries), len(keys)
     generator = torch.Generator().manual_seed(seed)
     q, v = torch.randn(heads, n, 16, generator=generator), torch.randn(heads, m, 16, generator=generator)
@@ -59,7 +59,7 @@ def layer(name: str, queries: list[str], keys: list[str], heads: int, *, k: int 
 
 
 def statistics(seen: regard.Observation, head: int) -> dict[str, float]:
-    """What is known of a head, by the names that reports use; the last is nowhere defined."""
+    """The statistics of a head, by the names that reports use; the last one is NaN."""
     entropy, visible = seen.entropy[0, head], seen.visible[0, head].double()
     return {
         "entropy": float(entropy.mean()),
@@ -87,7 +87,7 @@ def example(layers: int = 12, heads: int = 12, tokens: int = 256, *, k: int = 16
 
 
 def synthetic(layers: int, heads: int, tokens: int, *, side: int = 64, k: int = 16) -> Look:
-    """A look of any size in no time: the same random head everywhere."""
+    """A look of any size, made quickly: the same random head everywhere."""
     generator = torch.Generator().manual_seed(0)
     height, k = min(side, tokens), min(k, tokens)
     weights: Tensor = torch.rand(tokens, k, generator=generator).sort(descending=True).values / k

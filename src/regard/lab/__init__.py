@@ -1,4 +1,4 @@
-"""The laboratory: why each piece of the formula is there, as experiments that run and check themselves."""
+"""The laboratory: experiments that test why each part of the attention formula is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import ArgumentError
-from .base import Experiment, Row, Study, Tell
+from .base import Experiment, Progress, Row, Study
 
 __all__ = ["Experiment", "Row", "Study", "names", "run", "studies"]
 
@@ -21,17 +21,17 @@ _ORDER = (
 
 @cache
 def studies() -> dict[str, type[Study]]:
-    """Every study by its name, in the order in which they tell their story.
+    """Every study by name, in reading order.
 
     >>> list(studies())[:2]
     ['variance', 'saturation']
     """
     found = {}
     for module in pkgutil.iter_modules(__path__):
-        for thing in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
-            if isinstance(thing, type) and issubclass(thing, Study) and "name" in vars(thing):
-                found[thing.name] = thing
-    return dict(sorted(found.items(), key=lambda one: (one[0] not in _ORDER, _place(one[0]), one[0])))
+        for item in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
+            if isinstance(item, type) and issubclass(item, Study) and "name" in vars(item):
+                found[item.name] = item
+    return dict(sorted(found.items(), key=lambda one: (one[0] not in _ORDER, _position(one[0]), one[0])))
 
 
 def names() -> list[str]:
@@ -39,8 +39,8 @@ def names() -> list[str]:
     return list(studies())
 
 
-def run(name: str, tell: Tell = lambda share: None, **choices: Any) -> Experiment:
-    """Run an experiment by its name; `choices` are fields of its study, such as sizes.
+def run(name: str, tell: Progress = lambda share: None, **choices: Any) -> Experiment:
+    """Run an experiment by name; `choices` are fields of its study, and `tell` is called with the share done so far.
 
     >>> run("variance", dims=(16, 64), draws=20_000, scaling="d").verdict
     False
@@ -57,5 +57,5 @@ def run(name: str, tell: Tell = lambda share: None, **choices: Any) -> Experimen
     return study.run(tell)
 
 
-def _place(name: str) -> int:
+def _position(name: str) -> int:
     return _ORDER.index(name) if name in _ORDER else len(_ORDER)

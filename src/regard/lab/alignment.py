@@ -1,4 +1,4 @@
-"""Words, weights, bars: an alignment of two sentences that comes out of attention."""
+"""An alignment of two sentences that emerges from attention."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..functional import observe
 from ..report.example import SOURCE, TARGET, known
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Alignment"]
 
-_TRANSLATES = dict(
+_TRANSLATIONS = dict(
     zip(
         ("le", "chat", "noir", "veut", "souvent", "lait", "froid"),
         ("the", "cat", "black", "wants", "often", "milk", "cold"),
         strict=True,
     )
-)  # "du" has no word of its own
+)  # "du" has no counterpart
 _RULES = ("meaning", "place")
 
 
 @dataclass(frozen=True)
 class Alignment(Study):
-    """A French sentence attends the English one that it translates; no word was told which is its own."""
+    """A French sentence attends to the English one that it translates, without any supervision."""
 
     name: ClassVar[str] = "alignment"
     claim: ClassVar[str] = (
-        "Attention aligns two sentences by what their words mean, not by where they stand: each French word gives most "
-        "of its weight to the English word it translates, and a word without a counterpart spreads its weight."
+        "Attention aligns two sentences by the meaning of their words, not by their positions: each French word gives "
+        "most of its weight to the English word it translates, and a word without a counterpart spreads its weight."
     )
     test: ClassVar[str] = (
-        "Every French word that has a translation gives it more than half of its weight, every row of weights sums "
-        "to 1, and “du”, the one word without a translation, has the largest entropy."
+        "Every French word with a translation gives it more than half of its weight, every row of weights sums to 1, "
+        "and “du”, the only word without a translation, has the largest entropy."
     )
     caption: ClassVar[str] = (
-        "Each bar is the share of a French word's attention that an English word receives; filled dark where it is the "
-        "largest of its row. Three pairs stand in the other order (chat noir, veut souvent, lait froid). Right: "
-        "exp(entropy), the number of words effectively attended: “du” has no word of its own and looks around."
+        "Each bar is the share of a French word's attention that an English word receives; the largest of each row is "
+        "dark. Three pairs are in the opposite order (chat noir, veut souvent, lait froid). Right: exp(entropy), the "
+        "number of words effectively attended to: “du” has no counterpart and spreads its attention."
     )
     among: ClassVar[dict[str, Collection[str]]] = {"rule": _RULES}
 
     temperature: float = 1.0
-    rule: str = "meaning"  # what decides whom a word attends, by the claim: its meaning, or its place in the sentence
+    rule: str = "meaning"  # what a word aligns by, according to the claim: its meaning, or its place in the sentence
 
-    def measure(self, tell: Tell) -> list[Row]:
-        """Attend, and note the weights and what each row says."""
+    def measure(self, progress: Progress) -> list[Row]:
+        """Attend, and record the weights and statistics of each row."""
         q, k = known(TARGET), known(SOURCE)
         seen = observe(q, k, k, scale=1.0 / (self.temperature * math.sqrt(q.shape[-1])))
         strongest = seen.top(1)[1][:, 0].tolist()
@@ -67,19 +67,19 @@ class Alignment(Study):
         ]
 
     def holds(self, rows: list[Row]) -> bool:
-        """More than half of the weight where the rule says, and the rest as `test` says."""
-        whole = all(math.isclose(sum(row[key] for key in SOURCE), 1.0, abs_tol=1e-5) for row in rows)
-        found = all(row[key] > 0.5 for row, key in zip(rows, self._expected(), strict=True) if key is not None)
-        spread = max(rows, key=lambda row: row["entropy, nats"])["query"]
-        return whole and found and spread == "du"
+        """Check the weights against the rule, their sums, and the entropy of “du”."""
+        sums_to_one = all(math.isclose(sum(row[key] for key in SOURCE), 1.0, abs_tol=1e-5) for row in rows)
+        aligned = all(row[key] > 0.5 for row, key in zip(rows, self._expected(), strict=True) if key is not None)
+        most_spread = max(rows, key=lambda row: row["entropy, nats"])["query"]
+        return sums_to_one and aligned and most_spread == "du"
 
     def _expected(self) -> list[str | None]:
         if self.rule == "meaning":
-            return [_TRANSLATES.get(word) for word in TARGET]
+            return [_TRANSLATIONS.get(word) for word in TARGET]
         return [SOURCE[place] if place < len(SOURCE) else None for place in range(len(TARGET))]
 
     def draw(self, rows: list[Row]) -> Figure:
-        """A matrix of bars, and how many words each row effectively attends."""
+        """A matrix of bars, and the number of words each row effectively attends to."""
         figure, (matrix, effective) = canvas(9.0, 3.9, columns=2)
         matrix.get_gridspec().set_width_ratios([4, 1])
         places = range(len(rows))
@@ -96,7 +96,7 @@ class Alignment(Study):
                     matrix.text(left, place, f"{share:.0%}", va="center", fontsize=7.5, color=colour)
         matrix.set_xticks([1.15 * column + 0.5 for column in range(len(SOURCE))], SOURCE)
         matrix.set_yticks(places, [row["query"] for row in rows])
-        matrix.set(xlabel="is attended", ylabel="attends")
+        matrix.set(xlabel="English (keys)", ylabel="French (queries)")
         effective.barh(places, [math.exp(row["entropy, nats"]) for row in rows], height=0.7, color="C1")
         effective.set_yticks([])
         effective.set(xlabel="effective words", xlim=(0, len(SOURCE)))

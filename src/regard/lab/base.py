@@ -1,4 +1,4 @@
-"""What an experiment is: a claim, a measurement, a stated test of the one by the other, and a picture."""
+"""What an experiment is: a claim, a measurement, a stated test of the claim, and a figure."""
 
 from __future__ import annotations
 
@@ -17,87 +17,87 @@ from ..report.files import plain
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Experiment", "Row", "Study", "Tell", "canvas"]
+__all__ = ["Experiment", "Progress", "Row", "Study", "canvas"]
 
 Row = dict[str, Any]
-Tell = Callable[[float], None]
-"""Is told how much of the work is done, from 0 to 1."""
+Progress = Callable[[float], None]
+"""A callback that takes the share of the work done, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Study(ABC):
-    """A claim about attention and how to try it; the fields are sizes and choices, so that a wrong one can fail.
+    """A claim about attention and an experiment on it; the fields are its parameters, so that a wrong choice can fail.
 
-    `measure` gives rows of plain numbers and texts, `holds` says whether they support the claim, by the test that
-    `test` puts in words, and `draw` shows them.
+    `measure` returns rows of plain numbers and strings, `holds` says whether they support the claim, by the test that
+    `test` states in words, and `draw` plots them.
     """
 
     name: ClassVar[str]
     claim: ClassVar[str]
     test: ClassVar[str]
     caption: ClassVar[str]
-    """What to see in the picture."""
+    """What the figure shows."""
     least: ClassVar[dict[str, float]] = {}
-    """The lowest that a number may be; of fields that are not named, anything above 0."""
+    """The minimum of a numeric field; fields not listed must be above 0."""
     fewest: ClassVar[dict[str, int]] = {}
-    """How many different ones a field of several must have; of fields that are not named, one."""
+    """The minimum number of distinct values of a tuple field; fields not listed need one."""
     among: ClassVar[dict[str, Collection[str]]] = {}
-    """What a text may be; of fields that are not named, anything."""
+    """The allowed values of a string field; fields not listed take any string."""
 
     @abstractmethod
-    def measure(self, tell: Tell) -> list[Row]:
-        """Run it; `tell` drives a progress bar."""
+    def measure(self, progress: Progress) -> list[Row]:
+        """Run the experiment; call `progress` with the share of the work done."""
 
     @abstractmethod
     def holds(self, rows: list[Row]) -> bool:
-        """Say whether the measurement supports the claim."""
+        """Whether the measurement supports the claim."""
 
     @abstractmethod
     def draw(self, rows: list[Row]) -> Figure:
-        """Show the measurement."""
+        """Plot the measurement."""
 
-    def run(self, tell: Tell = lambda share: None) -> Experiment:
-        """Measure with a seed of its own, leaving torch's generator as it was, and judge."""
-        self._check()
+    def run(self, tell: Progress = lambda share: None) -> Experiment:
+        """Measure with a fixed seed, without touching torch's global generator, and reach a verdict."""
+        self._validate()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             rows = self.measure(tell)
         tell(1.0)
         return Experiment(self, rows, bool(self.holds(rows)))
 
-    def suit(self) -> None:  # noqa: B027  (most choices go together)
-        """Refuse choices that do not go together."""
+    def suit(self) -> None:  # noqa: B027  (most studies accept every combination)
+        """Raise an error if the choices contradict each other."""
 
     def refuse(self, name: str, must: str) -> NoReturn:
-        """One clear error about a choice."""
+        """Raise an error about one choice."""
         raise ArgumentError(f"lab: {name} of {self.name} must be {must}. Got {getattr(self, name)!r}.")
 
-    def _check(self) -> None:
-        """Refuse choices that are of another kind than the usual ones, too low or too few."""
+    def _validate(self) -> None:
+        """Refuse choices of the wrong type, below their minimum, or too few."""
         for field in fields(self):
-            name, given, usual = field.name, getattr(self, field.name), field.default
-            if not isinstance(usual, tuple):
-                self._check_one(name, given, usual)
+            name, given, default = field.name, getattr(self, field.name), field.default
+            if not isinstance(default, tuple):
+                self._validate_one(name, given, default)
                 continue
             if not isinstance(given, tuple | list):
-                self.refuse(name, f"several, such as {usual}")
+                self.refuse(name, f"a tuple or list, such as {default}")
             for one in given:
-                self._check_one(name, one, usual[0])
+                self._validate_one(name, one, default[0])
             fewest = self.fewest.get(name, 1)
             if len(set(given)) < fewest:
-                self.refuse(name, "one or more" if fewest == 1 else f"at least {fewest} different ones")
+                self.refuse(name, "a tuple of one or more" if fewest == 1 else f"at least {fewest} different values")
         self.suit()
 
-    def _check_one(self, name: str, value: Any, usual: Any) -> None:
-        """A choice, or one of several."""
-        if isinstance(usual, bool):
+    def _validate_one(self, name: str, value: Any, default: Any) -> None:
+        """Check one value: a choice, or one element of a tuple."""
+        if isinstance(default, bool):
             right, what = isinstance(value, bool), "True or False"
-        elif isinstance(usual, str):
+        elif isinstance(default, str):
             known = self.among.get(name)
             right = isinstance(value, str) and (known is None or value in known)
-            what = "a text" if known is None else f"among {', '.join(map(repr, known))}"
+            what = "a string" if known is None else f"one of {', '.join(map(repr, known))}"
         else:
-            whole, least = isinstance(usual, int), self.least.get(name)
+            whole, least = isinstance(default, int), self.least.get(name)
             kind = Integral if whole else Real
             right = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
             right = right and (value > 0 if least is None else value >= least)
@@ -109,7 +109,7 @@ class Study(ABC):
 
 @dataclass(frozen=True)
 class Experiment:
-    """A study that was run.
+    """The result of a study: its rows and its verdict.
 
     >>> import regard
     >>> found = regard.lab.run("variance", dims=(16, 64), draws=20_000)
@@ -123,12 +123,12 @@ class Experiment:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of the experiment."""
         return self.study.name
 
     @property
     def claim(self) -> str:
-        """What textbooks say."""
+        """The claim that was tested."""
         return self.study.claim
 
     @property
@@ -137,22 +137,22 @@ class Experiment:
         return self.study.test
 
     def figure(self) -> Figure:
-        """Draw it with matplotlib."""
+        """Plot it with matplotlib."""
         return self.study.draw(self.rows)
 
     def to_object(self) -> dict[str, Any]:
-        """Give name, claim, rows and verdict as JSON can hold them: a number that is not finite is None."""
+        """Name, claim, rows and verdict, ready for JSON: a number that is not finite is None."""
         rows = [{key: plain(value) for key, value in row.items()} for row in self.rows]
         return {"name": self.name, "claim": self.claim, "rows": rows, "verdict": self.verdict}
 
 
 def canvas(width: float = 7.0, height: float = 4.0, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure and its axes (one, or an array of several side by side), free of any window."""
+    """A matplotlib figure without a window, and its axes: one, or an array of several side by side."""
     try:
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise MissingPackageError(
-            "lab: pictures need the package matplotlib: pip install 'regard[viz]'. Rows and verdict need none."
+            "lab: figures need matplotlib: pip install 'regard[viz]'. Rows and verdict work without it."
         ) from missing
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, columns)

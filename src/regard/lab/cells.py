@@ -1,4 +1,4 @@
-"""How the rows of an experiment read: as tables of one shape each, with rounded numbers and plain words."""
+"""Format the rows of an experiment: tables with the same columns, rounded numbers, plain words."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .base import Row
 
 __all__ = ["cell", "is_number", "tables"]
 
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def tables(rows: list[Row]) -> list[list[Row]]:
-    """Rows that follow each other with the same columns, together.
+    """Group consecutive rows that have the same columns.
 
     >>> tables([{"n": 1}, {"n": 2}, {"d": 3}])
     [[{'n': 1}, {'n': 2}], [{'d': 3}]]
@@ -23,12 +23,12 @@ def tables(rows: list[Row]) -> list[list[Row]]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, or the want of one; True and False are words."""
+    """Whether a value is a number or None; True and False are shown as words."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def cell(value: Any) -> str:
-    """A value as it is read: numbers to four digits, nothing at all as a dash.
+    """Format a value: numbers to four digits, None and NaN as a dash.
 
     >>> [cell(x) for x in (0.123456, 12345.6, 4096, 1.5e-9, True, None, float("inf"), "causal")]
     ['0.1235', '12,346', '4,096', '1.5·10⁻⁹', 'yes', '–', '∞', 'causal']
@@ -52,11 +52,11 @@ def _rounded(value: float) -> str:
         return "0"
     if size < 1e-4 or size >= 1e7:
         digits, power = f"{value:.3e}".split("e")
-        return f"{_bare(digits)}·10{str(int(power)).translate(_RAISED)}".replace("-", "−")
+        return f"{_strip_zeros(digits)}·10{str(int(power)).translate(_SUPERSCRIPTS)}".replace("-", "−")
     decimals = max(0, 3 - math.floor(math.log10(size)))
-    return _bare(f"{value:,.{decimals}f}").replace("-", "−")
+    return _strip_zeros(f"{value:,.{decimals}f}").replace("-", "−")
 
 
-def _bare(digits: str) -> str:
-    """Without zeros at the end of a fraction."""
+def _strip_zeros(digits: str) -> str:
+    """Strip the trailing zeros of a fraction."""
     return digits.rstrip("0").rstrip(".") if "." in digits else digits

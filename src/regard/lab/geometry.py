@@ -1,4 +1,4 @@
-"""What angles, lengths and volumes are like where attention works: in many dimensions."""
+"""Angles, norms and volumes in high dimensions, where attention works."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..functional import observe
 from ..scores import Cosine
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Geometry"]
 
-_RIGHT = 90.0
+_RIGHT_ANGLE = 90.0
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Geometry(Study):
 
     name: ClassVar[str] = "geometry"
     claim: ClassVar[str] = (
-        "In many dimensions random directions are nearly orthogonal: u·v of unit vectors has mean 0 and variance 1/d. "
-        "Norms of normal vectors concentrate around √d, almost all of a ball lies near its surface, and since "
+        "In high dimensions random directions are nearly orthogonal: u·v of unit vectors has mean 0 and variance 1/d. "
+        "Norms of normal vectors concentrate around √d, almost all of a ball is near its surface, and since "
         "q·k = ‖q‖ ‖k‖ cos θ, a cosine score stays within ±1 however long q and k are."
     )
     test: ClassVar[str] = (
         "For every d the mean of u·v is within 0.2/√d of 0 and its variance within 10 % of 1/d; the norm is within 3 % "
-        "of √d on average from d = 16 on, and its spread falls from each d to the next; the share of the ball near its "
-        "surface is within 0.02 of 1 − (1 − ε)^d; the product of norms and cosine is q·k to 1 in 10,000 of "
-        "‖q‖ ‖k‖; and no cosine is beyond 1."
+        "of √d on average from d = 16 on, and its spread falls with every d; the share of the ball near its surface is "
+        "within 0.02 of 1 − (1 − ε)^d; the product of norms and cosine equals q·k to within 1 / 10,000 of ‖q‖ ‖k‖; "
+        "and no cosine exceeds 1."
     )
     caption: ClassVar[str] = (
-        "Left: the band that holds 98 % of the angles between random directions closes around 90°. Middle: norms close "
-        "in on √d. Right: the share of a ball within 5 % of its surface; sampled points on the curve of the formula."
+        "Left: the band that holds 98 % of the angles between random directions closes around 90°. Middle: norms "
+        "converge to √d. Right: the share of a ball within 5 % of its surface, sampled (dots) and by formula (curve)."
     )
     least: ClassVar[dict[str, float]] = {"power": -math.inf}
     among: ClassVar[dict[str, Collection[str]]] = {"directions": ("any", "positive")}
@@ -50,21 +50,21 @@ class Geometry(Study):
     rows: int = 256
     keys: int = 256
     draws: int = 20_000
-    skin: float = 0.05  # ε, what counts as near the surface
-    power: float = 1.0  # the claim is that u·v has variance d to the minus this
+    skin: float = 0.05  # ε: closer than this is near the surface
+    power: float = 1.0  # the claim is that u·v has variance d^−power
     directions: str = "any"  # "positive": no entry below 0, as after a ReLU
 
-    def measure(self, tell: Tell) -> list[Row]:
-        """Look at every pair of random queries and keys, once as dot product and once as cosine."""
+    def measure(self, progress: Progress) -> list[Row]:
+        """Score every pair of random queries and keys, by dot product and by cosine."""
         shapes: list[Row] = []
         scores: list[Row] = []
         for step, d in enumerate(self.dims):
-            q, k = self._drawn(self.rows, d), self._drawn(self.keys, d)
+            q, k = self._sample(self.rows, d), self._sample(self.keys, d)
             product = observe(q, k, k, scale=1.0).scores()  # (rows, keys)
             cosine = observe(q, k, k, score=Cosine()).scores()
             lengths = q.norm(dim=-1)[:, None] * k.norm(dim=-1)
             angles = torch.rad2deg(torch.acos(cosine.clamp(-1, 1))).flatten()
-            norms = torch.cat([self._drawn(n, d).norm(dim=-1) for n in _parts(self.draws, d)]) / math.sqrt(d)
+            norms = torch.cat([self._sample(n, d).norm(dim=-1) for n in _batch_sizes(self.draws, d)]) / math.sqrt(d)
             shapes.append(
                 {
                     "d": d,
@@ -85,29 +85,29 @@ class Geometry(Study):
                     "(q·k − ‖q‖‖k‖cos θ) / ‖q‖‖k‖": ((product - lengths * cosine).abs() / lengths).max().item(),
                 }
             )
-            tell((step + 1) / len(self.dims))
+            progress((step + 1) / len(self.dims))
         return shapes + scores
 
-    def _drawn(self, count: int, d: int) -> Tensor:
+    def _sample(self, count: int, d: int) -> Tensor:
         x = torch.randn(count, d)
         return x.abs() if self.directions == "positive" else x
 
     def _near_surface(self, d: int) -> float:
-        """The share of points of a ball in d dimensions that are near its surface.
+        """The share of a ball in d dimensions that is near its surface.
 
-        A point of a sphere in d + 2 dimensions without two of its coordinates is a uniform point of the ball.
+        Dropping two coordinates of a uniform point on a sphere in d + 2 dimensions gives a uniform point of the ball.
         """
         near = 0
-        for n in _parts(self.draws, d):
+        for n in _batch_sizes(self.draws, d):
             sphere = torch.nn.functional.normalize(torch.randn(n, d + 2), dim=-1)
             near += int((sphere[:, :d].norm(dim=-1) > 1 - self.skin).sum())
         return near / self.draws
 
     def holds(self, rows: list[Row]) -> bool:
-        """Every law, for every d."""
+        """Every formula holds for every d."""
         shapes, scores = rows[: len(rows) // 2], rows[len(rows) // 2 :]
         narrows = all(row["its spread"] > after["its spread"] for row, after in pairwise(shapes))
-        lawful = all(
+        formulas_hold = all(
             abs(row["mean of u·v"]) < 0.2 / math.sqrt(row["d"])
             and math.isclose(row["variance of u·v"], row["d"] ** -self.power, rel_tol=0.1)
             and (row["d"] < 16 or abs(row["norm / √d"] - 1) < 0.03)
@@ -115,7 +115,9 @@ class Geometry(Study):
             for row in shapes
         )
         bounded = all(row["largest |cos θ|"] <= 1 + 1e-6 for row in scores)
-        return narrows and lawful and bounded and all(row["(q·k − ‖q‖‖k‖cos θ) / ‖q‖‖k‖"] < 1e-4 for row in scores)
+        return (
+            narrows and formulas_hold and bounded and all(row["(q·k − ‖q‖‖k‖cos θ) / ‖q‖‖k‖"] < 1e-4 for row in scores)
+        )
 
     def draw(self, rows: list[Row]) -> Figure:
         """Angles, norms and volume against d."""
@@ -123,10 +125,14 @@ class Geometry(Study):
         rows = rows[: len(rows) // 2]
         dims = [row["d"] for row in rows]
         below = [row["1 % of angles below, °"] for row in rows]
-        left.fill_between(dims, below, [2 * _RIGHT - angle for angle in below], alpha=0.3, label="98 % of the angles")
-        wide = [math.degrees(math.asin(min(1.0, 2.326 / math.sqrt(d)))) for d in dims]  # 2.326: 1 % of a normal's tail
-        left.plot(dims, [_RIGHT - w for w in wide], "--", color="C0", label="of a normal with variance 1/d")
-        left.plot(dims, [_RIGHT + w for w in wide], "--", color="C0")
+        left.fill_between(
+            dims, below, [2 * _RIGHT_ANGLE - angle for angle in below], alpha=0.3, label="98 % of the angles"
+        )
+        wide = [
+            math.degrees(math.asin(min(1.0, 2.326 / math.sqrt(d)))) for d in dims
+        ]  # 1 % of a normal distribution is above 2.326
+        left.plot(dims, [_RIGHT_ANGLE - w for w in wide], "--", color="C0", label="normal with variance 1/d")
+        left.plot(dims, [_RIGHT_ANGLE + w for w in wide], "--", color="C0")
         left.set(xlabel="d", ylabel="angle between q and k", yticks=[0, 45, 90, 135, 180], ylim=(0, 180))
         left.yaxis.set_major_formatter("{x:.0f}°")
         means, spreads = [row["norm / √d"] for row in rows], [row["its spread"] for row in rows]
@@ -146,6 +152,6 @@ class Geometry(Study):
         return figure
 
 
-def _parts(draws: int, d: int) -> list[int]:
+def _batch_sizes(draws: int, d: int) -> list[int]:
     size = max(1, 2_000_000 // d)
     return [min(size, draws - start) for start in range(0, draws, size)]

@@ -1,4 +1,4 @@
-"""What a stack of layers makes of a gradient, with and without 1/√d."""
+"""What happens to a gradient in a stack of layers, with and without 1/√d."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..functional import attention
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,10 +25,10 @@ _STACKS = ("chain", "residual")
 
 @dataclass(frozen=True)
 class GradientCascade(Study):
-    """The norm of the gradient that arrives at the first of L layers, in two stacks and by three scalings.
+    """The norm of the gradient at the first of L layers, for two kinds of stack and three scalings.
 
-    In the chain each layer reads keys and values of its own, so that a gradient has no way but through the softmax;
-    in the residual stack every layer attends to itself and adds what it finds, as transformers do.
+    In the chain each layer has its own keys and values, so that a gradient can only pass through the softmax; the
+    residual stack is self-attention with residual connections, as in transformers.
 
     >>> GradientCascade(depths=(1, 6), dim=64, chains=16, stacks=2, scaling="none").run().verdict
     False
@@ -36,19 +36,20 @@ class GradientCascade(Study):
 
     name: ClassVar[str] = "gradient-cascade"
     claim: ClassVar[str] = (
-        "Through a stack of layers the derivatives of the softmax multiply: with 1/√d a layer passes most of a "
-        "gradient on, and unscaled it passes nearly nothing, so that depth extinguishes it. (Where it can pass beside "
-        "the softmax too, as in a transformer, it is not extinguished but blows up.)"
+        "Through a stack of layers the derivatives of the softmax multiply: with 1/√d a layer passes on most of a "
+        "gradient; unscaled it passes on almost nothing, so that the gradient vanishes with depth. (If it can also "
+        "bypass the softmax, as in a transformer, it explodes instead of vanishing.)"
     )
     test: ClassVar[str] = (
-        "In the chain, from the fewest layers to the most, a layer keeps over 0.6 of the median norm scaled and under "
-        "0.4 unscaled; in the residual stack the median norm stays between 0.1 and 10 scaled, and exceeds 10 unscaled."
+        "In the chain, from the fewest layers to the most, each layer keeps over 0.6 of the median norm if scaled and "
+        "under 0.4 if unscaled; in the residual stack the median norm stays between 0.1 and 10 if scaled, and exceeds "
+        "10 if unscaled."
     )
     caption: ClassVar[str] = (
-        "Left: with no way but through the softmax, a gradient vanishes both if scores are not scaled (saturated rows "
-        "pass nothing on) and if they are divided by d (uniform weights hear no query). Right: in a transformer's "
-        "stack residual connections carry it, and unscaled scores make it explode: a saturated softmax is flat nearly "
-        "everywhere, and a cliff where two keys tie."
+        "Left: through the softmax alone, a gradient vanishes both if scores are not scaled (saturated rows pass "
+        "nothing on) and if they are divided by d (uniform weights do not depend on the query). Right: with residual "
+        "connections it survives, and unscaled scores make it explode: a saturated softmax is flat almost everywhere "
+        "and very steep where two keys tie."
     )
     fewest: ClassVar[dict[str, int]] = {"depths": 2}
     among: ClassVar[dict[str, Collection[str]]] = {"scaling": _POWERS}
@@ -58,10 +59,10 @@ class GradientCascade(Study):
     keys: int = 32
     chains: int = 64
     stacks: int = 6
-    scaling: str = "√d"  # what the claim is tried with
+    scaling: str = "√d"  # the scaling that the claim is tested with
 
-    def measure(self, tell: Tell) -> list[Row]:
-        """Build each stack once and send a gradient of norm 1 down from each depth."""
+    def measure(self, progress: Progress) -> list[Row]:
+        """Build each stack once and backpropagate a gradient of norm 1 from each depth."""
         rows: list[Row] = [{"layers": depth} for depth in self.depths]
         done = 0
         for stack in _STACKS:
@@ -70,39 +71,41 @@ class GradientCascade(Study):
                 for row, norm in zip(rows, self._norms(stack, self.dim**-power), strict=True):
                     row[f"{stack}, {scaling}"] = norm
                 done += 1
-                tell(done / (len(_STACKS) * len(_POWERS)))
+                progress(done / (len(_STACKS) * len(_POWERS)))
         return rows
 
     def _norms(self, stack: str, scale: float) -> list[float]:
         shape = (self.chains, 1, self.dim) if stack == "chain" else (self.stacks, self.keys, self.dim)
-        start = torch.randn(shape, dtype=torch.float64).requires_grad_()  # float32 would call the smallest norms 0
+        start = torch.randn(
+            shape, dtype=torch.float64
+        ).requires_grad_()  # in float32 the smallest norms would underflow
         x, norms = start, []
         for depth in range(1, max(self.depths) + 1):
-            x = self._hop(x, scale) if stack == "chain" else self._layer(x, scale)
-            ahead = torch.randn_like(x)
+            x = self._chain_layer(x, scale) if stack == "chain" else self._residual_layer(x, scale)
+            cotangent = torch.randn_like(x)
             if depth in self.depths:
-                ahead = ahead / ahead.flatten(1).norm(dim=-1)[:, None, None]
-                (gradient,) = torch.autograd.grad((x * ahead).sum(), start, retain_graph=True)
+                cotangent = cotangent / cotangent.flatten(1).norm(dim=-1)[:, None, None]
+                (gradient,) = torch.autograd.grad((x * cotangent).sum(), start, retain_graph=True)
                 norms.append(gradient.flatten(1).norm(dim=-1).median().item())
         return norms
 
-    def _hop(self, x: Tensor, scale: float) -> Tensor:
+    def _chain_layer(self, x: Tensor, scale: float) -> Tensor:
         key, value = torch.randn(2, self.chains, self.keys, self.dim, dtype=x.dtype)
-        return _normed(attention(x, key, value, scale=scale))
+        return _normalized(attention(x, key, value, scale=scale))
 
-    def _layer(self, x: Tensor, scale: float) -> Tensor:
+    def _residual_layer(self, x: Tensor, scale: float) -> Tensor:
         weights = torch.randn(3, self.dim, self.dim, dtype=x.dtype) * self.dim**-0.5
         query, key, value = (x @ weight for weight in weights)
-        return _normed(x + attention(query, key, value, scale=scale))
+        return _normalized(x + attention(query, key, value, scale=scale))
 
     def holds(self, rows: list[Row]) -> bool:
-        """Kept with the scaling that is tried, lost or blown up without any."""
-        kept, lost = _rate(rows, f"chain, {self.scaling}") > 0.6, _rate(rows, "chain, none") < 0.4
+        """Gradients are kept with the scaling under test, and vanish or explode without any."""
+        kept, lost = _kept_per_layer(rows, f"chain, {self.scaling}") > 0.6, _kept_per_layer(rows, "chain, none") < 0.4
         steady = all(0.1 < row[f"residual, {self.scaling}"] < 10.0 for row in rows)
         return kept and lost and steady and rows[-1]["residual, none"] > 10.0
 
     def draw(self, rows: list[Row]) -> Figure:
-        """Norm against depth, a panel for each stack."""
+        """Norm against depth, one panel per stack."""
         figure, axes = canvas(9.0, 3.8, columns=2)
         layers = [row["layers"] for row in rows]
         titles = ("only through the softmax", "self-attention with residuals")
@@ -117,14 +120,14 @@ class GradientCascade(Study):
         return figure
 
 
-def _normed(x: Tensor) -> Tensor:
-    """Entries of mean square 1, so that every layer gets queries of the same size."""
+def _normalized(x: Tensor) -> Tensor:
+    """Scale entries to mean square 1, so that every layer gets queries of the same size."""
     unit: Tensor = normalize(x, dim=-1)
     return unit * math.sqrt(x.shape[-1])
 
 
-def _rate(rows: list[Row], column: str) -> float:
-    """What a layer keeps of the norm, in the geometric mean."""
+def _kept_per_layer(rows: list[Row], column: str) -> float:
+    """The share of the norm that a layer keeps: the geometric mean."""
     first, last = rows[0], rows[-1]
     if not first[column]:
         return 0.0

@@ -1,4 +1,4 @@
-"""Attention as the kernel regression of Nadaraya and Watson."""
+"""Attention as Nadaraya–Watson kernel regression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from ..functional import attention
 from ..scores import Gaussian
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ _BACKENDS = ("reference", "chunked", "auto")
 
 @dataclass(frozen=True)
 class Kernel(Study):
-    """Attention beside Σ κ(q, k) v / Σ κ(q, k), and the Gaussian kernel beside the dot product, in float64.
+    """Attention compared with Σ κ(q, k) v / Σ κ(q, k), and the Gaussian kernel with the dot product, in float64.
 
     >>> Kernel().run().verdict, Kernel(spread=0.1).run().verdict
     (True, False)
@@ -35,17 +35,17 @@ class Kernel(Study):
     name: ClassVar[str] = "kernel"
     claim: ClassVar[str] = (
         "Attention is Nadaraya–Watson regression of the values on the keys, with the kernel exp(q·k/√d); and with keys "
-        "of unit norm the Gaussian kernel exp(−‖q − k‖²/2h²) gives the very weights of the dot product over h²."
+        "of unit norm the Gaussian kernel exp(−‖q − k‖²/2h²) gives the same weights as the dot product over h²."
     )
     test: ClassVar[str] = (
         "The two outputs differ by less than 10⁻¹³ for the exponential kernel on every backend, for the Gaussian "
-        "kernel, and between Gaussian and dot product if the keys have one norm; if their norms spread by a tenth or "
-        "more, Gaussian and dot product differ by more than 10⁻³."
+        "kernel, and between Gaussian and dot product if all keys have the same norm; if their norms spread by a tenth "
+        "or more, Gaussian and dot product differ by more than 10⁻³."
     )
     caption: ClassVar[str] = (
-        "Left: a curve read from noisy points by attention (dots), which is kernel regression (line). Right: the "
-        "Gaussian kernel beside the dot product; keys of one norm make them equal to rounding, any spread of the norms "
-        "parts them, and the bias −‖k‖²/2h² makes them one again."
+        "Left: a curve estimated from noisy points by attention (dots), which equals kernel regression (line). Right: "
+        "the Gaussian kernel against the dot product: for keys of equal norm they agree to rounding, any spread of the "
+        "norms makes them differ, and the bias −‖k‖²/2h² makes them agree again."
     )
     least: ClassVar[dict[str, float]] = {"spreads": 0, "spread": 0}
 
@@ -54,12 +54,12 @@ class Kernel(Study):
     dim: int = 16
     bandwidth: float = 0.5
     spreads: tuple[float, ...] = (0.001, 0.01, 0.1, 0.3, 1.0)
-    spread: float = 0.0  # of the norms of the keys that the claim is tried with, as a standard deviation of ln ‖k‖
+    spread: float = 0.0  # of the norms of the keys under test, as the standard deviation of ln ‖k‖
 
-    def measure(self, tell: Tell) -> list[Row]:
-        """Compare the outputs, pair by pair."""
+    def measure(self, progress: Progress) -> list[Row]:
+        """Compare the outputs of each pair of formulas."""
         rows = list(self._rows())
-        tell(1.0)
+        progress(1.0)
         return rows
 
     def _rows(self) -> Iterator[Row]:
@@ -70,20 +70,20 @@ class Kernel(Study):
         for backend in _BACKENDS:
             output = attention(query, key, value, backend=backend)
             yield _row(f"attention by {backend}", "Σκv/Σκ, exponential", math.nan, output, _regression(kernel, value))
-        points, heights, asked = self._curve()
-        output, expected = self._read(points, heights, asked)
+        points, heights, positions = self._curve()
+        output, expected = self._estimate(points, heights, positions)
         yield _row("attention, Gaussian score", "Σκv/Σκ, Gaussian", math.nan, output, expected)
 
         query, unit = normalize(query, dim=-1), normalize(key, dim=-1)
         stretch = torch.randn(self.keys, 1, dtype=torch.float64)
         for spread in sorted({self.spread, 0.0, *self.spreads}):
-            yield self._beside("dot product", spread, query, unit * (stretch * spread).exp(), value)
-        yield self._beside("dot product, norms 3", 0.0, query, 3 * unit, value)
+            yield self._compare("dot product", spread, query, unit * (stretch * spread).exp(), value)
+        yield self._compare("dot product, norms 3", 0.0, query, 3 * unit, value)
         stretched = unit * (stretch * max(self.spreads)).exp()
         bias = stretched.square().sum(-1) / (-2 * self.bandwidth**2)
-        yield self._beside("dot product with bias", max(self.spreads), query, stretched, value, bias)
+        yield self._compare("dot product with bias", max(self.spreads), query, stretched, value, bias)
 
-    def _beside(
+    def _compare(
         self, name: str, spread: float, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
     ) -> Row:
         gaussian = attention(query, key, value, score=Gaussian(self.bandwidth))
@@ -91,19 +91,19 @@ class Kernel(Study):
         return _row("attention, Gaussian score", name, spread, gaussian, dot)
 
     def _curve(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Noisy points of a curve, and where it is asked for."""
+        """Noisy points of a curve, and the positions at which to estimate it."""
         noise = torch.Generator().manual_seed(1)
         points = torch.linspace(0, 2 * math.pi, 40, dtype=torch.float64)[:, None]
         heights = points.sin() + 0.3 * torch.randn(40, 1, dtype=torch.float64, generator=noise)
         return points, heights, torch.linspace(0, 2 * math.pi, 81, dtype=torch.float64)[:, None]
 
-    def _read(self, points: Tensor, heights: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-        """The curve by attention, and by kernel regression."""
-        kernel = (-(asked - points.mT).square() / (2 * self.bandwidth**2)).exp()
-        return attention(asked, points, heights, score=Gaussian(self.bandwidth)), _regression(kernel, heights)
+    def _estimate(self, points: Tensor, heights: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The curve estimated by attention, and by kernel regression."""
+        kernel = (-(positions - points.mT).square() / (2 * self.bandwidth**2)).exp()
+        return attention(positions, points, heights, score=Gaussian(self.bandwidth)), _regression(kernel, heights)
 
     def holds(self, rows: list[Row]) -> bool:
-        """Equal where it is claimed, different where it is not."""
+        """Equal where the claim says so, and different elsewhere."""
         sums = [row for row in rows if row["beside"].startswith("Σ")]
         sweep = {row["spread"]: row["differ by"] for row in rows if row["beside"] == "dot product"}
         others = [row for row in rows if row["beside"].startswith("dot product") and row["beside"] != "dot product"]
@@ -113,18 +113,21 @@ class Kernel(Study):
     def draw(self, rows: list[Row]) -> Figure:
         """The regression, and the difference against the spread of the norms."""
         figure, (left, right) = canvas(9.5, 3.8, columns=2)
-        points, heights, asked = self._curve()
-        output, expected = self._read(points, heights, asked)
+        points, heights, positions = self._curve()
+        output, expected = self._estimate(points, heights, positions)
         left.plot(points.squeeze(), heights.squeeze(), ".", color="0.6", label="points: keys and values")
-        left.plot(asked.squeeze(), expected.squeeze(), label="Nadaraya–Watson", linewidth=4, alpha=0.4)
-        left.plot(asked[::4].squeeze(), output[::4].squeeze(), "o", markersize=4, color="C0", label="attention")
+        left.plot(positions.squeeze(), expected.squeeze(), label="Nadaraya–Watson", linewidth=4, alpha=0.4)
+        left.plot(positions[::4].squeeze(), output[::4].squeeze(), "o", markersize=4, color="C0", label="attention")
         left.set(xlabel="query", ylabel="output")
         left.legend(frameon=False)
         floor = 1e-17
         for beside, marker in (("dot product", "o"), ("dot product, norms 3", "s"), ("dot product with bias", "^")):
-            some = [row for row in rows if row["beside"] == beside]
+            series = [row for row in rows if row["beside"] == beside]
             right.plot(
-                [row["spread"] for row in some], [max(row["differ by"], floor) for row in some], marker, label=beside
+                [row["spread"] for row in series],
+                [max(row["differ by"], floor) for row in series],
+                marker,
+                label=beside,
             )
         right.axhline(_ROUNDING, color="0.5", linewidth=0.8, linestyle="--")
         right.set_xscale("symlog", linthresh=min(self.spreads))
@@ -135,9 +138,9 @@ class Kernel(Study):
 
 
 def _regression(kernel: Tensor, value: Tensor) -> Tensor:
-    """Σ κ v / Σ κ, as the formula is written."""
+    """Σ κ v / Σ κ, literally."""
     return kernel @ value / kernel.sum(-1, keepdim=True)
 
 
-def _row(ours: str, beside: str, spread: float, output: Tensor, expected: Tensor) -> Row:
-    return {"what": ours, "beside": beside, "spread": spread, "differ by": (output - expected).abs().max().item()}
+def _row(formula: str, beside: str, spread: float, output: Tensor, expected: Tensor) -> Row:
+    return {"what": formula, "beside": beside, "spread": spread, "differ by": (output - expected).abs().max().item()}

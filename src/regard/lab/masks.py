@@ -1,4 +1,4 @@
-"""Every mask drawn, how much it leaves visible, and the time that it saves."""
+"""Every mask: its picture, its density, and the time that it saves."""
 
 from __future__ import annotations
 
@@ -31,49 +31,49 @@ from ..masks import (
     window,
 )
 from ..masks.base import HIDDEN
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["MaskSavings", "gallery"]
 
-_BLOCK = 128  # keys that `chunked` decides on together
-_FEW = 1 / 4  # the share of tiles up to which the time is held against the bound
-_DRAWN = 32  # tokens in a picture
+_BLOCK = 128  # keys per tile in `chunked`
+_SPARSE = 1 / 4  # masks that leave at most this share of the tiles must meet the time bound
+_PICTURE = 32  # tokens in a picture
 
 
 @dataclass(frozen=True)
 class MaskSavings(Study):
-    """A gallery of masks over `length` tokens, each timed beside the pass without one."""
+    """A gallery of masks over `length` tokens, each timed against the pass without a mask."""
 
     name: ClassVar[str] = "masks"
     claim: ClassVar[str] = (
-        "A mask saves the time of what it hides, where the hidden pairs fill whole tiles of the matrix: these are "
-        "never computed. Scattered pairs are computed with their tile and save none, and a pass that writes −inf "
-        "into the whole matrix saves nothing at all."
+        "A mask saves the time of the pairs it hides if they fill whole tiles of the matrix: these are never computed. "
+        "Scattered hidden pairs are computed with their tile and save nothing, and neither does a pass that writes "
+        "−inf into the whole matrix."
     )
     test: ClassVar[str] = (
-        "The density that each mask states is the share of pairs counted one by one; and each mask that leaves at most "
-        "a quarter of the tiles takes at most two thirds of the time of the full pass. Time is a processor's own "
-        "on one thread, the shorter of two runs in turn, so that what else the machine does counts for neither side."
+        "The density of each mask equals the share of pairs counted one by one; and each mask that leaves at most a "
+        "quarter of the tiles takes at most two thirds of the time of the full pass. Time is CPU time on one thread, "
+        "the shorter of two alternating runs, so that other load on the machine favours neither side."
     )
     caption: ClassVar[str] = (
-        "Each square is a mask over 32 tokens, rows attending columns, filled where a pair is visible; below its name "
-        "the share of pairs. Right: time against that share; on the line, what is hidden costs nothing, and what lies "
-        "far above it hides pairs one by one."
+        "Each square is a mask over 32 tokens (rows attend to columns), filled where a pair is visible, with the share "
+        "of visible pairs below. Right: time against that share. On the line, hidden pairs cost nothing; masks far "
+        "above it hide scattered pairs."
     )
     least: ClassVar[dict[str, float]] = {"length": 8}
 
     length: int = 3072
     dim: int = 64
-    heads: int = 4  # that share the mask, so that a tile takes longer than the steps to it
-    chunk: int = 256  # rows that `chunked` decides on together
+    heads: int = 4  # share the mask, so that computing a tile outweighs finding it
+    chunk: int = 256  # rows per tile in `chunked`
     rounds: int = 2
-    backend: str = "chunked"  # what the claim is tried with; "reference" computes the whole matrix
+    backend: str = "chunked"  # "reference" computes the whole matrix
 
-    def measure(self, tell: Tell) -> list[Row]:
-        """Count the pairs and tiles of each mask, then time it and the full pass in turn."""
+    def measure(self, progress: Progress) -> list[Row]:
+        """Count the pairs and tiles of each mask, and time it and the full pass in alternation."""
         n = self.length
         q, k, v = torch.randn(3, 1, self.heads, n, self.dim).unbind()
         backend = Chunked(self.chunk) if self.backend == "chunked" else self.backend
@@ -81,7 +81,7 @@ class MaskSavings(Study):
         masks = gallery(n)
         for step, (name, mask) in enumerate(masks.items()):
             with _one_thread():
-                masked, full = _shortest(
+                masked, full = _best_times(
                     partial(attention, q, k, v, mask=mask, backend=backend),
                     partial(attention, q, k, v, backend=backend),
                     self.rounds,
@@ -95,30 +95,30 @@ class MaskSavings(Study):
                     "time / full": masked / full,
                 }
             )
-            tell((step + 1) / len(masks))
+            progress((step + 1) / len(masks))
         return rows
 
     def _tiles_left(self, mask: Mask) -> float:
-        """The share of tiles in which some pair may be seen."""
+        """The share of tiles in which some pair is visible."""
         n = self.length
         return mask.cover(_edges(n, self.chunk), _edges(n, _BLOCK), n, n).ne(HIDDEN).double().mean().item()
 
     def holds(self, rows: list[Row]) -> bool:
-        """The counts agree, and few tiles take little time."""
+        """The counts agree, and masks that leave few tiles are fast."""
         counted = all(math.isclose(row["density"], row["counted"], rel_tol=1e-9) for row in rows)
-        sparse = [row for row in rows if row["tiles left"] <= _FEW]
+        sparse = [row for row in rows if row["tiles left"] <= _SPARSE]
         return counted and bool(sparse) and all(row["time / full"] <= 2 / 3 for row in sparse)
 
     def draw(self, rows: list[Row]) -> Figure:
-        """The gallery beside the times."""
+        """The gallery, and the times."""
         figure, axis = canvas(11.5, 5.2)
         axis.remove()
         halves: Any = figure.subfigures(1, 2, width_ratios=[3, 2])
         left, right = halves
         squares = left.subplots(3, 5).flatten()
-        pictures = gallery(_DRAWN)
+        pictures = gallery(_PICTURE)
         for square, row in zip(squares, rows, strict=True):
-            seen = pictures[row["mask"]].dense(_DRAWN, _DRAWN).reshape(_DRAWN, _DRAWN)
+            seen = pictures[row["mask"]].dense(_PICTURE, _PICTURE).reshape(_PICTURE, _PICTURE)
             square.imshow(seen.numpy(), cmap="Blues", vmin=-0.25, vmax=1.35, interpolation="nearest")
             square.set(xticks=[], yticks=[])
             square.set_title(row["mask"], fontsize=8.5)
@@ -127,10 +127,10 @@ class MaskSavings(Study):
         plot.spines[["top", "right"]].set_visible(False)
         plot.grid(alpha=0.25)
         plot.plot([0, 1], [0, 1], "--", color="0.5", label="time = share of pairs")
-        few = [row for row in rows if row["tiles left"] <= _FEW]
-        many = [row for row in rows if row["tiles left"] > _FEW]
-        for some, marker, label in ((few, "o", "at most a quarter of the tiles left"), (many, "s", "more")):
-            plot.plot([row["density"] for row in some], [row["time / full"] for row in some], marker, label=label)
+        few = [row for row in rows if row["tiles left"] <= _SPARSE]
+        many = [row for row in rows if row["tiles left"] > _SPARSE]
+        for series, marker, label in ((few, "o", "at most a quarter of the tiles left"), (many, "s", "more")):
+            plot.plot([row["density"] for row in series], [row["time / full"] for row in series], marker, label=label)
         for row in rows:
             if row["time / full"] > row["density"] + 0.8:
                 at = (row["density"], row["time / full"])
@@ -141,7 +141,7 @@ class MaskSavings(Study):
 
 
 def gallery(n: int) -> dict[str, Mask]:
-    """Every mask of `regard.masks`, and three of their compositions, over n tokens (a multiple of 16).
+    """Every mask of `regard.masks`, and three compositions, over n tokens (a multiple of 16).
 
     >>> print(gallery(16)["window, both sides"].picture(4, 4))
     ██··
@@ -166,12 +166,12 @@ def gallery(n: int) -> dict[str, Mask]:
         "packed": packed(lengths),
         "packed & causal": packed(lengths) & causal(),
         "strided": strided(4),
-        "predicate": predicate(_checkered),
+        "predicate": predicate(_checkerboard),
         "dense, at random": dense(scattered),
     }
 
 
-def _checkered(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def _checkerboard(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (i // 2 + j // 2 + 0 * (batch + head)) % 2 == 0
 
 
@@ -189,8 +189,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _shortest(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """The shortest processor time of each of two, which take turns."""
+def _best_times(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """The shortest CPU time of each of two functions, which run in alternation."""
     best = [math.inf, math.inf]
     for _ in range(rounds):
         for place, work in enumerate((first, second)):

@@ -1,4 +1,4 @@
-"""The laboratory as a page: every experiment with its claim, picture, numbers, test and verdict."""
+"""The laboratory as an HTML page: every experiment with its claim, figure, numbers, test and verdict."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ..report.files import asset, write_text
 from ..report.terminal import shown
 from .base import Experiment, Row
 from .cells import cell, is_number, tables
-from .saved import Saved, fits, kept
+from .saved import Saved, is_file_name, saved_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["write"]
 
-_PAPER, _NIGHT, _INK = "#ffffff", "#191d23", "#e6e9ed"  # of a card, of one on a dark page, and of its text
-_LIGHT = 0.75  # from which on a text can only be read on something that has a colour
-_LONG = 12  # rows from which a table is folded away
+_LIGHT_CARD, _DARK_CARD, _DARK_TEXT = "#ffffff", "#191d23", "#e6e9ed"
+_NEAR_WHITE = 0.75  # lighter text must be on a coloured background
+_FOLD_FROM = 12  # rows
 _SVG: Any = {"svg.hashsalt": "regard", "svg.fonttype": "path"}
 
 
 def write(experiments: Sequence[Experiment], folder: str | os.PathLike[str]) -> Path:
-    """Write index.html, and beside it two pictures (for light and dark) and one JSON file of every experiment.
+    """Write index.html, and per experiment two figures (light and dark) and one JSON file.
 
-    Experiments that were written into the folder before stay on the page, in the order of the laboratory.
+    Experiments already saved in the folder stay on the page, in the order of the laboratory.
 
     >>> import tempfile, regard.lab
     >>> found = regard.lab.run("variance", dims=(16, 64), draws=20_000)
@@ -43,46 +43,46 @@ def write(experiments: Sequence[Experiment], folder: str | os.PathLike[str]) -> 
     ['index.html', 'variance-dark.svg', 'variance.json', 'variance.svg']
     """
     if not experiments:
-        raise ArgumentError("write: there must be at least one experiment to show; got none.")
+        raise ArgumentError("write: experiments must hold at least one. Got none.")
     names = [experiment.name for experiment in experiments]
-    unfit = [name for name in names if not fits(name) or names.count(name) > 1]
-    if unfit:
+    bad = [name for name in names if not is_file_name(name) or names.count(name) > 1]
+    if bad:
         raise ArgumentError(
-            f"write: each name becomes that of files, so it must be of a-z, 0-9 and - and there once; got {unfit}."
+            f"write: names become file names, so they must be unique and consist of a-z, 0-9 and -. Got {bad}."
         )
-    place, new = _made(Path(folder)), [Saved.of(experiment) for experiment in experiments]
+    place, new = _make_folder(Path(folder)), [Saved.from_experiment(experiment) for experiment in experiments]
     for experiment, saved in zip(experiments, new, strict=True):
         write_text(place / f"{saved.name}.json", saved.text(), "write")
-        light, dark = _pictures(experiment)
+        light, dark = _figures(experiment)
         write_text(place / f"{saved.name}.svg", light, "write")
         write_text(place / f"{saved.name}-dark.svg", dark, "write")
-    before = [saved for saved in kept(place) if saved.name not in names]
-    return write_text(place / "index.html", _page(sorted(new + before, key=_place)), "write")
+    before = [saved for saved in saved_in(place) if saved.name not in names]
+    return write_text(place / "index.html", _page(sorted(new + before, key=_page_order)), "write")
 
 
-def _place(saved: Saved) -> tuple[int, str]:
-    """Where it stands on the page: as in the laboratory, and below those it has not by name."""
+def _page_order(saved: Saved) -> tuple[int, str]:
+    """Sort key: the order of the laboratory, then unknown experiments by name."""
     from . import names
 
     known = names()
     return known.index(saved.name) if saved.name in known else len(known), saved.name
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise FileError(f"write: the folder {folder} cannot be made: {reason}. Give one that you may make.") from error
+        raise FileError(f"write: the folder {folder} cannot be created: {reason}. Choose another one.") from error
     return folder
 
 
-def _pictures(experiment: Experiment) -> tuple[str, str]:
-    """The figure for a light page and for a dark one."""
+def _figures(experiment: Experiment) -> tuple[str, str]:
+    """The figure as SVG, for a light page and for a dark one."""
     figure = experiment.figure()
-    light = _svg(figure, _PAPER)
+    light = _svg(figure, _LIGHT_CARD)
     _darken(figure)
-    return light, _svg(figure, _NIGHT)
+    return light, _svg(figure, _DARK_CARD)
 
 
 def _svg(figure: Figure, background: str) -> str:
@@ -95,51 +95,51 @@ def _svg(figure: Figure, background: str) -> str:
 
 
 def _darken(figure: Figure) -> None:
-    """Turn what is grey, from black to white, to its counterpart on a dark page; colours stay as they are."""
+    """Map greys, from black to white, to their counterparts on a dark page; colours stay as they are."""
     from matplotlib.collections import Collection
     from matplotlib.colors import to_rgb
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.text import Text
 
-    kept = {id(text) for axis in figure.get_axes() if axis.images for text in axis.texts}
-    kept |= {id(text) for text in figure.findobj(Text) if min(to_rgb(text.get_color())) > _LIGHT}  # on a colour
+    unchanged = {id(text) for axis in figure.get_axes() if axis.images for text in axis.texts}
+    unchanged |= {id(text) for text in figure.findobj(Text) if min(to_rgb(text.get_color())) > _NEAR_WHITE}
     parts: dict[type, tuple[str, ...]] = {
         Text: ("color",),
         Line2D: ("color", "markerfacecolor", "markeredgecolor"),
         Patch: ("facecolor", "edgecolor"),
         Collection: ("facecolor", "edgecolor"),
     }
-    for artist in figure.findobj(lambda one: isinstance(one, tuple(parts)) and id(one) not in kept):
+    for artist in figure.findobj(lambda one: isinstance(one, tuple(parts)) and id(one) not in unchanged):
         for name in next(names for kind, names in parts.items() if isinstance(artist, kind)):
-            turned = _turned(getattr(artist, f"get_{name}")())
-            if turned is not None:
-                getattr(artist, f"set_{name}")(turned)
+            dark = _on_dark(getattr(artist, f"get_{name}")())
+            if dark is not None:
+                getattr(artist, f"set_{name}")(dark)
 
 
-def _turned(colour: Any) -> Any:
-    """The counterpart of a grey on a dark page, or of greys; None where there is a colour, or nothing to turn."""
+def _on_dark(colour: Any) -> Any:
+    """The counterparts of greys on a dark page; None if there is a colour, or nothing to map."""
     from matplotlib.colors import to_rgb, to_rgba_array
 
     if isinstance(colour, str) and colour in ("none", "auto", "inherit"):
         return None
-    many = to_rgba_array(colour)
-    if len(many) == 0 or (many[:, :3].max(-1) - many[:, :3].min(-1) > 0.02).any():
+    colours = to_rgba_array(colour)
+    if len(colours) == 0 or (colours[:, :3].max(-1) - colours[:, :3].min(-1) > 0.02).any():
         return None
-    share = many[:, :1]  # of white
-    many[:, :3] = share * to_rgb(_NIGHT) + (1 - share) * to_rgb(_INK)
-    return many[0] if len(many) == 1 else many
+    whiteness = colours[:, :1]
+    colours[:, :3] = whiteness * to_rgb(_DARK_CARD) + (1 - whiteness) * to_rgb(_DARK_TEXT)
+    return colours[0] if len(colours) == 1 else colours
 
 
 def _page(experiments: Sequence[Saved]) -> str:
     style = asset(__package__, "page.css")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode("ascii")
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src 'self' file: data:; base-uri 'none'"
-    held = sum(experiment.verdict for experiment in experiments)
+    supported = sum(experiment.verdict for experiment in experiments)
     pieces = {
         "policy": _escaped(policy),
         "style": style,
-        "sum": f"The measurements support {held} of {len(experiments)}.",
+        "sum": f"The measurements support {supported} of {len(experiments)} claims.",
         "links": "\n".join(map(_link, experiments)),
         "sections": "\n".join(map(_section, experiments)),
     }
@@ -159,20 +159,20 @@ def _section(experiment: Saved) -> str:
     return f"""<section id="{name}" aria-labelledby="{name}-title">
 <div class="heading"><h2 id="{name}-title">{name}</h2><p class="verdict {kind}">{sign} {said}</p></div>
 <p class="claim">{_escaped(experiment.claim)}</p>
-<figure><div class="plate" tabindex="0" role="group" aria-label="Picture of {name}"><picture>
+<figure><div class="plate" tabindex="0" role="group" aria-label="Figure of {name}"><picture>
 <source srcset="{name}-dark.svg" media="(prefers-color-scheme: dark)"><img src="{name}.svg" alt="{caption}">
 </picture></div><figcaption>{caption}</figcaption></figure>
 <p class="test"><b>Test.</b> {_escaped(experiment.test)}</p>
 {_numbers(experiment)}
 <p class="foot"><span>Run it: <code>regard lab {name}</code></span><a href="{name}.json">{name}.json</a></p>
-<details><summary>Sizes and choices</summary><p class="foot"><code>{_escaped(choices)}</code></p></details>
+<details><summary>Parameters</summary><p class="foot"><code>{_escaped(choices)}</code></p></details>
 </section>"""
 
 
 def _numbers(experiment: Saved) -> str:
     parts = "\n".join(_table(some, experiment.name) for some in tables(experiment.rows))
     count = len(experiment.rows)
-    return parts if count < _LONG else f"<details><summary>Numbers, {count} rows</summary>\n{parts}\n</details>"
+    return parts if count < _FOLD_FROM else f"<details><summary>Numbers, {count} rows</summary>\n{parts}\n</details>"
 
 
 def _table(rows: list[Row], name: str) -> str:

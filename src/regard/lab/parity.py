@@ -1,4 +1,4 @@
-"""Why an additive score is no dot product, and a dot product no additive score."""
+"""Why an additive score cannot be a dot product, nor a dot product an additive score."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import scores
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Parity"]
 
-Function = Callable[[Tensor, Tensor], Tensor]
-"""Of queries (Q, 1, d) and keys (Q, M, d), one or more numbers a pair."""
+PairFunction = Callable[[Tensor, Tensor], Tensor]
+"""Maps queries (Q, 1, d) and keys (Q, M, d) to one or more numbers per pair."""
 
-_NOTHING = 1e-12
+_ZERO = 1e-12
 _EVEN = ("dot product", "cosine", "bilinear", "Gaussian")
 
 
@@ -29,9 +29,9 @@ _EVEN = ("dot product", "cosine", "bilinear", "Gaussian")
 class Parity(Study):
     """What (q, k) → (−q, −k) does to each score, and how well one kind of score can imitate another.
 
-    An imitation is a least-squares fit to pairs drawn together with their mirror images: by the hidden units
-    tanh(W₁q + W₂k) of an additive score, by such units with a bias inside, and by the products qᵢkⱼ of a bilinear
-    score. It is judged on new pairs, after taking from each row its mean, which the softmax does not see.
+    An imitation is a least-squares fit to random pairs and their mirror images: by the hidden units tanh(W₁q + W₂k) of
+    an additive score, by such units with a bias, and by the products qᵢkⱼ of a bilinear score. It is evaluated on new
+    pairs, after subtracting the mean of each row, to which the softmax is invariant.
 
     >>> Parity(units=32).run().verdict, Parity(units=32, bias=True).run().verdict
     (True, False)
@@ -40,56 +40,56 @@ class Parity(Study):
     name: ClassVar[str] = "parity"
     claim: ClassVar[str] = (
         "Dot-product scores are even, s(−q, −k) = s(q, k), and additive scores vᵀtanh(W₁q + W₂k) are odd, "
-        "s(−q, −k) = −s(q, k); only 0 is both, so neither can be the other, whatever its weights."
+        "s(−q, −k) = −s(q, k); only 0 is both, so neither can express the other, whatever its weights."
     )
     test: ClassVar[str] = (
-        "Of no score more than 10⁻¹² is of the other parity; of what the softmax sees of a dot product, the units of "
-        "an additive score explain less than 10⁻¹², and of an additive score the products explain as little."
+        "No score has more than 10⁻¹² of the opposite parity. Up to row means, the units of an additive score explain "
+        "less than 10⁻¹² of a dot product, and products explain equally little of an additive score."
     )
     caption: ClassVar[str] = (
-        "How much of each score each kind can imitate. The units of an additive score get nothing of any even score, "
-        "and products get nothing of the additive one: against the parity no number of units helps. A bias inside the "
-        "tanh breaks the parity, and such units do come near a dot product."
+        "How much of each score each kind of feature explains. The units of an additive score explain nothing of any "
+        "even score, and products explain nothing of the additive one: more units do not help against parity. A bias "
+        "inside the tanh breaks the parity, and such units can approximate a dot product."
     )
 
     dim: int = 3
     queries: int = 64
     keys: int = 48
     units: int = 256
-    bias: bool = False  # whether the additive score that the claim is tried with has one inside its tanh
+    bias: bool = False  # whether the additive score under test has a bias inside its tanh
 
-    def measure(self, tell: Tell) -> list[Row]:
-        """Mirror every pair, and fit every score by each kind."""
-        fitted, asked = self._pairs(), self._pairs()
-        tried = self._tried()
+    def measure(self, progress: Progress) -> list[Row]:
+        """Mirror every pair, and fit every score with each kind of feature."""
+        train, test = self._pairs(), self._pairs()
+        tested = self._scores()
         kinds = {
             "tanh units": self._units(bias=False),
             "tanh units, bias": self._units(bias=True),
             "products": lambda query, key: (query[..., :, None] * key[..., None, :]).flatten(-2),
         }
-        rows: list[Row] = [{"score": name, **_parts(score(*asked))} for name, score in tried.items()]
+        rows: list[Row] = [{"score": name, **_parity_shares(score(*test))} for name, score in tested.items()]
         for step, (kind, features) in enumerate(kinds.items()):
-            shares = _explained(list(tried.values()), features, fitted, asked)
+            shares = _explained(list(tested.values()), features, train, test)
             for row, share in zip(rows, shares, strict=True):
                 row[f"by {kind}"] = share
-            tell((step + 1) / len(kinds))
+            progress((step + 1) / len(kinds))
         return rows
 
     def _pairs(self) -> tuple[Tensor, Tensor]:
-        """Queries (2Q, 1, d) with keys (2Q, M, d) of their own; the second half mirrors the first."""
+        """Queries (2Q, 1, d) and the keys of each, (2Q, M, d); the second half mirrors the first."""
         query = torch.randn(self.queries, 1, self.dim, dtype=torch.float64)
         key = torch.randn(self.queries, self.keys, self.dim, dtype=torch.float64)
         return torch.cat([query, -query]), torch.cat([key, -key])
 
-    def _tried(self) -> dict[str, Function]:
+    def _scores(self) -> dict[str, PairFunction]:
         even = (scores.Scaled(), scores.Cosine(), scores.Bilinear(self.dim, self.dim), scores.Gaussian(1.0))
-        named: dict[str, Function] = {name: _of(score) for name, score in zip(_EVEN, even, strict=True)}
-        additive = _of(scores.Additive(self.dim, self.dim + self.bias, hidden=16))
+        named: dict[str, PairFunction] = {name: _as_function(score) for name, score in zip(_EVEN, even, strict=True)}
+        additive = _as_function(scores.Additive(self.dim, self.dim + self.bias, hidden=16))
         named["additive"] = lambda query, key: additive(query, _with_one(key) if self.bias else key)
         return named
 
-    def _units(self, bias: bool) -> Function:
-        """The hidden units of a wide additive score, each as a function of its own."""
+    def _units(self, bias: bool) -> PairFunction:
+        """The hidden units of a wide additive score, as features."""
         score = scores.Additive(self.dim, self.dim + bias, hidden=self.units).double()
 
         def units(query: Tensor, key: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ class Parity(Study):
         return units
 
     def holds(self, rows: list[Row]) -> bool:
-        """Each of one parity, and nothing of it explained by the other."""
+        """Every score has one parity, and features of the other parity explain nothing of it."""
         by = {row["score"]: row for row in rows}
-        pure = all(by[name]["odd"] < _NOTHING for name in _EVEN) and by["additive"]["even"] < _NOTHING
+        pure = all(by[name]["odd"] < _ZERO for name in _EVEN) and by["additive"]["even"] < _ZERO
         imitated = (by["dot product"]["by tanh units"], by["additive"]["by products"])
-        return pure and all(abs(share) < _NOTHING for share in imitated)
+        return pure and all(abs(share) < _ZERO for share in imitated)
 
     def draw(self, rows: list[Row]) -> Figure:
-        """A group of bars for each score."""
+        """One group of bars per score."""
         figure, axes = canvas(8.5, 3.8)
         kinds = {
             "by tanh units": "units of an additive score",
@@ -127,38 +127,38 @@ class Parity(Study):
         return figure
 
 
-def _of(score: scores.Score) -> Function:
+def _as_function(score: scores.Score) -> PairFunction:
     score = score.double()
     return lambda query, key: score(query, key).detach().squeeze(-2)
 
 
 def _with_one(key: Tensor) -> Tensor:
-    """Keys with a 1 at their end, which mirroring leaves alone: its weight is a bias."""
+    """Append a 1, which is not mirrored, to each key: its weight is a bias."""
     return pad(key, (0, 1), value=1.0)
 
 
-def _parts(logits: Tensor) -> Row:
-    """The shares of the even and of the odd part, where the second half of the logits mirrors the first."""
+def _parity_shares(logits: Tensor) -> Row:
+    """The shares of the even and the odd part; the second half of the logits belongs to the mirrored pairs."""
     here, there = logits.chunk(2)
     parts = {"even": ((here + there) / 2).square().sum(), "odd": ((here - there) / 2).square().sum()}
     return {name: (part / (parts["even"] + parts["odd"])).item() for name, part in parts.items()}
 
 
 def _explained(
-    tried: list[Function], features: Function, fitted: tuple[Tensor, Tensor], asked: tuple[Tensor, Tensor]
+    tested: list[PairFunction], features: PairFunction, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]
 ) -> list[float]:
-    """R² of the best combination of features for each score, row means aside."""
-    X, new_X = (_centred(features(*pairs)) for pairs in (fitted, asked))
-    Y, new_Y = (_centred(torch.stack([score(*pairs) for score in tried], -1)) for pairs in (fitted, asked))
+    """R² of the best linear combination of features for each score, after subtracting row means."""
+    X, new_X = (_centred(features(*pairs)) for pairs in (train, test))
+    Y, new_Y = (_centred(torch.stack([score(*pairs) for score in tested], -1)) for pairs in (train, test))
     weights = torch.linalg.lstsq(X, Y, driver="gelsd", rcond=1e-9).solution
-    missed: Tensor = (new_Y - new_X @ weights).square().sum(0) / new_Y.square().sum(0)
-    return [1.0 - share for share in missed.tolist()]
+    unexplained: Tensor = (new_Y - new_X @ weights).square().sum(0) / new_Y.square().sum(0)
+    return [1.0 - share for share in unexplained.tolist()]
 
 
 def _centred(x: Tensor) -> Tensor:
-    """Numbers (Q, M, …) less the mean over the keys, all pairs in one dimension."""
+    """Subtract the mean over the keys from (Q, M, …), and flatten all pairs into one dimension."""
     return (x - x.mean(1, keepdim=True)).flatten(0, 1)
 
 
 def _parity(row: Row) -> str:
-    return "even" if row["odd"] < _NOTHING else "odd" if row["even"] < _NOTHING else "neither"
+    return "even" if row["odd"] < _ZERO else "odd" if row["even"] < _ZERO else "neither"

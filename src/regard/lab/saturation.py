@@ -1,4 +1,4 @@
-"""Why large scores stop the softmax from learning."""
+"""Why large scores saturate the softmax and block its gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..functional import observe
 from ..softmax import jacobian, stable
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["Saturation"]
 
 _SCORES = (20.0, 22.0, 18.0, 21.0)
-_PRINTED = (0.018, 0.731, 0.002, 0.249)  # what a widely copied text has for softmax(20, 22, 18, 21)
+_PRINTED = (0.018, 0.731, 0.002, 0.249)  # softmax(20, 22, 18, 21) according to a widely copied text
 
 
 @dataclass(frozen=True)
 class Saturation(Study):
-    """The example (20, 22, 18, 21) worked out, and the Jacobian of the softmax as scores grow.
+    """The example (20, 22, 18, 21), and the Jacobian of the softmax as scores grow.
 
-    J = diag(p) − p pᵀ has no negative eigenvalue; its trace Σ p(1 − p) is how much it passes on in all, and its norm
+    J = diag(p) − p pᵀ is positive semidefinite; its trace Σ p(1 − p) is how much it passes on in total, and its norm
     how much it passes on at most.
 
     >>> found = Saturation(queries=8, keys=16, claimed=(0.018, 0.731, 0.002, 0.249)).run()
@@ -37,19 +37,19 @@ class Saturation(Study):
 
     name: ClassVar[str] = "saturation"
     claim: ClassVar[str] = (
-        "Unscaled scores sharpen the softmax and large ones saturate it: (20, 22, 18, 21) has the weights (0.089, "
-        "0.657, 0.012, 0.242), and after division by √512 only (0.247, 0.270, 0.226, 0.258); and the larger the "
-        "scores, the less of a gradient the Jacobian passes on."
+        "Unscaled scores sharpen the softmax, and large ones saturate it: the weights of (20, 22, 18, 21) are (0.089, "
+        "0.657, 0.012, 0.242), and after division by √512 only (0.247, 0.270, 0.226, 0.258). The larger the scores, "
+        "the less of a gradient the Jacobian passes on."
     )
     test: ClassVar[str] = (
-        "Each claimed decimal is within 0.0005 of the computed weight; with q·k of normal vectors the trace of the "
-        "Jacobian falls at every step of the scores' size, its norm keeps below 2(1 − the largest weight), and "
-        "unscaled the trace is less than a fifth of what it is after division by √d."
+        "Each claimed weight is within 0.0005 of the computed one; with q·k of normal vectors the trace of the "
+        "Jacobian falls with every increase of the scores, its norm stays below 2(1 − the largest weight), and without "
+        "scaling the trace is less than a fifth of its value after division by √d."
     )
     caption: ClassVar[str] = (
-        "Left: the example as arithmetic has it, and as a widely copied text prints it, which no factor before the "
-        "softmax would give. Right: the trace of the Jacobian falls as scores grow, slowly up to where √d puts them "
-        "and fast beyond; its norm first rises, while a few keys compete, and then falls too."
+        "Left: the example as computed, and as printed in a widely copied text, which no scale factor reproduces. "
+        "Right: the trace of the Jacobian falls as scores grow, slowly up to the size that √d gives them and fast "
+        "beyond; its norm first rises, while a few keys compete, and then falls too."
     )
 
     claimed: tuple[float, ...] = (0.089, 0.657, 0.012, 0.242)
@@ -60,13 +60,13 @@ class Saturation(Study):
     keys: int = 64
 
     def suit(self) -> None:
-        """There is a weight for each score."""
+        """There must be one claimed weight per score."""
         for name in ("claimed", "claimed_scaled"):
             if len(getattr(self, name)) != len(_SCORES):
                 self.refuse(name, f"{len(_SCORES)} weights")
 
-    def measure(self, tell: Tell) -> list[Row]:
-        """Work out the example, then scale q·k to scores of every size."""
+    def measure(self, progress: Progress) -> list[Row]:
+        """Compute the example, then scale q·k to scores of every size."""
         root = self.dim**0.5
         rows = [
             _example("(20, 22, 18, 21)", 1.0, self.claimed),
@@ -78,23 +78,23 @@ class Saturation(Study):
         for step, size in enumerate(sorted({*self.sizes, 1.0, root})):
             weights = observe(query, key, key, scale=size / root).weights()
             row: Row = {"scores": "q·k, normal", "size": size, "weights": "", "claimed": "", "off by": math.nan}
-            rows.append(row | _passed_on(weights))
-            tell((step + 1) / (len(self.sizes) + 2))
+            rows.append(row | _jacobian_statistics(weights))
+            progress((step + 1) / (len(self.sizes) + 2))
         return rows
 
     def holds(self, rows: list[Row]) -> bool:
-        """The decimals to half a unit, and the Jacobian as stated."""
-        example, _, scaled, *drawn = rows
+        """The claimed weights to half a unit in the last digit, and the Jacobian as stated."""
+        example, _, scaled, *sampled = rows
         exact = example["off by"] < 5e-4 and scaled["off by"] < 5e-4
-        falls = all(a["trace of J"] > b["trace of J"] for a, b in pairwise(drawn))
-        bounded = all(row["norm of J"] <= 2 * (1 - row["largest weight"]) + 1e-12 for row in drawn)
-        at = {row["size"]: row["trace of J"] for row in drawn}
+        falls = all(a["trace of J"] > b["trace of J"] for a, b in pairwise(sampled))
+        bounded = all(row["norm of J"] <= 2 * (1 - row["largest weight"]) + 1e-12 for row in sampled)
+        at = {row["size"]: row["trace of J"] for row in sampled}
         return exact and falls and bounded and at[self.dim**0.5] < 0.2 * at[1.0]
 
     def draw(self, rows: list[Row]) -> Figure:
         """Bars for the example, curves for the Jacobian."""
         figure, (left, right) = canvas(9.5, 3.8, columns=2)
-        example, printed, scaled, *drawn = rows
+        example, printed, scaled, *sampled = rows
         bars = {"computed": example["weights"], "as printed": printed["claimed"], f"/ √{self.dim}": scaled["weights"]}
         for place, (label, text) in enumerate(bars.items()):
             heights = [float(part) for part in text.split()]
@@ -102,9 +102,9 @@ class Saturation(Study):
         left.set_xticks(range(len(_SCORES)), [f"{score:g}" for score in _SCORES])
         left.set(xlabel="score", ylabel="weight")
         left.legend(frameon=False, loc="upper right")
-        sizes = [row["size"] for row in drawn]
+        sizes = [row["size"] for row in sampled]
         for column, label in (("trace of J", "trace Σ p(1 − p)"), ("norm of J", "norm")):
-            right.semilogx(sizes, [row[column] for row in drawn], marker="o", label=label)
+            right.semilogx(sizes, [row[column] for row in sampled], marker="o", label=label)
         for size, label in ((1.0, "scaled"), (self.dim**0.5, f"unscaled,\nd = {self.dim}")):
             right.axvline(size, color="0.5", linewidth=0.8, linestyle="--")
             right.text(size * 1.1, 1.02, label, va="top", color="0.3")
@@ -117,12 +117,17 @@ def _example(name: str, factor: float, claimed: tuple[float, ...]) -> Row:
     weights = stable(torch.tensor(_SCORES, dtype=torch.float64) * factor)
     off = max(abs(ours - theirs) for ours, theirs in zip(weights.tolist(), claimed, strict=True))
     size = (torch.tensor(_SCORES) * factor).std(correction=0).item()
-    row: Row = {"scores": name, "size": size, "weights": _digits(weights.tolist()), "claimed": _digits(claimed)}
-    return row | {"off by": off} | _passed_on(weights[None])
+    row: Row = {
+        "scores": name,
+        "size": size,
+        "weights": _three_decimals(weights.tolist()),
+        "claimed": _three_decimals(claimed),
+    }
+    return row | {"off by": off} | _jacobian_statistics(weights[None])
 
 
-def _passed_on(weights: Tensor) -> Row:
-    """What the Jacobian of rows of weights lets through, in the mean over the rows."""
+def _jacobian_statistics(weights: Tensor) -> Row:
+    """The largest weight, and norm and trace of the Jacobian, averaged over the rows."""
     J = jacobian(weights)  # (rows, m, m)
     return {
         "largest weight": weights.amax(-1).mean().item(),
@@ -131,5 +136,5 @@ def _passed_on(weights: Tensor) -> Row:
     }
 
 
-def _digits(numbers: list[float] | tuple[float, ...]) -> str:
+def _three_decimals(numbers: list[float] | tuple[float, ...]) -> str:
     return " ".join(f"{number:.3f}" for number in numbers)

@@ -1,4 +1,4 @@
-"""An experiment as a folder keeps it: all that the page tells of it, in one JSON file beside its two pictures."""
+"""A saved experiment: everything the page shows, in one JSON file beside its two figures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Self
 from ..report.files import plain
 from .base import Experiment, Row
 
-__all__ = ["Saved", "fits", "kept"]
+__all__ = ["Saved", "is_file_name", "saved_in"]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a page tells of an experiment; `choices` are the study's, as Python writes them."""
+    """What the page shows of an experiment; `choices` are the fields of its study, as `repr` writes them."""
 
     name: str
     claim: str
@@ -27,55 +27,57 @@ class Saved:
     verdict: bool
 
     @classmethod
-    def of(cls, experiment: Experiment) -> Self:
-        """Take it from an experiment that was run."""
+    def from_experiment(cls, experiment: Experiment) -> Self:
+        """Collect it from an experiment."""
         study = experiment.study
         choices = {one.name: repr(getattr(study, one.name)) for one in fields(study)}
         return cls(study.name, study.claim, study.test, study.caption, choices, experiment.rows, experiment.verdict)
 
     def text(self) -> str:
-        """Give it as JSON: a number that is not finite is null."""
+        """As JSON; a number that is not finite is null."""
         rows = [{key: plain(value) for key, value in row.items()} for row in self.rows]
         return json.dumps({**vars(self), "rows": rows}, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 
-def fits(name: str) -> bool:
-    """Whether files, and a place in a page, can have this name.
+def is_file_name(name: str) -> bool:
+    """Whether a name can serve as a file name and as an id in the page.
 
-    >>> fits("gradient-cascade"), fits("../x")
+    >>> is_file_name("gradient-cascade"), is_file_name("../x")
     (True, False)
     """
     return re.fullmatch(r"[a-z0-9-]+", name) is not None
 
 
-def kept(folder: Path) -> list[Saved]:
-    """The experiments whose files are in a folder; what else is there is passed over."""
+def saved_in(folder: Path) -> list[Saved]:
+    """The experiments saved in a folder; other files are ignored."""
     names = [path.stem for path in sorted(folder.glob("*.json"))]
-    whole = [name for name in names if fits(name) and all((folder / one).is_file() for one in _pictures(name))]
-    return [one for one in (_read(folder / f"{name}.json") for name in whole) if one is not None]
+    complete = [
+        name for name in names if is_file_name(name) and all((folder / one).is_file() for one in _figures(name))
+    ]
+    return [one for one in (_read(folder / f"{name}.json") for name in complete) if one is not None]
 
 
-def _pictures(name: str) -> tuple[str, str]:
+def _figures(name: str) -> tuple[str, str]:
     return f"{name}.svg", f"{name}-dark.svg"
 
 
 def _read(path: Path) -> Saved | None:
-    """What the file tells, if it is one of ours: anyone may have written it."""
+    """Read a file, or return None if it is not a valid experiment."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(told, dict) or told.keys() != Saved.__dataclass_fields__.keys():
+    if not isinstance(data, dict) or data.keys() != Saved.__dataclass_fields__.keys():
         return None
-    texts = [told[name] for name in ("name", "claim", "test", "caption")]
-    right = all(isinstance(text, str) for text in texts) and isinstance(told["verdict"], bool)
-    right = right and told["name"] == path.stem and _flat(told["choices"], str)
-    right = right and isinstance(told["rows"], list) and all(_flat(row, _CELLS) for row in told["rows"])
-    return Saved(**told) if right else None
+    texts = [data[name] for name in ("name", "claim", "test", "caption")]
+    valid = all(isinstance(text, str) for text in texts) and isinstance(data["verdict"], bool)
+    valid = valid and data["name"] == path.stem and _is_dict_of(data["choices"], str)
+    valid = valid and isinstance(data["rows"], list) and all(_is_dict_of(row, _CELLS) for row in data["rows"])
+    return Saved(**data) if valid else None
 
 
 _CELLS = (str, int, float, bool, type(None))
 
 
-def _flat(given: Any, kinds: type | tuple[type, ...]) -> bool:
+def _is_dict_of(given: Any, kinds: type | tuple[type, ...]) -> bool:
     return isinstance(given, dict) and all(isinstance(value, kinds) for value in given.values())

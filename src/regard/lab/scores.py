@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from ..functional import attention, observe
 from ..scores import Additive, Bilinear, Cosine, Gaussian, Score, Temperature
 from ..softmax import stable
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,30 +29,29 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Scores(Study):
-    """Align sentences of two languages: the vector of a word in the one is that in the other, turned.
+    """Align sentences of two languages whose word vectors differ by a rotation.
 
-    A sentence is drawn from the words, its translation has them in another order, and each word is to find its own.
-    Each score is trained as it is, and with a learned projection of queries and of keys before it.
+    A sentence is a random sample of words, its translation is a permutation of it, and each word must find its
+    counterpart. Each score is trained alone, and with learned projections of queries and keys.
     """
 
     name: ClassVar[str] = "scores"
     claim: ClassVar[str] = (
-        "Dot product, cosine and Gaussian compare vectors that share a space: they cannot learn to align two languages "
-        "whose vectors are turned against each other unless projections are learned before them. Bilinear and additive "
-        "scores bring matrices of their own and can. Where such a rotation links the languages, a bilinear score "
-        "learns it and finds words it never saw; the additive one, trained alike, learns the words it saw, and costs "
-        "the most time and memory."
+        "Dot product, cosine and Gaussian compare vectors in a shared space: without learned projections they cannot "
+        "align two languages whose vectors are rotated against each other. Bilinear and additive scores have matrices "
+        "of their own and can. A bilinear score learns the rotation itself and generalizes to unseen words; an "
+        "additive one, trained in the same way, learns the words it saw, and costs the most time and memory."
     )
     test: ClassVar[str] = (
-        "Without projections the scores that are said to learn reach 95 % on new sentences, the others stay under 40 % "
+        "Without projections the scores claimed to learn reach 95 % on new sentences, and the others stay under 40 % "
         "(chance is 1 in the words of a sentence); with projections all reach 95 %. On unseen words bilinear exceeds "
         "75 %, and additive stays under half of that. Additive takes over twice the time of dot, and its plain formula "
-        "keeps over half as many numbers as there are pairs times hidden units."
+        "saves over half as many numbers as there are pairs times hidden units."
     )
     caption: ClassVar[str] = (
-        "Accuracy on new sentences, of trained words (full) and of words never trained on (pale); the dotted line is "
-        "chance. Right: the time of attention, forward and backward, and the memory that the plain formula keeps for "
-        "the latter, as multiples of the dot product's."
+        "Accuracy on new sentences, for trained words (dark) and unseen words (pale); the dotted line is chance. "
+        "Right: the time of attention, forward and backward, and the memory that the plain formula saves for the "
+        "backward pass, as multiples of the dot product."
     )
     among: ClassVar[dict[str, Collection[str]]] = {"learners": _NAMES}
 
@@ -61,18 +60,18 @@ class Scores(Study):
     sentence: int = 16
     hidden: int = 32
     steps: int = 120
-    length: int = 256  # of the sequences that are timed
-    learners: tuple[str, ...] = ("bilinear", "additive")  # which scores, by the claim, learn without projections
+    length: int = 256  # of the timed sequences
+    learners: tuple[str, ...] = ("bilinear", "additive")  # the scores that, by the claim, learn without projections
 
     def suit(self) -> None:
-        """A sentence has each word once."""
+        """A sentence has each word at most once."""
         if self.words < self.sentence:
             self.refuse("words", f"at least as many as a sentence has, {self.sentence}")
 
-    def measure(self, tell: Tell) -> list[Row]:
-        """Train each, then time them side by side."""
-        turn = _rotation(self.dim)
-        seen, unseen = (_Languages(x, x @ turn) for x in torch.randn(2, self.words, self.dim))
+    def measure(self, progress: Progress) -> list[Row]:
+        """Train every model, then time them all."""
+        rotation = _rotation(self.dim)
+        seen, unseen = (_Languages(x, x @ rotation) for x in torch.randn(2, self.words, self.dim))
         models = [_Model(name, projected, self) for projected in (False, True) for name in _NAMES]
         rows: list[Row] = []
         for done, model in enumerate(models):
@@ -86,13 +85,13 @@ class Scores(Study):
                     "unseen words": model.accuracy(unseen, self.sentence),
                 }
             )
-            tell(0.9 * (done + 1) / len(models))
+            progress(0.9 * (done + 1) / len(models))
         for row, costs in zip(rows, self._costs(models), strict=True):
             row.update(costs)
         return rows
 
     def _costs(self, models: list[_Model]) -> list[Row]:
-        """Time as a multiple of the dot product's, the best of rounds in which each has its turn; and bytes kept."""
+        """Time as a multiple of the dot product's, the best of 20 interleaved rounds; and bytes saved for backward."""
         q, k, v = (torch.randn(self.length, self.dim).requires_grad_() for _ in range(3))
 
         def seconds(model: _Model) -> float:
@@ -103,27 +102,27 @@ class Scores(Study):
         best = [min(each) for each in zip(*([seconds(model) for model in models] for _ in range(20)), strict=True)]
         return [
             {
-                "time / dot": spent / best[0],
-                "plain keeps, MiB": _kept(partial(model.plain, q, k, v)) / _MIB,
-                "regard keeps, MiB": _kept(partial(model.attend, q, k, v)) / _MIB,
+                "time / dot": seconds_spent / best[0],
+                "plain keeps, MiB": _saved_bytes(partial(model.plain, q, k, v)) / _MIB,
+                "regard keeps, MiB": _saved_bytes(partial(model.attend, q, k, v)) / _MIB,
             }
-            for model, spent in zip(models, best, strict=True)
+            for model, seconds_spent in zip(models, best, strict=True)
         ]
 
     def holds(self, rows: list[Row]) -> bool:
-        """Who learns, what carries over, and what it costs."""
+        """Which scores learn, which generalize, and what they cost."""
         bare = {row["score"]: row for row in rows if not row["projections"]}
         learns = all((row["trained words"] > 0.95) == (name in self.learners) for name, row in bare.items())
         fails = all(row["trained words"] < 0.4 for name, row in bare.items() if name not in self.learners)
         projected = all(row["trained words"] > 0.95 for row in rows if row["projections"])
         product, network = bare["bilinear"], bare["additive"]
-        carries = product["unseen words"] > 0.75 and network["unseen words"] < product["unseen words"] / 2
+        generalizes = product["unseen words"] > 0.75 and network["unseen words"] < product["unseen words"] / 2
         numbers = network["plain keeps, MiB"] * _MIB / 4
         costly = network["time / dot"] > 2.0 and numbers > 0.5 * self.length**2 * self.hidden
-        return learns and fails and projected and carries and costly
+        return learns and fails and projected and generalizes and costly
 
     def draw(self, rows: list[Row]) -> Figure:
-        """Accuracy without and with projections, and costs."""
+        """Accuracy without and with projections, and the costs."""
         figure, panels = canvas(11.5, 3.8, columns=3)
         places = range(len(_NAMES))
         for axes, projected in zip(panels[:2], (False, True), strict=True):
@@ -157,14 +156,14 @@ class _Languages:
     target: Tensor
 
     def sentences(self, count: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Target sentences as queries, source sentences as keys, and for each query the place of its key."""
+        """Target sentences as queries, source sentences as keys, and the index of each query's key."""
         words = torch.rand(count, len(self.source)).argsort(-1)[:, :length]
         places = torch.rand(count, length).argsort(-1)
         return self.target[words.gather(1, places)], self.source[words], places
 
 
 class _Model(nn.Module):
-    """A score, with a projection of queries and of keys or without."""
+    """A score, with or without projections of queries and keys."""
 
     def __init__(self, name: str, projected: bool, study: Scores) -> None:
         super().__init__()
@@ -181,11 +180,11 @@ class _Model(nn.Module):
         return attention(self.query(query), self.key(key), value, score=self.score)
 
     def plain(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The formula as it is written, with every step kept for the derivative."""
+        """The formula as written, with every step saved for the backward pass."""
         return stable(self(query, key)) @ value
 
     def train_on(self, languages: _Languages, steps: int, length: int) -> None:
-        """Make the weight of each word's own key large."""
+        """Train the weight of each word's own key to be large."""
         optimiser = torch.optim.Adam(self.parameters(), lr=0.02)
         for _ in range(steps):
             query, key, places = languages.sentences(32, length)
@@ -195,7 +194,7 @@ class _Model(nn.Module):
 
     @torch.no_grad()
     def accuracy(self, languages: _Languages, length: int) -> float:
-        """How often the strongest key is a word's own, in new sentences."""
+        """How often a word's strongest key is its own, in new sentences."""
         query, key, places = languages.sentences(64, length)
         seen = observe(self.query(query), self.key(key), key, score=self.score)
         return (seen.top(1)[1][..., 0] == places).double().mean().item()
@@ -213,21 +212,21 @@ def _score(name: str, dim: int, hidden: int) -> Score:
 
 
 def _rotation(dim: int) -> Tensor:
-    """A rotation or reflection, all alike probable: without the signs, QR favours those that turn vectors around."""
+    """A uniformly random rotation or reflection; QR alone, without the signs, is biased."""
     found = torch.linalg.qr(torch.randn(dim, dim))
-    turned: Tensor = found.Q * found.R.diagonal().sign()
-    return turned
+    rotation: Tensor = found.Q * found.R.diagonal().sign()
+    return rotation
 
 
 def _projection(dim: int) -> nn.Linear:
-    """A matrix that keeps the variance of what it is given."""
+    """A linear map that preserves the variance of its input."""
     linear = nn.Linear(dim, dim, bias=False)
     nn.init.normal_(linear.weight, std=dim**-0.5)
     return linear
 
 
-def _kept(compute: Callable[[], Tensor]) -> int:
-    """The bytes that a forward pass keeps for its backward pass, each storage once."""
+def _saved_bytes(compute: Callable[[], Tensor]) -> int:
+    """The bytes that a forward pass saves for its backward pass, each storage counted once."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: Tensor) -> Tensor:

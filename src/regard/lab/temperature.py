@@ -1,4 +1,4 @@
-"""What a temperature does: from the best key to the mean of all."""
+"""What a temperature does: from the best key alone to the mean of all values."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from .. import scores
 from ..functional import observe
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Temperature"]
 
-_STEP = 3e-4  # of finite differences, as a share of T
+_STEP = 3e-4  # of finite differences, relative to T
 
 
 @dataclass(frozen=True)
 class Temperature(Study):
-    """Entropy, its derivative and the output of softmax(s/T) V, for T from next to 0 to very large.
+    """Entropy, its derivative, and the output of softmax(s/T) V, for T from almost 0 to very large.
 
     >>> Temperature().run().verdict, Temperature(power=2).run().verdict
     (True, False)
@@ -32,16 +32,17 @@ class Temperature(Study):
     name: ClassVar[str] = "temperature"
     claim: ClassVar[str] = (
         "The weights softmax(s/T) are a Gibbs distribution: their entropy H rises strictly with T, by "
-        "dH/dT = Var_p(s)/T³; as T goes to 0 attention gives the value of the best key, as T goes to ∞ the mean of all."
+        "dH/dT = Var_p(s)/T³. As T → 0 attention returns the value of the best key, as T → ∞ the mean of all values."
     )
     test: ClassVar[str] = (
-        "From each T to the next the entropy of every row rises; Var_p(s)/T³ agrees with autograd to 9 digits and with "
-        "finite differences to 5 (or to 10⁻¹², their rounding); at the least T the output is within 10⁻⁶ of the best "
-        "key's value, at the largest within 10⁻² of the mean."
+        "The entropy of every row rises from each T to the next; Var_p(s)/T³ agrees with autograd to 9 digits and with "
+        "finite differences to 5 (or to 10⁻¹², their rounding error); at the smallest T the output is within 10⁻⁶ of "
+        "the best key's value, at the largest within 10⁻² of the mean."
     )
     caption: ClassVar[str] = (
-        "Left: the entropy goes from 0 to ln m, and its slope is found three ways, which fall on one curve. Right: how "
-        "far the output is from its two limits; the best key takes over exponentially in 1/T, the mean as 1/T."
+        "Left: the entropy rises from 0 to ln m, and its slope, computed in three ways, is the same curve. Right: the "
+        "distance of the output from its two limits; it approaches the best key exponentially in 1/T, and the mean as "
+        "1/T."
     )
     least: ClassVar[dict[str, float]] = {"keys": 2, "power": -math.inf}
 
@@ -49,11 +50,11 @@ class Temperature(Study):
     queries: int = 8
     keys: int = 32
     dim: int = 16
-    power: int = 3  # of T in the derivative; what the claim is tried with
+    power: int = 3  # of T in the derivative under test
 
-    def measure(self, tell: Tell) -> list[Row]:
+    def measure(self, progress: Progress) -> list[Row]:
         """Attend at each temperature, with the same queries, keys and values."""
-        query, key, value = self._drawn()
+        query, key, value = self._sample()
         products = query @ key.mT
         best, mean = value[products.argmax(-1)], value.mean(0)
         before = torch.zeros(self.queries, dtype=torch.float64)
@@ -72,11 +73,11 @@ class Temperature(Study):
                 row["from the mean"] = (output - mean).abs().max().item()
             rows.append(row)
             before = entropy
-            tell((step + 1) / len(self.temperatures))
+            progress((step + 1) / len(self.temperatures))
         return rows
 
-    def _drawn(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys, values; of many queries those whose best key is ahead by most, for a tie has no best key."""
+    def _sample(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values; only the queries whose best key leads by most, because a tie has no best key."""
         key = torch.randn(self.keys, self.dim, dtype=torch.float64)
         query = torch.randn(8 * self.queries, self.dim, dtype=torch.float64)
         first, second = (query @ key.mT).topk(2).values.unbind(-1)
@@ -92,7 +93,7 @@ class Temperature(Study):
         return (high - low) / (2 * _STEP * T)
 
     def holds(self, rows: list[Row]) -> bool:
-        """Rising, by the derivative that is claimed, between the two limits."""
+        """The entropy rises with the claimed derivative, and the output reaches both limits."""
         rises = all(row["least rise"] > 0 for row in rows)
         slopes = all(
             math.isclose(row[f"Var/T^{self.power}"], row[way], rel_tol=share, abs_tol=rest)

@@ -1,4 +1,4 @@
-"""An experiment in a terminal: things that rich can print."""
+"""Experiments in the terminal, printed with rich."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GAP = 2
 
 
 def listing(studies: Mapping[str, type[Study]]) -> Table:
-    """The names of the experiments, each with its claim."""
+    """The names of the experiments with their claims."""
     table = Table.grid(padding=(0, _GAP, 1, 0))
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -30,7 +30,7 @@ def listing(studies: Mapping[str, type[Study]]) -> Table:
 
 
 def account(experiment: Experiment) -> Group:
-    """All that an experiment tells: its claim, what was measured, the test and the verdict."""
+    """An experiment in full: its claim, the measurement, the test and the verdict."""
     parts: list[RenderableType] = [_labelled("claim", experiment.claim), Text()]
     for some in tables(experiment.rows):
         parts += [RowTable(some), Text()]
@@ -38,28 +38,28 @@ def account(experiment: Experiment) -> Group:
 
 
 def verdict(experiment: Experiment) -> Table:
-    """The verdict in words: whether what was measured supports the claim."""
+    """The verdict in words: whether the measurement supports the claim."""
     if experiment.verdict:
-        said, style = "the measurement supports the claim", "bold green"
+        text, style = "the measurement supports the claim", "bold green"
     else:
-        said, style = "the measurement does not support the claim", "bold red"
-    return _labelled("verdict", said, style)
+        text, style = "the measurement does not support the claim", "bold red"
+    return _labelled("verdict", text, style)
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """Rows of the same columns, numbers rounded; columns that do not fit go below, beside the first again."""
+    """Rows with the same columns, numbers rounded; columns that do not fit continue below, after the first column."""
 
     rows: list[Row]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw as many tables as it takes to show every column within the width."""
-        for number, names in enumerate(self._fitting(options.max_width)):
+        """As many tables as it takes to show every column within the width."""
+        for number, names in enumerate(self._column_groups(options.max_width)):
             if number:
                 yield Text()
-            yield self._drawn(names, self._widths(names, options.max_width))
+            yield self._table(names, self._widths(names, options.max_width))
 
-    def _fitting(self, width: int) -> list[list[str]]:
+    def _column_groups(self, width: int) -> list[list[str]]:
         first, *others = self.rows[0]
         parts, taken = [[first]], self._width(first)
         for name in others:
@@ -71,21 +71,21 @@ class RowTable:
         return parts
 
     def _width(self, name: str) -> int:
-        """How narrow a column can be: its name may break between words, its values may not."""
+        """The minimum width of a column: its name may wrap between words, its values may not."""
         words = shown(name).split() or [""]
         return max(map(cell_len, [*words, *(shown(cell(row[name])) for row in self.rows)]))
 
-    def _widths(self, names: list[str], room: int) -> list[int]:
-        """Narrow columns, widened from the left while there is room, so that as few names as can be are broken."""
+    def _widths(self, names: list[str], spare: int) -> list[int]:
+        """Minimum widths, widened from the left while there is spare, so that few names wrap."""
         widths = [self._width(name) for name in names]
-        room -= sum(widths) + _GAP * (len(names) - 1)
+        spare -= sum(widths) + _GAP * (len(names) - 1)
         for place, name in enumerate(names):
-            more = max(0, min(cell_len(shown(name)) - widths[place], room))
+            more = max(0, min(cell_len(shown(name)) - widths[place], spare))
             widths[place] += more
-            room -= more
+            spare -= more
         return widths
 
-    def _drawn(self, names: list[str], widths: list[int]) -> Table:
+    def _table(self, names: list[str], widths: list[int]) -> Table:
         table = Table.grid(padding=(0, _GAP, 0, 0))
         for name, width in zip(names, widths, strict=True):
             numbers = all(is_number(row[name]) for row in self.rows)

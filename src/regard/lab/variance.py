@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ..functional import observe
-from .base import Row, Study, Tell, canvas
+from .base import Progress, Row, Study, canvas
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 __all__ = ["Variance"]
 
 _POWERS = {"none": 0.0, "√d": 0.5, "d": 1.0}
-_GRADIENTS = 4096  # keys whose mean squared norm is taken: at d = 16 it errs by half a percent
+_GRADIENTS = 4096  # keys in the mean squared norm: the error is half a percent at d = 16
 
 
 @dataclass(frozen=True)
 class Variance(Study):
-    """Var(q·k) for normal q and k, what each scaling leaves of it, and what that does to the softmax."""
+    """Var(q·k) for normal q and k, the effect of each scaling on it, and on the softmax."""
 
     name: ClassVar[str] = "variance"
     claim: ClassVar[str] = (
         "For q and k with independent entries of variance 1, q·k has variance d; divided by √d it has variance 1 for "
-        "every d, the entropy of the weights stays where it is, and the gradient of a score has E‖∇_q z‖² = 1."
+        "every d, the entropy of the weights does not change, and the gradient of a score has E‖∇_q z‖² = 1."
     )
     test: ClassVar[str] = (
-        "For every d the variance is within 5 % of d unscaled and of 1 scaled, and so is the squared norm of the "
-        "gradient; and scaled, the entropy changes by less than 5 % of ln m from the smallest d to the largest."
+        "For every d the variance is within 5 % of d if unscaled and of 1 if scaled, and so is the squared norm of the "
+        "gradient; with scaling, the entropy changes by less than 5 % of ln m from the smallest d to the largest."
     )
     caption: ClassVar[str] = (
-        "Left: the variance of the scores. Right: the entropy of softmax over the keys as a share of ln m; unscaled it "
-        "collapses as d grows, divided by d it goes to uniform, and only √d leaves it alone."
+        "Left: the variance of the scores. Right: the entropy of the softmax over the keys, as a share of ln m; "
+        "without scaling it collapses as d grows, divided by d it becomes uniform, and only √d keeps it constant."
     )
     least: ClassVar[dict[str, float]] = {"keys": 2}
     among: ClassVar[dict[str, Collection[str]]] = {"scaling": _POWERS}
@@ -44,13 +44,13 @@ class Variance(Study):
     dims: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
     draws: int = 40_000
     keys: int = 256
-    scaling: str = "√d"  # what the claim is tried with
+    scaling: str = "√d"  # the scaling that the claim is tested with
 
-    def measure(self, tell: Tell) -> list[Row]:
-        """Draw q and k, and look at the scores, the gradient and the entropy."""
+    def measure(self, progress: Progress) -> list[Row]:
+        """Sample q and k, and measure the scores, the gradient and the entropy."""
         rows: list[Row] = []
         for step, d in enumerate(self.dims):
-            products = torch.cat([(torch.randn(n, d) * torch.randn(n, d)).sum(-1) for n in self._parts(d)])
+            products = torch.cat([(torch.randn(n, d) * torch.randn(n, d)).sum(-1) for n in self._batch_sizes(d)])
             k = torch.randn(self.keys, d)
             squared = torch.randn(_GRADIENTS, d).square().sum(-1).mean().item()
             row: Row = {"d": d}
@@ -61,15 +61,15 @@ class Variance(Study):
                 seen = observe(torch.randn(64, d), k, k, scale=factor)
                 row[f"entropy share, {scaling}"] = seen.entropy.mean().item() / math.log(self.keys)
             rows.append(row)
-            tell((step + 1) / len(self.dims))
+            progress((step + 1) / len(self.dims))
         return rows
 
-    def _parts(self, d: int) -> list[int]:
+    def _batch_sizes(self, d: int) -> list[int]:
         size = max(1, 2_000_000 // d)
         return [min(size, self.draws - start) for start in range(0, self.draws, size)]
 
     def holds(self, rows: list[Row]) -> bool:
-        """Within 5 %, for every d."""
+        """Every quantity is within 5 %, for every d."""
         raw = all(math.isclose(row["variance, none"], row["d"], rel_tol=0.05) for row in rows)
         kept = all(
             math.isclose(row[f"{what}, {self.scaling}"], 1.0, rel_tol=0.05)

@@ -1,4 +1,4 @@
-"""Tables and pictures: given numbers, it draws."""
+"""Tables, HTML pages and attention maps, drawn from plain numbers."""
 
 from __future__ import annotations
 

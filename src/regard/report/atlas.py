@@ -1,4 +1,4 @@
-"""The atlas: attention maps of any length in a browser, to pan and zoom over as over a map of the earth."""
+"""The atlas: attention maps of any length in a browser, to pan and zoom like a street map."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Atlas", "AtlasLayer", "Serving", "check_port", "serve"]
 
 
 class Serving:
-    """An atlas that is being served; `close()` ends it, and so does the end of a `with`."""
+    """An atlas that is being served, until `close()` or the end of its `with` block."""
 
     def __init__(self, atlas: Atlas, server: Server) -> None:
         self.atlas, self._server = atlas, server
@@ -33,7 +33,7 @@ class Serving:
         return f"Serving({self.atlas.title!r} at {self.url})"
 
     def wait(self) -> None:
-        """Serve until Ctrl-C, or until another thread closes it."""
+        """Block until Ctrl-C, or until another thread calls `close`."""
         with suppress(KeyboardInterrupt):
             self._thread.join()
         self.close()
@@ -54,7 +54,7 @@ class Serving:
 
 
 def serve(atlas: Atlas, port: int = 0, open_browser: bool = False) -> Serving:
-    """Show an atlas at a local address, which only this machine can reach; port 0 takes a free one.
+    """Serve an atlas at a local address that only this machine can reach; port 0 picks a free port.
 
     >>> import torch, regard
     >>> x = torch.zeros(1, 3, 8)
@@ -64,9 +64,11 @@ def serve(atlas: Atlas, port: int = 0, open_browser: bool = False) -> Serving:
     True
     """
     if not isinstance(atlas, Atlas):
-        raise DtypeError(f"serve: it needs an Atlas. Got {type(atlas).__name__}; make one with Atlas(title, layers).")
-    _check_number(port)
-    with _named(port):
+        raise DtypeError(
+            f"serve: atlas must be an Atlas. Got {type(atlas).__name__}; make one with Atlas(title, layers)."
+        )
+    _check_port_number(port)
+    with _port_errors(port):
         serving = Serving(atlas, Server(atlas, port))
     if open_browser:
         webbrowser.open(serving.url)
@@ -74,27 +76,27 @@ def serve(atlas: Atlas, port: int = 0, open_browser: bool = False) -> Serving:
 
 
 def check_port(port: int) -> None:
-    """Refuse a port that cannot be had now, as `serve` would; ask before long work.
+    """Raise the error that `serve` would raise if the port is not available; call it before long work.
 
     >>> check_port(0)
     """
-    _check_number(port)
-    with _named(port), socket.socket() as probe:
+    _check_port_number(port)
+    with _port_errors(port), socket.socket() as probe:
         if Server.allow_reuse_address:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((HOST, port))
 
 
-def _check_number(port: int) -> None:
+def _check_port_number(port: int) -> None:
     if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16:
-        raise ArgumentError(f"serve: port must be a whole number from 0 to 65535, 0 for a free one. Got {port!r}.")
+        raise ArgumentError(f"serve: port must be a whole number from 0 to 65535, or 0 for a free one. Got {port!r}.")
 
 
 @contextmanager
-def _named(port: int) -> Iterator[None]:
-    """Say what is wrong with a port that cannot be had."""
+def _port_errors(port: int) -> Iterator[None]:
+    """Turn an OSError into an error that says why the port is not available."""
     try:
         yield
     except OSError as error:
-        why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be had ({error.strerror})"
-        raise ArgumentError(f"serve: port {port} of {HOST} {why}. Choose another, or port=0 for a free one.") from None
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"is not available ({error.strerror})"
+        raise ArgumentError(f"serve: port {port} on {HOST} {why}. Choose another, or port=0 for a free one.") from None

@@ -1,4 +1,4 @@
-"""The atlas over HTTP, to this machine alone: a page, its numbers, and one clear line for every other request."""
+"""The atlas over HTTP, for this machine alone: the page, its numbers, and one clear line for any other request."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _SCRIPTS = ("atlas.js", "atlas.colour.js", "atlas.draw.js", "atlas.text.js", "atlas.tiles.js", "atlas.view.js")
 _ASSETS = {"/": "atlas.html", **{f"/{name}": name for name in ("atlas.css", *_SCRIPTS)}}
 _NUMBER = "([0-9]{1,9})"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers for one atlas."""
+    """Serves one atlas."""
 
     daemon_threads = True
-    allow_reuse_address = os.name == "posix"  # elsewhere two servers could then share a port
+    allow_reuse_address = os.name == "posix"  # on other systems two servers could then share a port
     request_queue_size = 64
 
     def __init__(self, atlas: Atlas, port: int) -> None:
         self.atlas = atlas
-        self._open: set[socket.socket] = set()
+        self._connections: set[socket.socket] = set()
         super().__init__((HOST, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind without asking the network for this machine's name."""
+        """Bind without looking up this machine's host name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, int(self.server_address[1])
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Remember who is connected: a browser keeps its connections."""
+        """Track open connections: browsers keep them alive."""
         connection, address = super().get_request()
-        self._open.add(connection)
+        self._connections.add(connection)
         return connection, address
 
     def shutdown_request(self, request: Any) -> None:
-        """Forget who has gone."""
-        self._open.discard(request)
+        """Forget a closed connection."""
+        self._connections.discard(request)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
-        """Hang up on everybody."""
+        """Close every connection."""
         super().server_close()
-        for connection in list(self._open):
+        for connection in list(self._connections):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -73,45 +73,45 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        """Answer, if the request is for this page and comes under its name."""
+        """Answer requests whose Host header names this server."""
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # nobody reads the body
+            self.close_connection = True  # the body is never read
         names = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         if self.headers.get("Host", "") not in names:
-            self._line(403, f"this atlas answers to {' and '.join(sorted(names))} only")
+            self._send_line(403, f"this atlas answers to {' and '.join(sorted(names))} only")
             return
         if self.path in _ASSETS:
             name = _ASSETS[self.path]
-            kind = f"{_KINDS[name.rpartition('.')[2]]}; charset=utf-8"
-            self._send(200, kind, (files("regard.report") / "assets" / name).read_bytes())
+            content_type = f"{_CONTENT_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
+            self._send(200, content_type, (files("regard.report") / "assets" / name).read_bytes())
             return
-        for pattern, answer in self.routes.items():
+        for pattern, handler in self.routes.items():
             if (found := re.fullmatch(pattern, self.path)) is not None:
-                self._try(answer, found.groups())
+                self._respond(handler, found.groups())
                 return
-        self._line(404, "there is nothing here; the map is at /")
+        self._send_line(404, "not found; the map is at /")
 
-    def _try(self, answer: Callable[[_Handler, tuple[str, ...]], None], parts: tuple[str, ...]) -> None:
+    def _respond(self, handler: Callable[[_Handler, tuple[str, ...]], None], parts: tuple[str, ...]) -> None:
         try:
-            answer(self, parts)
+            handler(self, parts)
         except ArgumentError as error:
-            self._line(404, str(error))
+            self._send_line(404, str(error))
         except RegardError as error:
-            self._line(409, str(error))
+            self._send_line(409, str(error))
 
     def _meta(self, parts: tuple[str, ...]) -> None:
-        self._json(self.server.atlas.meta())
+        self._send_json(self.server.atlas.meta())
 
     def _tokens(self, parts: tuple[str, ...]) -> None:
         layer, side, block = parts
-        self._json(self.server.atlas.tokens(int(layer), side, int(block)))
+        self._send_json(self.server.atlas.tokens(int(layer), side, int(block)))
 
     def _progress(self, parts: tuple[str, ...]) -> None:
-        self._json(asdict(self.server.atlas.state(*map(int, parts))))
+        self._send_json(asdict(self.server.atlas.state(*map(int, parts))))
 
     def _tile(self, parts: tuple[str, ...]) -> None:
         layer, head, level, row, col = map(int, parts)
-        found = self.server.atlas.tile(layer, head, level, row, col, wanted=self._awaited)
+        found = self.server.atlas.tile(layer, head, level, row, col, wanted=self._client_waits)
         if found:
             self._send(200, "application/octet-stream", found)
         else:
@@ -124,23 +124,23 @@ class _Handler(BaseHTTPRequestHandler):
         "/tile" + f"/{_NUMBER}" * 5: _tile,
     }
 
-    def _awaited(self) -> bool:
-        """Whether the browser still waits: it hangs up on what it no longer wants."""
+    def _client_waits(self) -> bool:
+        """Whether the browser still waits; it closes the connection of a tile that it no longer wants."""
         with suppress(OSError, ValueError):
             ready, _, _ = select.select([self.connection], [], [], 0)
             return not ready or self.connection.recv(1, socket.MSG_PEEK) != b""
         return False
 
-    def _json(self, thing: Any) -> None:
-        self._send(200, "application/json", json.dumps(thing).encode())
+    def _send_json(self, data: Any) -> None:
+        self._send(200, "application/json", json.dumps(data).encode())
 
-    def _line(self, status: int, text: str) -> None:
+    def _send_line(self, status: int, text: str) -> None:
         self._send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
-    def _send(self, status: int, kind: str, body: bytes) -> None:
+    def _send(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)
         headers = {
-            "Content-Type": kind,
+            "Content-Type": content_type,
             "Content-Length": str(len(body)),
             "Content-Security-Policy": _POLICY,
             "X-Content-Type-Options": "nosniff",
@@ -157,21 +157,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Say what http.server has to complain about in one line of plain text, and hang up."""
+        """Answer an error of http.server with one line of plain text, and close the connection."""
         self.close_connection = True
-        if code == 501:  # a method that has no function here
-            self._line(405, "this atlas is there to be read: GET only")
+        if code == 501:  # no do_… method for it
+            self._send_line(405, "this atlas is read-only: use GET")
         else:
-            self._line(code, "this request cannot be read")
+            self._send_line(code, "malformed request")
 
     def handle(self) -> None:
-        """Answer until the browser hangs up, which it may do at any time."""
+        """Answer until the browser closes the connection, which it may do at any time."""
         with suppress(ConnectionError, TimeoutError):
             super().handle()
 
     def version_string(self) -> str:
-        """Say who answers, and no more."""
+        """Name the server without a version."""
         return "regard"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Write nothing."""
+        """Do not log."""

@@ -1,4 +1,4 @@
-"""Maps of many heads, each drawn when somebody looks: tiles one at a time, the coarse levels meanwhile."""
+"""Maps of many heads, computed on demand: tiles one at a time, the coarse levels in the background."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from regard.observation import Observation
 from regard.report.atlas_head import size_of
 from regard.report.pyramid import SIDE, Pyramid, levels
 
-__all__ = ["TOKENS", "Atlas", "AtlasLayer", "State"]
+__all__ = ["TOKENS_PER_BLOCK", "Atlas", "AtlasLayer", "State"]
 
-TOKENS = 1024
-"""Tokens that are given together."""
-_TILES = 512  # kept: 128 MiB
-_MEMORY = 2**30  # bytes of maps kept beside the one that is looked at
+TOKENS_PER_BLOCK = 1024
+"""Tokens per response."""
+_MAX_TILES = 512  # cached: 128 MiB
+_MAX_MAP_BYTES = 2**30  # of all cached maps; the latest is always kept
 
 
 @dataclass(frozen=True)
 class AtlasLayer:
-    """One layer: what was observed of it, and the texts of its tokens along both sides of the map."""
+    """One layer: its observation, and the texts of its tokens along both axes of the map."""
 
     name: str
     observation: Observation
@@ -35,14 +35,18 @@ class AtlasLayer:
 
     def __post_init__(self) -> None:
         if not isinstance(self.observation, Observation):
-            raise DtypeError(f"AtlasLayer: observation must come from regard.observe. Got {_kind(self.observation)}.")
+            raise DtypeError(
+                f"AtlasLayer: observation must come from regard.observe. Got {_type_name(self.observation)}."
+            )
         items, _, rows, keys = size_of(self.observation)
         for side, tokens, size in (("queries", self.queries, rows), ("keys", self.keys, keys)):
             if isinstance(tokens, str) or not all(isinstance(token, str) for token in tokens):
-                raise DtypeError(f"AtlasLayer: {side} must be a list of texts, one a token. Got {_kind(tokens)}.")
+                raise DtypeError(
+                    f"AtlasLayer: {side} must be a list of strings, one per token. Got {_type_name(tokens)}."
+                )
             if len(tokens) != size:
                 raise ShapeError(
-                    f"AtlasLayer: {side} must have one text for each of the {size} {side} observed in {self.name!r}. "
+                    f"AtlasLayer: {side} must have one string per token: {size} {side} were observed in {self.name!r}. "
                     f"Got {len(tokens)}."
                 )
         if not 0 <= self.item < items:
@@ -56,7 +60,7 @@ class AtlasLayer:
 
 @dataclass(frozen=True)
 class State:
-    """How far the coarse levels of a map are: the share of the work, the rows that are known, and what went wrong."""
+    """Progress on the coarse levels of a map: the share of the work done, the rows known so far, and any error."""
 
     progress: float
     known: int
@@ -64,7 +68,7 @@ class State:
 
 
 class Atlas:
-    """Attention maps of any length to pan and zoom over; `regard.report.atlas.serve` shows them in a browser.
+    """Attention maps of any length to pan and zoom; `regard.report.atlas.serve` shows them in a browser.
 
     >>> import torch, regard
     >>> x = torch.zeros(1, 3, 8)
@@ -78,19 +82,19 @@ class Atlas:
 
     def __init__(self, title: str, layers: Sequence[AtlasLayer]) -> None:
         if not layers or not all(isinstance(layer, AtlasLayer) for layer in layers):
-            raise ArgumentError(f"Atlas: layers must be AtlasLayers, at least one. Got {layers!r}.")
+            raise ArgumentError(f"Atlas: layers must be a list of at least one AtlasLayer. Got {layers!r}.")
         self.title, self.layers = str(title), list(layers)
-        self._maps: OrderedDict[tuple[int, int], Pyramid] = OrderedDict()  # the one looked at last at the end
+        self._maps: OrderedDict[tuple[int, int], Pyramid] = OrderedDict()  # least recently used first
         self._tiles: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
-        self._troubles: dict[tuple[int, int], str] = {}
-        self._waiting = 0  # tiles that somebody waits for
-        self._change = threading.Condition()  # guards all of these
-        self._turn = threading.Lock()  # who holds it computes
-        self._drawer: threading.Thread | None = None
+        self._errors: dict[tuple[int, int], str] = {}
+        self._waiting = 0  # requests that wait for a tile
+        self._changed = threading.Condition()  # guards all of this state
+        self._compute_lock = threading.Lock()  # held while computing
+        self._worker: threading.Thread | None = None
         self._closed = False
 
     def meta(self) -> dict[str, Any]:
-        """What a page needs to know before it asks for anything."""
+        """What the page needs before its first request."""
         layers = []
         for layer in self.layers:
             rows, keys = len(layer.queries), len(layer.keys)
@@ -98,62 +102,62 @@ class Atlas:
             layers.append(
                 {"name": layer.name, "heads": layer.heads, "queries": rows, "keys": keys, "base": base, "top": top}
             )
-        return {"title": self.title, "side": SIDE, "tokens": TOKENS, "layers": layers}
+        return {"title": self.title, "side": SIDE, "tokens": TOKENS_PER_BLOCK, "layers": layers}
 
     def tokens(self, layer: int, side: str, block: int) -> list[str]:
-        """The texts of 1,024 tokens from 1024·block on, of the `side` "queries" or "keys"."""
+        """The texts of up to 1,024 tokens from 1024·block on, along `side`: "queries" or "keys"."""
         self._check(layer, 0)
         every = self.layers[layer].queries if side == "queries" else self.layers[layer].keys
-        if not 0 <= block * TOKENS < len(every):
-            raise ArgumentError(f"tokens: block must be from 0 to {(len(every) - 1) // TOKENS}. Got {block}.")
-        return list(every[block * TOKENS : (block + 1) * TOKENS])
+        if not 0 <= block * TOKENS_PER_BLOCK < len(every):
+            raise ArgumentError(f"tokens: block must be from 0 to {(len(every) - 1) // TOKENS_PER_BLOCK}. Got {block}.")
+        return list(every[block * TOKENS_PER_BLOCK : (block + 1) * TOKENS_PER_BLOCK])
 
     def tile(
         self, layer: int, head: int, level: int, row: int, col: int, wanted: Callable[[], bool] = lambda: True
     ) -> bytes:
-        """The mean weights of a tile, float32 in little-endian rows; NaN is not yet known.
+        """The mean weights of a tile: float32, little-endian, row by row; NaN where not known yet.
 
-        Nothing comes back if it is no longer `wanted` when its turn comes, or if the atlas was closed.
+        Returns b"" if the tile is no longer `wanted` once it can be computed, or if the atlas was closed.
         """
         self._check(layer, head)
         key = (layer, head, level, row, col)
-        if (kept := self._kept(key)) is not None:
-            return kept
+        if (cached := self._cached_tile(key)) is not None:
+            return cached
         if level >= levels(len(self.layers[layer].queries), len(self.layers[layer].keys))[0]:
-            return _bytes(self._map(layer, head), level, row, col)
-        with self._my_turn():
+            return _tile_bytes(self._map(layer, head), level, row, col)
+        with self._exclusive():
             if self._closed or not wanted():
                 return b""
-            if (kept := self._kept(key)) is not None:
-                return kept
-            found = _bytes(self._map(layer, head), level, row, col)
-        with self._change:
+            if (cached := self._cached_tile(key)) is not None:
+                return cached
+            found = _tile_bytes(self._map(layer, head), level, row, col)
+        with self._changed:
             self._tiles[key] = found
-            while len(self._tiles) > _TILES:
+            while len(self._tiles) > _MAX_TILES:
                 self._tiles.popitem(last=False)
         return found
 
     def state(self, layer: int, head: int) -> State:
-        """How far the coarse levels of a map are; to ask is to want them, and they are computed meanwhile."""
+        """Progress on the coarse levels of a map; the first call starts computing them in the background."""
         self._check(layer, head)
         pyramid = self._map(layer, head)
-        with self._change:
-            trouble = self._troubles.get((layer, head), "")
-            if pyramid.progress < 1.0 and self._drawer is None and not self._closed:
-                self._drawer = threading.Thread(target=self._draw, name="regard-atlas", daemon=True)
-                self._drawer.start()
-                atexit.register(self.close)  # Python must not end in the midst of a block
-            self._change.notify_all()
+        with self._changed:
+            trouble = self._errors.get((layer, head), "")
+            if pyramid.progress < 1.0 and self._worker is None and not self._closed:
+                self._worker = threading.Thread(target=self._compute_coarse_levels, name="regard-atlas", daemon=True)
+                self._worker.start()
+                atexit.register(self.close)  # Python must not exit while a block is being computed
+            self._changed.notify_all()
         return State(pyramid.progress, pyramid.known, trouble)
 
     def close(self) -> None:
-        """Stop computing; what is under way is waited for, a block or a tile."""
-        with self._change:
+        """Stop computing, after the block or tile in progress."""
+        with self._changed:
             self._closed = True
-            self._change.notify_all()
-        if self._drawer is not None:
-            self._drawer.join()
-        with self._turn:
+            self._changed.notify_all()
+        if self._worker is not None:
+            self._worker.join()
+        with self._compute_lock:
             atexit.unregister(self.close)
 
     def _check(self, layer: int, head: int) -> None:
@@ -163,71 +167,71 @@ class Atlas:
         if not 0 <= head < heads:
             raise ArgumentError(f"atlas: head must be from 0 to {heads - 1} in layer {layer}. Got {head}.")
 
-    def _kept(self, key: tuple[int, ...]) -> bytes | None:
-        with self._change:
+    def _cached_tile(self, key: tuple[int, ...]) -> bytes | None:
+        with self._changed:
             if key in self._tiles:
                 self._tiles.move_to_end(key)
             return self._tiles.get(key)
 
     def _map(self, layer: int, head: int) -> Pyramid:
-        """The map of a head, made if need be; the one that nobody looked at for longest makes room."""
-        with self._change:
+        """The map of a head, from the cache or new; the least recently used maps are evicted."""
+        with self._changed:
             if (layer, head) not in self._maps:
                 self._maps[layer, head] = Pyramid(self.layers[layer].observation, self.layers[layer].item, head)
             self._maps.move_to_end((layer, head))
-            while len(self._maps) > 1 and sum(map.bytes for map in self._maps.values()) > _MEMORY:
+            while len(self._maps) > 1 and sum(map.bytes for map in self._maps.values()) > _MAX_MAP_BYTES:
                 self._maps.popitem(last=False)
             return self._maps[layer, head]
 
     @contextmanager
-    def _my_turn(self) -> Iterator[None]:
-        """Compute alone; the coarse levels wait."""
-        with self._change:
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the compute lock; the coarse levels wait."""
+        with self._changed:
             self._waiting += 1
         try:
-            with self._turn:
+            with self._compute_lock:
                 yield
         finally:
-            with self._change:
+            with self._changed:
                 self._waiting -= 1
-                self._change.notify_all()
+                self._changed.notify_all()
 
-    def _draw(self) -> None:
-        """Compute the coarse levels of the map looked at last, until all that are kept are known."""
+    def _compute_coarse_levels(self) -> None:
+        """Compute the coarse levels of all cached maps, the most recently used first."""
         while (work := self._next_work()) is not None:
             key, pyramid = work
             try:
-                pyramid.advance(self._breathe)
+                pyramid.advance(self._yield_to_tiles)
             except _ClosedError:
                 return
             except (RegardError, RuntimeError, MemoryError) as error:
-                with self._change:
-                    self._troubles[key] = str(error)
+                with self._changed:
+                    self._errors[key] = str(error)
 
     def _next_work(self) -> tuple[tuple[int, int], Pyramid] | None:
-        with self._change:
+        with self._changed:
             while not self._closed:
                 for key in reversed(self._maps):
-                    if self._maps[key].progress < 1.0 and key not in self._troubles:
+                    if self._maps[key].progress < 1.0 and key not in self._errors:
                         return key, self._maps[key]
-                self._change.wait()
+                self._changed.wait()
         return None
 
-    def _breathe(self) -> None:
-        """Let those go first who wait for a tile."""
-        with self._change:
-            self._change.wait_for(lambda: self._closed or not self._waiting)
+    def _yield_to_tiles(self) -> None:
+        """Wait until no request waits for a tile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._waiting)
             if self._closed:
                 raise _ClosedError
 
 
 class _ClosedError(Exception):
-    """Nobody wants the coarse levels any more."""
+    """The atlas was closed."""
 
 
-def _bytes(pyramid: Pyramid, level: int, row: int, col: int) -> bytes:
+def _tile_bytes(pyramid: Pyramid, level: int, row: int, col: int) -> bytes:
     return pyramid.tile(level, row, col).numpy().astype("<f4").tobytes()
 
 
-def _kind(x: object) -> str:
+def _type_name(x: object) -> str:
     return type(x).__name__

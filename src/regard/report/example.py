@@ -1,4 +1,4 @@
-"""Words as small vectors, so that an alignment of two sentences comes out of real attention."""
+"""Small word vectors, so that real attention aligns two sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SOURCE", "TARGET", "hashed", "known"]
 SOURCE = ("the", "black", "cat", "often", "wants", "cold", "milk")
 TARGET = ("le", "chat", "noir", "veut", "souvent", "du", "lait", "froid")
 
-# What a word means weighs 3, what kind of word it is 1.8; "du" has no word of its own in English.
+# A word's meaning weighs 3, its part of speech 1.8; "du" has no English counterpart.
 _MEANINGS: dict[str, dict[str, float]] = {
     "the": {"definite": 3.0, "article": 1.8},
     "black": {"black": 3.0, "adjective": 1.8},
@@ -36,7 +36,7 @@ _FEATURES = tuple(sorted({feature for meaning in _MEANINGS.values() for feature 
 
 
 def known(words: Sequence[str]) -> Tensor:
-    """Embed words of the built-in example: one row a word, one column a feature of its meaning or its kind.
+    """Embed words of the built-in example: one row per word, one column per feature (a meaning or a part of speech).
 
     >>> known(["cat", "chat"]).shape
     torch.Size([2, 12])
@@ -47,9 +47,9 @@ def known(words: Sequence[str]) -> Tensor:
 
 
 def hashed(words: Sequence[str], dim: int = 256, sharpness: float = 6.0) -> Tensor:
-    """Embed any words by the letters they share: each run of 2 to 4 characters adds ±1 at a hashed place.
+    """Embed any words by the letters they share: each n-gram of 2 to 4 characters adds ±1 at a hashed index.
 
-    A word's logit with itself, q·k / √dim, is `sharpness`; words without a run in common are near 0.
+    A word's logit with itself, q·k / √dim, is `sharpness`; words that share no n-gram are near 0.
 
     >>> light, lights, dark = hashed(["light", "lights", "dark"]) / 256**0.25
     >>> round(float(light @ light), 3)
@@ -59,13 +59,13 @@ def hashed(words: Sequence[str], dim: int = 256, sharpness: float = 6.0) -> Tens
     """
     rows = torch.zeros(len(words), dim)
     for row, word in zip(rows, words, strict=True):
-        for run in _runs(word):
-            digest = int.from_bytes(hashlib.blake2b(run.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+        for ngram in _ngrams(word):
+            digest = int.from_bytes(hashlib.blake2b(ngram.encode("utf-8", "surrogatepass"), digest_size=8).digest())
             row[(digest >> 1) % dim] += 1.0 if digest & 1 else -1.0
     length = math.sqrt(sharpness * math.sqrt(dim))
     return torch.nn.functional.normalize(rows, dim=-1) * length
 
 
-def _runs(word: str) -> list[str]:
+def _ngrams(word: str) -> list[str]:
     marked = f"<{word.casefold()}>"
     return [marked[start : start + size] for size in (2, 3, 4) for start in range(len(marked) - size + 1)]

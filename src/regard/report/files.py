@@ -1,4 +1,4 @@
-"""Files: those of the package as texts, new ones written whole or not at all, and numbers that JSON can hold."""
+"""Files: read the package's assets, write files atomically, and make numbers safe for JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["asset", "plain", "write_text"]
 
 
 def asset(package: str, name: str) -> str:
-    """The text of a file among the assets of a package."""
+    """The text of an asset of a package."""
     return (files(package) / "assets" / name).read_text(encoding="utf-8")
 
 
 def plain(value: object) -> object:
-    """Give `value` as JSON can hold it: None for a number that is not finite.
+    """`value`, or None for a number that is not finite, which JSON cannot hold.
 
     >>> [plain(x) for x in (0.5, float("nan"), float("-inf"), "causal")]
     [0.5, None, None, 'causal']
@@ -27,7 +27,7 @@ def plain(value: object) -> object:
 
 
 def write_text(path: str | os.PathLike[str], text: str, who: str) -> Path:
-    """Put `text` at `path` in one step: beside it first, then renamed, so that no half of it is ever there."""
+    """Write `text` to `path` atomically: to a temporary file beside it, which is then renamed."""
     place = Path(path)
     part = place.parent / f".{place.name}.{os.getpid()}.part"
     try:
@@ -39,7 +39,7 @@ def write_text(path: str | os.PathLike[str], text: str, who: str) -> Path:
     except OSError as error:
         reason = error.strerror or str(error)
         raise FileError(
-            f"{who}: {place} cannot be written: {reason}. Give the path of a file in a folder that is there and "
-            f"that you may write to."
+            f"{who}: {place} cannot be written: {reason}. Give the path of a file in an existing folder that "
+            f"you may write to."
         ) from error
     return place

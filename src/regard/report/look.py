@@ -1,4 +1,4 @@
-"""What a report shows, as plain data: a model's layers, their heads, and what is remarkable about them."""
+"""What a report shows, as plain data: a model's layers, their heads, and remarks on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = ("problem", "notable")
 
 @dataclass(frozen=True, eq=False)
 class HeadLook:
-    """One head: its statistics, its pooled map, and for each query the strongest keys.
+    """One head: its statistics, its pooled map, and the strongest keys of each query.
 
     `map` holds the mean weight in each cell of a grid over queries × keys, as `Observation.map` gives it; `strongest`
     holds weights and keys, each (queries, k), as `Observation.top` gives them: −1 where fewer keys are visible.
@@ -30,8 +30,8 @@ class HeadLook:
         weights, keys = self.strongest
         if self.map.dim() != 2 or not self.map.numel():
             raise ShapeError(
-                f"HeadLook: map must be (height, width), at least one cell. Got {tuple(self.map.shape)}; "
-                f"take one head of one batch item."
+                f"HeadLook: map must be (height, width) with at least one cell. Got {tuple(self.map.shape)}; "
+                f"pass the map of one head of one batch item."
             )
         if weights.dim() != 2 or weights.shape != keys.shape:
             raise ShapeError(
@@ -42,7 +42,7 @@ class HeadLook:
 
 @dataclass(frozen=True)
 class LayerLook:
-    """One layer: its name, the texts of the tokens that look and of those that are looked at, and its heads.
+    """One layer: its name, the tokens of its queries and of its keys, and its heads.
 
     >>> import torch
     >>> head = HeadLook(0, {"entropy": 0.0}, torch.eye(2), (torch.ones(2, 1), torch.tensor([[0], [1]])))
@@ -62,33 +62,33 @@ class LayerLook:
             height, width = one.map.shape
             if len(weights) != n:
                 raise ShapeError(
-                    f"LayerLook: {self.name!r} has {n} queries, and head {one.head} the strongest keys of "
-                    f"{len(weights)}. Give one text for each token that was seen."
+                    f"LayerLook: {self.name!r} has {n} queries, but head {one.head} has the strongest keys of "
+                    f"{len(weights)}. Give one text per query."
                 )
             if keys.numel() and not -1 <= int(keys.min()) <= int(keys.max()) < m:
                 raise ArgumentError(
-                    f"LayerLook: {self.name!r} has {m} keys, and head {one.head} names keys from {int(keys.min())} "
-                    f"to {int(keys.max())}. Give one text for each key; −1 stands for none."
+                    f"LayerLook: {self.name!r} has {m} keys, but head {one.head} names keys from {int(keys.min())} "
+                    f"to {int(keys.max())}. Give one text per key; −1 means none."
                 )
             if height > n or width > m:
                 raise ShapeError(
-                    f"LayerLook: the map of head {one.head} in {self.name!r} is {height} × {width}, over {n} queries "
-                    f"and {m} keys; no cell may be empty. Ask for a smaller map."
+                    f"LayerLook: the map of head {one.head} in {self.name!r} is {height} × {width} for {n} queries "
+                    f"and {m} keys; no cell may be empty. Request a smaller map."
                 )
             first = self.heads[0]
             if one.map.shape != first.map.shape or weights.shape != first.strongest[0].shape:
                 raise ShapeError(
-                    f"LayerLook: all heads of {self.name!r} must have maps of one shape and as many strongest keys. "
-                    f"Head {one.head} has {height} × {width} and {weights.shape[1]}, head {first.head} has "
-                    f"{first.map.shape[0]} × {first.map.shape[1]} and {first.strongest[0].shape[1]}."
+                    f"LayerLook: all heads of {self.name!r} must have maps of one shape and the same number of "
+                    f"strongest keys. Head {one.head} has {height} × {width} and {weights.shape[1]}, head {first.head} "
+                    f"has {first.map.shape[0]} × {first.map.shape[1]} and {first.strongest[0].shape[1]}."
                 )
 
 
 @dataclass(frozen=True)
 class Remark:
-    """One thing worth a look: the rule that found it, how grave it is, a sentence, and where it is.
+    """One finding: the rule that raised it, its level, a sentence, and the layer and heads that it concerns.
 
-    >>> Remark("dead-head", "problem", "Head 3 looks nowhere.", "encoder.0", (3,)).level
+    >>> Remark("dead-head", "problem", "Head 3 attends to nothing.", "encoder.0", (3,)).level
     'problem'
     """
 

@@ -1,4 +1,4 @@
-"""The report: one HTML file that opens from disk, with a model's heads to look at, read and compare."""
+"""The report: one HTML file that opens from disk and shows a model's heads: maps, statistics, tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import ArgumentError, DtypeError
 from .files import asset, write_text
 from .look import Look
 from .page_budget import LIMIT
-from .page_data import embedded, told
+from .page_data import page_data, script_json
 from .terminal import shown
 
 __all__ = ["render", "write"]
@@ -22,7 +22,7 @@ _SCRIPTS = ("page.start.js", "page.colour.js", "page.grid.js", "page.map.js", "p
 
 
 def render(look: Look) -> str:
-    """Draw `look` as one page of HTML that needs no network: at most 3 MB, the same bytes for the same look.
+    """Render `look` as one HTML page that needs no network: at most 3 MB, and deterministic to the byte.
 
     >>> import torch
     >>> from regard.report.look import HeadLook, LayerLook, Look
@@ -31,14 +31,14 @@ def render(look: Look) -> str:
     >>> page.startswith("<!doctype html>"), "<title>Cats</title>" in page
     (True, True)
     """
-    _check(look, "render")
+    _check_look(look, "render")
     if not any(layer.heads for layer in look.layers):
         raise ArgumentError(
             "render: the look has no heads to show. Call the model inside `with regard.watch(model) as seen:`, then "
-            "take seen.look()."
+            "use seen.look()."
         )
-    blank = _assembled(look.title, "")
-    page = _assembled(look.title, embedded(told(look, LIMIT - len(blank.encode()))))
+    empty = _assemble(look.title, "")
+    page = _assemble(look.title, script_json(page_data(look, LIMIT - len(empty.encode()))))
     size = len(page.encode())
     if size > LIMIT:
         raise ArgumentError(
@@ -49,21 +49,21 @@ def render(look: Look) -> str:
 
 
 def write(look: Look, path: str | os.PathLike[str]) -> Path:
-    """Write the page of `look` to `path`, whole or not at all."""
-    _check(look, "write")
+    """Write the page of `look` to `path`, atomically."""
+    _check_look(look, "write")
     return write_text(path, render(look), "write")
 
 
-def _check(look: object, who: str) -> None:
+def _check_look(look: object, who: str) -> None:
     if not isinstance(look, Look):
         raise DtypeError(
-            f"{who}: it draws a Look. Got {type(look).__name__}; what `regard.watch` saw becomes one by "
+            f"{who}: look must be a Look. Got {type(look).__name__}; `with regard.watch(model) as seen:` gives one by "
             f"seen.look(tokens=…)."
         )
 
 
-def _assembled(title: str, data: str) -> str:
-    """The page around its data, with a policy under which only our own style and script run."""
+def _assemble(title: str, data: str) -> str:
+    """The page around its data, with a content security policy that admits only our own style and script."""
     style = asset(__package__, "page.css")
     script = '(() => {\n"use strict";\n' + "\n".join(asset(__package__, name) for name in _SCRIPTS) + "})();\n"
     policy = (

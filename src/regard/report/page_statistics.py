@@ -1,4 +1,4 @@
-"""The statistics a page knows by name: what to call them, in which unit, and what they mean."""
+"""The statistics a page knows by name: their label, unit and meaning."""
 
 from __future__ import annotations
 
@@ -6,37 +6,41 @@ from collections.abc import Iterable
 
 from .look import HeadLook
 
-__all__ = ["MEANINGS", "described", "names_of"]
+__all__ = ["STATISTICS", "describe", "statistic_names"]
 
-# What each is called, its unit, and what it means.
-MEANINGS: dict[str, tuple[str, str, str]] = {
+# By name: the label, the unit and the meaning.
+STATISTICS: dict[str, tuple[str, str, str]] = {
     "entropy": ("Entropy", "nats", "−Σ p ln p over the keys, mean over the queries"),
-    "relative_entropy": ("Relative entropy", "", "entropy over the logarithm of the visible keys: 1 is uniform"),
-    "effective_keys": ("Effective keys", "keys", "exp(entropy): how many keys a query effectively attends"),
+    "relative_entropy": (
+        "Relative entropy",
+        "",
+        "entropy divided by the logarithm of the number of visible keys: 1 is uniform",
+    ),
+    "effective_keys": ("Effective keys", "keys", "exp(entropy): how many keys a query effectively attends to"),
     "max_logit": ("Largest logit", "", "the largest logit that entered the softmax"),
-    "first_share": ("On the first key", "%", "the weight on the first key that may be seen, mean over the queries"),
+    "first_share": ("On the first key", "%", "the weight on the first visible key, mean over the queries"),
     "self_share": ("On itself", "%", "the weight of a token on itself, mean over the queries"),
-    "previous_share": ("On the previous key", "%", "the weight on the token before, mean over the queries"),
+    "previous_share": ("On the previous key", "%", "the weight on the previous token, mean over the queries"),
     "saturated_share": ("Saturated rows", "%", "queries with more than 0.99 of their weight on one key"),
-    "distance": ("Distance", "tokens", "how far away the attended keys are, mean over weights and queries"),
-    "concentration": ("Concentration", "", "Σ p² over the keys: 1 where one key takes all"),
+    "distance": ("Distance", "tokens", "how far away the attended keys are, weighted mean, averaged over the queries"),
+    "concentration": ("Concentration", "", "Σ p² over the keys: 1 if one key has all the weight"),
 }
 
 
-def names_of(heads: Iterable[HeadLook]) -> list[str]:
-    """Every statistic that some head has, in the order in which they first come.
+def statistic_names(heads: Iterable[HeadLook]) -> list[str]:
+    """Every statistic that some head has, in order of first appearance.
 
-    >>> names_of([])
+    >>> statistic_names([])
     []
     """
     return list(dict.fromkeys(name for one in heads for name in one.statistics))
 
 
-def described(name: str) -> dict[str, str | int]:
-    """Give label, unit, factor to the unit, and meaning of a statistic; one we do not know is called by its name.
+def describe(name: str) -> dict[str, str | int]:
+    """Label, unit, factor to the unit, and meaning of a statistic; an unknown one is labelled by its name.
 
-    >>> described("entropy")["unit"], described("my_own")["label"]
+    >>> describe("entropy")["unit"], describe("my_own")["label"]
     ('nats', 'My own')
     """
-    label, unit, meaning = MEANINGS.get(name, (name.replace("_", " ").strip().capitalize() or name, "", ""))
+    label, unit, meaning = STATISTICS.get(name, (name.replace("_", " ").strip().capitalize() or name, "", ""))
     return {"name": name, "label": label, "unit": unit, "factor": 100 if unit == "%" else 1, "meaning": meaning}

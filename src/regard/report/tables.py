@@ -1,4 +1,4 @@
-"""Tables of heads: given names and numbers, something that prints."""
+"""Tables of heads and findings, for the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .terminal import shown
 
 __all__ = ["HeadTable", "findings"]
 
-_TITLES = {
+_HEADERS = {
     "entropy": "entropy",
     "relative_entropy": "relative",
     "effective_keys": "effective",
@@ -28,7 +28,7 @@ _TITLES = {
     "distance": "distance",
     "concentration": "Σp²",
 }
-_LESS_TELLING = (
+_DROPPED_FIRST = (
     "concentration",
     "effective_keys",
     "distance",
@@ -41,7 +41,7 @@ _LESS_TELLING = (
 
 @dataclass(frozen=True)
 class HeadTable:
-    """Heads, one a row: (layer, which of its heads, numbers by name). `str` gives it as text; rich prints it in colour.
+    """One row per head: (layer, head, numbers by name). `str` gives plain text; rich prints it in colour.
 
     >>> print(HeadTable([("attn", "0", {"entropy": 1.5, "max_logit": 12.25})]))
     layer  head  entropy  max logit
@@ -54,24 +54,24 @@ class HeadTable:
     signed: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._drawn(self._fitting(options.max_width)) if self.rows else Text("there are no heads to show")
+        yield self._table(self._fitting_columns(options.max_width)) if self.rows else Text("there are no heads to show")
 
-    def _fitting(self, width: int) -> list[str]:
-        """The columns that fit, the less telling left out first."""
+    def _fitting_columns(self, width: int) -> list[str]:
+        """The columns that fit, after dropping the less informative ones first."""
         names = list(self.rows[0][2]) if self.rows else []
-        room = width - min(32, max((len(layer) for layer, *_ in self.rows), default=0)) - 8
-        for name in _LESS_TELLING:
-            if sum(max(6, len(_TITLES.get(kept, kept))) + 2 for kept in names) <= room:
+        available = width - min(32, max((len(layer) for layer, *_ in self.rows), default=0)) - 8
+        for name in _DROPPED_FIRST:
+            if sum(max(6, len(_HEADERS.get(column, column))) + 2 for column in names) <= available:
                 break
-            names = [kept for kept in names if kept != name]
+            names = [column for column in names if column != name]
         return names
 
-    def _drawn(self, names: list[str]) -> Table:
+    def _table(self, names: list[str]) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("layer", overflow="fold", min_width=8)
         table.add_column("head", justify="right")
         for name in names:
-            table.add_column(_TITLES.get(name, name), justify="right", no_wrap=True)
+            table.add_column(_HEADERS.get(name, name), justify="right", no_wrap=True)
         last = None
         for layer, head, numbers in self.rows:
             label = Text(shown(layer) or "(model)") if layer != last else Text("")
@@ -85,8 +85,8 @@ class HeadTable:
         return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").splitlines())
 
 
-class Found(Protocol):
-    """What a finding tells."""
+class FindingLike(Protocol):
+    """Anything with the level and the text of a finding."""
 
     @property
     def level(self) -> str: ...
@@ -94,14 +94,14 @@ class Found(Protocol):
     def text(self) -> str: ...
 
 
-def findings(found: Sequence[Found]) -> Table:
-    """Findings, one a line, problems marked."""
+def findings(found: Sequence[FindingLike]) -> Table:
+    """Findings, one per line, problems marked."""
     table = Table.grid(padding=(0, 1))
     for finding in found:
         problem = finding.level == "problem"
         table.add_row(Text("!" if problem else "·", style="bold red" if problem else "cyan"), Text(shown(finding.text)))
     if not found:
-        table.add_row(Text("nothing is wrong or notable by our rules"))
+        table.add_row(Text("no rule found anything wrong or notable"))
     return table
 
 

@@ -1,4 +1,4 @@
-"""What regard draws in a terminal: given words and numbers, things that rich can print."""
+"""Terminal output: alignments, bars and facts that rich can print."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.text import Text
 __all__ = ["Alignment", "bar", "facts", "shown"]
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_JOINERS = "\u200c\u200d"  # they shape letters and do nothing to a terminal
+_JOINERS = "\u200c\u200d"  # they shape letters and do not affect a terminal
 _UNSAFE = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 _LONGEST_QUERY, _LONGEST_KEY, _WIDEST_BAR = 16, 12, 8
 
 
 def shown(word: str) -> str:
-    r"""Give `word` as it is safe to print: what would move a cursor or turn the text is written as an escape.
+    r"""Make `word` safe to print: escape characters that would move the cursor or change the text direction.
 
     >>> print(shown("caf\u00e9"), shown("\x1b[31mred"), shown("\u202etxt"))
     café \x1b[31mred \u202etxt
@@ -35,7 +35,7 @@ def shown(word: str) -> str:
 
 
 def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
-    """Draw `share` of 1 as a bar in `width` cells; a share too small for a bar is a dot, and none at all is blank.
+    """Draw a share between 0 and 1 as a bar of `width` cells: a dot if it is too small for a bar, blank if it is 0.
 
     >>> bar(0.5, 5), bar(0.001, 5), bar(0.0, 5), bar(1.0, 3, ascii_only=True)
     ('██▌  ', '·    ', '     ', '###')
@@ -48,7 +48,7 @@ def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
 
 
 def facts(rows: Mapping[str, str]) -> Table:
-    """Set names and what they are beside each other, one a line."""
+    """A table of names and facts, one per line."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -59,9 +59,9 @@ def facts(rows: Mapping[str, str]) -> Table:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Who attends whom: a row for each query word, a bar for each key word, and what the row's weights say.
+    """Which words attend to which: one row per query, one bar per key, and the statistics of the row.
 
-    `strongest` holds the index of each row's strongest key, −1 where the row sees none.
+    `strongest` holds the index of each row's strongest key, −1 if the row sees none.
     """
 
     queries: Sequence[str]
@@ -72,10 +72,10 @@ class Alignment:
     perplexity: Sequence[float]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw the matrix of bars where it fits, and a list of the strongest keys where it does not."""
+        """Draw the matrix of bars if it fits, else a list of the strongest keys."""
         ascii_only = options.ascii_only
-        words = _cut(self.queries, _LONGEST_QUERY, ascii_only)
-        keys = _cut(self.keys, _LONGEST_KEY, ascii_only)
+        words = _clip(self.queries, _LONGEST_QUERY, ascii_only)
+        keys = _clip(self.keys, _LONGEST_KEY, ascii_only)
         fixed = (
             max(map(cell_len, [*words, "query"])) + max(map(cell_len, [*keys, "strongest"])) + len("entropykeys") + 4
         )
@@ -83,15 +83,15 @@ class Alignment:
         if width >= max(2, len(str(len(keys)))):
             yield from self._matrix(words, keys, width, ascii_only)
             dot = "." if ascii_only else "·"
-            yield Text(f"\nbars: share of the row's attention; {dot} a trace, blank hidden", style="dim")
+            yield Text(f"\nbars: share of the row's attention; {dot} a trace, blank: hidden", style="dim")
         else:
-            yield self._list(words, keys)
+            yield self._strongest_list(words, keys)
             yield Text()
-        yield Text("entropy in nats; keys effectively attended: exp(entropy)", style="dim")
+        yield Text("entropy in nats; keys: exp(entropy), the number effectively attended to", style="dim")
 
     def _matrix(self, words: list[str], keys: list[str], width: int, ascii_only: bool) -> RenderResult:
-        named = all(cell_len(key) <= width for key in keys)
-        table = _frame([Text(key if named else str(place)) for place, key in enumerate(keys, 1)], width)
+        names_fit = all(cell_len(key) <= width for key in keys)
+        table = _matrix_frame([Text(key if names_fit else str(place)) for place, key in enumerate(keys, 1)], width)
         for index, word in enumerate(words):
             best = self.strongest[index]
             bars = [
@@ -100,20 +100,22 @@ class Alignment:
             ]
             table.add_row(Text(word), *bars, *self._statistics(index, keys))
         yield table
-        if not named:
+        if not names_fit:
             legend = Text("  ").join(Text.assemble((str(place), "dim"), f" {key}") for place, key in enumerate(keys, 1))
             yield Padding(legend, (1, 0, 0, 0))
 
-    def _list(self, words: list[str], keys: list[str]) -> Table:
+    def _strongest_list(self, words: list[str], keys: list[str]) -> Table:
         table = Table.grid(padding=(0, 1))
-        for head in ("query", "attends", "entropy", "keys"):
-            table.add_column(no_wrap=head != "attends", justify="left" if head in ("query", "attends") else "right")
-        table.add_row(*(Text(head, style="dim") for head in ("query", "attends", "entropy", "keys")))
+        for head in ("query", "attends to", "entropy", "keys"):
+            table.add_column(
+                no_wrap=head != "attends to", justify="left" if head in ("query", "attends to") else "right"
+            )
+        table.add_row(*(Text(head, style="dim") for head in ("query", "attends to", "entropy", "keys")))
         for index, word in enumerate(words):
             row = self.weights[index]
-            first = sorted((place for place, share in enumerate(row) if share > 0.0), key=lambda place: -row[place])[:3]
+            top = sorted((place for place, share in enumerate(row) if share > 0.0), key=lambda place: -row[place])[:3]
             attends = Text(", ").join(
-                Text(f"{keys[place]} {row[place]:.0%}", style=_style(row[place], False)) for place in first
+                Text(f"{keys[place]} {row[place]:.0%}", style=_style(row[place], False)) for place in top
             )
             table.add_row(Text(word), attends or Text("nothing", style="dim"), *self._statistics(index, keys)[1:])
         return table
@@ -126,7 +128,7 @@ class Alignment:
         return [strongest, Text(f"{abs(self.entropy[index]):.2f}"), Text(f"{self.perplexity[index]:.1f}")]
 
 
-def _frame(heads: Iterable[Text], width: int) -> Table:
+def _matrix_frame(heads: Iterable[Text], width: int) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     names = list(heads)
@@ -139,7 +141,7 @@ def _frame(heads: Iterable[Text], width: int) -> Table:
     return table
 
 
-def _cut(words: Sequence[str], longest: int, ascii_only: bool) -> list[str]:
+def _clip(words: Sequence[str], longest: int, ascii_only: bool) -> list[str]:
     safe = [shown(word) for word in words]
     if ascii_only:
         safe = [word.encode("ascii", "backslashreplace").decode() for word in safe]

@@ -1,4 +1,4 @@
-// Colours for weights: from dark violet to bright yellow, on a scale that follows what is in view.
+// Colours for weights: from dark violet to bright yellow, on a scale that adapts to the tiles in view.
 
 const STOPS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"];
 const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
@@ -12,7 +12,7 @@ const RAMP = Array.from({ length: 256 }, (_, i) => {
 });
 const PACKED = Uint32Array.from(RAMP, opaque);
 
-// A float's upper half, sign, exponent and 7 bits of its fraction, chooses its colour: one look into a table a cell.
+// The upper half of a float (sign, exponent, 7 bits of the fraction) indexes its colour: one table lookup per cell.
 const middles = new Float32Array(Uint32Array.from({ length: 1 << 15 }, (_, i) => (i << 16) | 0x8000).buffer);
 
 export class Palette {
@@ -23,7 +23,7 @@ export class Palette {
     this.log = true;
   }
 
-  // Where a weight lies between the ends of the scale, 0 to 1.
+  // The position of a weight on the scale, 0 to 1.
   place(weight) {
     const at = this.log ? Math.log(weight / this.low) / Math.log(this.high / this.low) : weight / this.high;
     return Math.min(1, Math.max(0, at));
@@ -35,7 +35,7 @@ export class Palette {
     for (let i = first; i < infinite; i++) this.table[i] = PACKED[Math.round(255 * this.place(middles[i]))];
     this.table.fill(PACKED[0], 1, first);
     this.table[0] = opaque(parts(none));
-    this.table.fill(0, infinite);  // not a number: not known
+    this.table.fill(0, infinite);  // NaN: not known yet
     this.version++;
   }
 
@@ -60,15 +60,15 @@ export function drawRamp(canvas) {
   pen.putImageData(image, 0, 0);
 }
 
-// Numbers 1, 2, 5, 10, …: the next one up, or down.
+// Round up or down to 1, 2, 5, 10, …
 export function round(value, up) {
   const ten = 10 ** Math.floor(Math.log10(value) + 1e-9);
   const steps = [1, 2, 5, 10].map((step) => step * ten);
   return up ? steps.find((step) => step >= value * (1 - 1e-6)) ?? 10 * ten : steps.findLast((step) => step <= value * (1 + 1e-6)) ?? ten;
 }
 
-// The ends of a scale for tiles in view, over their weights above 0: all but the lowest hundredth; from 0 on where it
-// is linear, and there without the highest hundredth, which would leave the others in the dark.
+// The ends of the scale for the tiles in view, from their weights above 0. A log scale leaves out the lowest hundredth;
+// a linear one starts at 0 and leaves out the highest hundredth, which would make all other cells dark.
 export function ends(tiles, log) {
   let most = 0, count = 0;
   const bins = new Float64Array(1024);
@@ -85,7 +85,7 @@ export function ends(tiles, log) {
   return log ? [Math.min(round(Math.max(low, top * 1e-9), false), top / 10), top] : [0, top];
 }
 
-// The weight below which `count` of them are, to a quarter of its size.
+// The weight that has `count` weights below it, to within a quarter.
 function share(bins, count) {
   let below = 0, bin = 0;
   while (bin < 1023 && below + bins[bin] <= count) below += bins[bin++];

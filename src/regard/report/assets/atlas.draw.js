@@ -1,9 +1,9 @@
-// The picture: tiles, coarser ones where finer are still on their way; axes with tokens or numbers; the overview.
+// The picture: tiles, or coarser ones while finer ones load; axes with tokens or numbers; the overview.
 
 import { ends, Palette } from "./atlas.colour.js";
 import { asCount, themed } from "./atlas.text.js";
 
-// Tiles of a level that are in view, those nearest to the middle first.
+// The tiles of a level that are in view, nearest to the centre first.
 export function visible(view, level, side) {
   const size = side * 2 ** level;
   const range = (from, to, count) => [Math.max(0, Math.floor(from / size)), Math.min(Math.ceil(count / size), Math.ceil(to / size))];
@@ -29,7 +29,7 @@ export class Picture {
     this.view.height = clientHeight;
   }
 
-  dress() {
+  readTheme() {
     this.colours = Object.fromEntries(["page", "card", "ink", "soft", "line", "faint", "none", "accent", "on-accent"].map((name) => [name, themed(`--${name}`)]));
     this.mono = themed("--mono");
     this.sans = themed("--sans");
@@ -73,7 +73,7 @@ export class Picture {
     return Math.round(x * this.sharp) / this.sharp;
   }
 
-  // A tile; what is nearest to it in the coarser levels below it, and in the finer one where it is not there itself.
+  // Draw a tile over the nearest coarser one that is loaded; if the tile itself is missing, draw its finer ones.
   place({ level, row, col }) {
     const own = this.tileAt(level, row, col);
     if (!own || own.known < this.view.queries) {
@@ -106,7 +106,7 @@ export class Picture {
     pen.drawImage(tile.canvas, left, top, cols, rows, x, y, right - x, bottom - y);
   }
 
-  // Single weights, written into their cells.
+  // Write single weights into their cells.
   numbers(palette) {
     const { view, pen, side } = this;
     pen.font = `11px ${this.sans}`;
@@ -164,7 +164,7 @@ export class Picture {
     pen.fillText("keys →", view.width - 9, top / 2 - 2);
   }
 
-  // One axis, `from` to `to` along it and `thick` across; the keys' is drawn turned.
+  // One axis, from `from` to `to` and `thick` pixels wide; the axis of the keys is horizontal, with rotated labels.
   axis(side, from, thick, to, hover) {
     const { view, pen } = this;
     const flat = side === "keys";
@@ -206,7 +206,7 @@ export class Picture {
     else pen.fillText(asCount(i), thick - 9, at);
   }
 
-  // The number of what is pointed at, over the numbers beside it.
+  // The index under the pointer, drawn over the other labels.
   tag(flat, i, at, thick, from, to) {
     const { pen, colours } = this;
     pen.font = `600 11px ${this.sans}`;
@@ -251,7 +251,7 @@ export class Picture {
     pen.restore();
   }
 
-  // The whole map, small, in colours of its own, with a frame around what is in view.
+  // The whole map, small, on its own colour scale, with a frame around the part in view.
   overview(canvas, tile) {
     const { view, colours } = this;
     canvas.hidden = view.whole || !tile;
@@ -299,7 +299,7 @@ export class Picture {
   }
 }
 
-// A step of 1, 2 or 5 times a power of ten that is at least `least`.
+// The smallest step of 1, 2 or 5 times a power of ten that is at least `least`.
 function ticks(least) {
   const ten = 10 ** Math.max(0, Math.floor(Math.log10(Math.max(least, 1))));
   return [1, 2, 5, 10].map((step) => step * ten).find((step) => step >= least);
@@ -312,7 +312,7 @@ function shortened(pen, text, room) {
   return `${letters.slice(0, Math.max(1, Math.floor((letters.length * room) / width) - 1)).join("")}…`;
 }
 
-// Ticks of the colour scale, by powers of ten or from 0 on.
+// Ticks of the colour scale: powers of ten, or 0, half and the maximum.
 export function legend(box, palette) {
   const marks = [];
   if (palette.log) {

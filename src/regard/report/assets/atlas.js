@@ -1,4 +1,4 @@
-// The atlas: what the reader does, what is asked for, and what is said about it.
+// The atlas: input events, requests to the server, and the readout.
 
 import { drawRamp, ends, Palette } from "./atlas.colour.js";
 import { legend, Picture, visible } from "./atlas.draw.js";
@@ -7,7 +7,7 @@ import { Tiles } from "./atlas.tiles.js";
 import { View } from "./atlas.view.js";
 
 const touched = window.matchMedia("(pointer: coarse)").matches;
-const HINT = touched ? "Drag to move, pinch to zoom, tap to read a cell." : "Drag to move, wheel to zoom; or arrows, + and −, 0 for all, [ and ] for the heads.";
+const HINT = touched ? "Drag to move, pinch to zoom, tap to read a cell." : "Drag to move, scroll to zoom. Keys: arrows, + and −, 0 for the whole map, [ and ] for the heads.";
 const state = { layer: 0, head: 0, log: true, known: Infinity, hover: null, pointer: null, keyed: false };
 const view = new View();
 const palette = new Palette();
@@ -18,17 +18,17 @@ const darker = window.matchMedia("(prefers-color-scheme: dark)");
 const map = () => meta.layers[state.layer];
 const pathOf = (level, row, col) => `/tile/${state.layer}/${state.head}/${level}/${row}/${col}`;
 
-function wear(theme) {
+function applyTheme(theme) {
   root.dataset.theme = theme;
   find("theme").textContent = theme === "dark" ? "Light" : "Dark";
   find("theme").setAttribute("aria-pressed", String(theme === "dark"));
   if (!picture) return;
-  picture.dress();
+  picture.readTheme();
   if (palette.version) palette.set(palette.low, palette.high, palette.log, picture.colours.none);
   redraw();
 }
 
-// One picture a frame, however many things changed.
+// Draw at most once per frame.
 function redraw() {
   root.dataset.ready = "false";
   if (asked) return;
@@ -47,7 +47,7 @@ function redraw() {
   });
 }
 
-// The whole map first, then two levels coarser than what is shown, then that.
+// Request the whole map first, then the tiles two levels coarser than those shown, then those shown.
 function askFor() {
   const { level, top } = view, { side } = meta, { base } = map();
   const order = [{ level: top, row: 0, col: 0 }, ...(level + 2 <= top ? visible(view, level + 2, side) : []), ...visible(view, level, side)];
@@ -64,7 +64,7 @@ function askFor() {
   tiles.need(wanted);
 }
 
-// Fit the colours to what is in view, when it is all there or has been waited for.
+// Fit the colour scale to the tiles in view, once all of them are loaded or 400 ms have passed.
 function rescale() {
   const shown = visible(view, view.level, meta.side).map(({ level, row, col }) => tiles.kept.get(pathOf(level, row, col))).filter(Boolean);
   const now = performance.now();
@@ -79,7 +79,7 @@ function rescale() {
   legend(find("ticks"), palette);
 }
 
-// What lies under the pointer, or in the middle for who steers by keys.
+// Find the cell under the pointer, or at the centre when the keyboard is used.
 function point() {
   const { left, top } = view.bands();
   const at = state.pointer ?? (state.keyed ? [(view.width + left) / 2, (view.height + top) / 2] : null);
@@ -88,10 +88,10 @@ function point() {
   const inside = at && at[0] >= left && at[1] >= top && key >= 0 && query >= 0 && key < view.keys && query < view.queries;
   state.hover = inside ? { cell, key: Math.floor(key / cell) * cell, query: Math.floor(query / cell) * cell } : null;
   find("unit").textContent = cell > 1 ? `mean of ${cell} × ${cell} weights` : "weight";
-  say();
+  updateReadout();
 }
 
-function say() {
+function updateReadout() {
   const line = find("readout"), { hover } = state;
   if (!hover) {
     if (line.dataset.said !== "hint") line.replaceChildren(HINT);
@@ -125,7 +125,7 @@ function ranged(one, many, start, cell, count) {
   return [`${many} ${asCount(start)}–${asCount(stop - 1)} `, quote(start), " … ", quote(stop - 1)];
 }
 
-// Ask how far the coarse levels are, as long as they are not whole.
+// Poll the progress of the coarse levels until they are complete.
 async function poll() {
   clearTimeout(polling);
   const { layer, head } = state;
@@ -160,13 +160,13 @@ function notice(text, wrong = false, progress = null) {
   find("progress").value = progress ?? 0;
 }
 
-// A failure is told until something works again.
+// Show a failure until a request succeeds again.
 let failing = false;
 function failed(error) {
   if (!error && !failing) return;
   failing = Boolean(error);
   if (!error) return poll();
-  notice(error instanceof TypeError ? "The atlas no longer answers: the program that serves it has ended." : error.message, true);
+  notice(error instanceof TypeError ? "The atlas no longer answers: the program that served it has exited." : error.message, true);
 }
 
 function choose(layer, head) {
@@ -178,14 +178,14 @@ function choose(layer, head) {
   Object.assign(view, { queries, keys, top });
   state.known = top < base ? Infinity : 0;
   scaled = -Infinity;
-  lists();
+  fillSelects();
   if (other && (before.queries !== queries || before.keys !== keys)) view.show();
   canvas().setAttribute("aria-label", `Attention map of ${map().name}, head ${state.head}: ${asCount(queries)} queries by ${asCount(keys)} keys. ${HINT}`);
   poll();
   settled();
 }
 
-function lists() {
+function fillSelects() {
   const fill = (id, names, chosen) => {
     const list = find(id);
     if (list.options.length !== names.length) list.replaceChildren(...names.map((name, at) => new Option(name, at)));
@@ -199,7 +199,7 @@ function lists() {
 
 const canvas = () => find("map");
 
-// The place, in the address: layer/head/query/key/pixels a pair/scale of colours.
+// Keep the view in the address: layer/head/query/key/pixels per pair/colour scale.
 function settled() {
   redraw();
   clearTimeout(writing);
@@ -211,7 +211,7 @@ function settled() {
   }, 100);
 }
 
-function recall() {
+function restoreView() {
   const parts = location.hash.slice(1).split("/");
   const [layer, head, y, x, scale] = parts.map(Number);
   const there = Number.isInteger(layer) && layer in meta.layers && Number.isInteger(head) && head >= 0 && head < meta.layers[layer].heads;
@@ -312,7 +312,7 @@ function keys() {
 const whole = () => view.glide(() => view.show(), settled);
 
 async function start() {
-  wear(darker.matches ? "dark" : "light");
+  applyTheme(darker.matches ? "dark" : "light");
   drawRamp(find("ramp"));
   const answer = await fetch("/meta.json");
   if (!answer.ok) throw new Error(await answer.text());
@@ -323,7 +323,7 @@ async function start() {
   tokens = new Tokens(meta.tokens, redraw);
   tiles = new Tiles(palette, redraw, failed);
   picture = new Picture(canvas(), view, meta.side, (level, row, col) => tiles.get(pathOf(level, row, col)), (side, index) => tokens.at(state.layer, side, index));
-  picture.dress();
+  picture.readTheme();
   picture.resize();
   pointers();
   overviewEvents();
@@ -342,16 +342,16 @@ async function start() {
       settled();
     });
   }
-  find("theme").addEventListener("click", () => wear(root.dataset.theme === "dark" ? "light" : "dark"));
-  darker.addEventListener("change", () => wear(darker.matches ? "dark" : "light"));
-  window.addEventListener("hashchange", recall);
+  find("theme").addEventListener("click", () => applyTheme(root.dataset.theme === "dark" ? "light" : "dark"));
+  darker.addEventListener("change", () => applyTheme(darker.matches ? "dark" : "light"));
+  window.addEventListener("hashchange", restoreView);
   new ResizeObserver(() => {
     const kept = view.whole;
     picture.resize();
     if (kept) view.show();
     settled();
   }).observe(canvas());
-  recall();
+  restoreView();
 }
 
 start().catch(failed);

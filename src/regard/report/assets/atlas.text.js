@@ -1,4 +1,4 @@
-// Tokens and numbers as text: tokens come in blocks when they are first looked at, and reach the page as text only.
+// Tokens and numbers as text: tokens are loaded in blocks on demand, and are never parsed as markup.
 
 export const find = (id) => document.getElementById(id);
 export const themed = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -11,7 +11,7 @@ export function asWeight(value) {
   return text.replace("e-", "e−");
 }
 
-// What cannot be seen gets a sign; what would turn or hide the text is written as an escape.
+// Invisible characters get a sign; those that would reverse or hide the text are escaped.
 const SIGNS = { " ": "·", "\n": "↵", "\r": "\\r", "\t": "⇥", "\u00a0": "␣" };
 const HIDDEN = /[ \n\r\t\u00a0]|(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu;
 const escaped = (char) => SIGNS[char] ?? `\\u${char.codePointAt(0).toString(16).padStart(4, "0")}`;
@@ -24,7 +24,7 @@ export class Tokens {
     this.blocks = new Map();
   }
 
-  // The text of a token, or null while it is on its way.
+  // The text of a token, or null while it loads.
   at(layer, side, index) {
     const block = Math.floor(index / this.size);
     const path = `/tokens/${layer}/${side}/${block}`;
@@ -46,7 +46,7 @@ export class Tokens {
       this.blocks.set(path, (await answer.json()).map(legible));
       this.changed();
     } catch {
-      this.blocks.delete(path);  // asked for again when it is next looked at
+      this.blocks.delete(path);  // requested again when it is next needed
     }
   }
 }

@@ -1,4 +1,4 @@
-// Tiles: asked for in the order they are needed, four at a time; those that went out of view are given up.
+// Tiles: requested by urgency, four at a time; requests for tiles that left the view are aborted.
 
 const AT_ONCE = 4;
 const KEPT = 220;
@@ -6,13 +6,13 @@ const KEPT = 220;
 export class Tiles {
   constructor(palette, changed, failed) {
     Object.assign(this, { palette, changed, failed });
-    this.kept = new Map();  // by path, the least recently used first
+    this.kept = new Map();  // by path, least recently used first
     this.wanted = [];
-    this.under = new Map();  // path -> AbortController
-    this.refused = new Map();  // path -> when it may be tried again
+    this.pending = new Map();  // path -> AbortController
+    this.refused = new Map();  // path -> time of the next attempt
   }
 
-  // A tile that is there, with its colours; or null.
+  // A loaded tile, painted with the current palette; or null.
   get(path) {
     const tile = this.kept.get(path);
     if (!tile) return null;
@@ -22,35 +22,35 @@ export class Tiles {
     return tile;
   }
 
-  // What is needed now, most urgent first; `fresh` says that what is kept need not be asked for again.
+  // The tiles needed now, most urgent first; a `fresh` tile in the cache is not requested again.
   need(wanted) {
     const paths = new Set(wanted.map(({ path }) => path));
-    for (const [path, control] of this.under) if (!paths.has(path)) control.abort();
+    for (const [path, control] of this.pending) if (!paths.has(path)) control.abort();
     const now = performance.now();
     this.wanted = wanted.filter(({ path, fresh }) => !(this.kept.has(path) && fresh) && !((this.refused.get(path) ?? 0) > now));
     this.pump();
   }
 
   get idle() {
-    return this.under.size === 0 && this.wanted.length === 0;
+    return this.pending.size === 0 && this.wanted.length === 0;
   }
 
   pump() {
-    while (this.under.size < AT_ONCE && this.wanted.length) {
+    while (this.pending.size < AT_ONCE && this.wanted.length) {
       const next = this.wanted.shift();
-      if (!this.under.has(next.path)) this.load(next);
+      if (!this.pending.has(next.path)) this.load(next);
     }
   }
 
   async load({ path, rows, cols, known }) {
     const control = new AbortController();
-    this.under.set(path, control);
+    this.pending.set(path, control);
     try {
       const answer = await fetch(path, { signal: control.signal });
       if (!answer.ok) throw new Error(await answer.text());
       const buffer = await answer.arrayBuffer();
-      if (buffer.byteLength !== 4 * rows * cols) throw new Error("a tile came in the wrong size");
-      this.keep(path, this.made(buffer, rows, cols, known));
+      if (buffer.byteLength !== 4 * rows * cols) throw new Error("a tile has the wrong size");
+      this.keep(path, this.decode(buffer, rows, cols, known));
       this.refused.delete(path);
       this.failed(null);
     } catch (error) {
@@ -59,18 +59,18 @@ export class Tiles {
         this.failed(error);
       }
     } finally {
-      this.under.delete(path);
+      this.pending.delete(path);
       this.pump();
       this.changed();
     }
   }
 
-  made(buffer, rows, cols, known) {
+  decode(buffer, rows, cols, known) {
     const canvas = document.createElement("canvas");
     canvas.width = cols;
     canvas.height = rows;
     const [values, bits] = [new Float32Array(buffer), new Uint32Array(buffer)];
-    const counts = new Uint32Array(1024);  // how many weights above 0 share an exponent and two bits of the fraction
+    const counts = new Uint32Array(1024);  // histogram of weights above 0, by exponent and two bits of the fraction
     let highest = 0;
     for (let i = 0; i < values.length; i++) {
       if (values[i] > 0) {
@@ -86,7 +86,7 @@ export class Tiles {
     this.kept.set(path, tile);
     for (const old of this.kept.keys()) {
       if (this.kept.size <= KEPT) break;
-      if (!this.under.has(old)) this.kept.delete(old);
+      if (!this.pending.has(old)) this.kept.delete(old);
     }
   }
 }

@@ -1,4 +1,4 @@
-// Where the reader looks: the pair in the middle of the picture, and how many pixels a pair has on each side.
+// The view: the pair at the centre of the picture, and the pixels per pair.
 
 const LARGEST = 72;
 const MARGIN = 14;
@@ -9,7 +9,7 @@ export class View {
     Object.assign(this, { x: 0, y: 0, scale: 1, width: 1, height: 1, queries: 1, keys: 1, top: 0, moving: 0 });
   }
 
-  // The axes grow where there is room for tokens on them.
+  // The axes are wider when zoomed in far enough to show tokens on them.
   bands(scale = this.scale) {
     const grown = between(0, (scale - 9) / 6, 1);
     const wide = Math.min(132, this.width * 0.27), high = Math.min(108, this.height * 0.25);
@@ -20,7 +20,7 @@ export class View {
     return this.scale >= 12.5;
   }
 
-  // The finest level whose cells are not smaller than a pixel.
+  // The finest level whose cells are at least a pixel wide.
   get level() {
     return between(0, Math.ceil(-Math.log2(this.scale) - 1e-6), this.top);
   }
@@ -41,7 +41,7 @@ export class View {
     return (py - this.height / 2) / this.scale + this.y;
   }
 
-  // The scale and the middle at which all of the map is in view.
+  // The scale and centre that bring the whole map into view.
   fit() {
     let scale = this.scale;
     for (let turn = 0; turn < 4; turn++) {
@@ -76,14 +76,14 @@ export class View {
     this.go(this.x - dx / this.scale, this.y - dy / this.scale, this.scale);
   }
 
-  // Zoom so that the pair under a pixel stays there.
+  // Zoom, keeping the pair under a pixel in place.
   zoom(factor, px, py) {
     const [key, query] = [this.keyAt(px), this.queryAt(py)];
     this.go(this.x, this.y, this.scale * factor);
     this.go(key - (px - this.width / 2) / this.scale, query - (py - this.height / 2) / this.scale, this.scale);
   }
 
-  // Take a fifth of a second for a step, unless the reader likes things still.
+  // Animate a step for 200 ms, unless reduced motion is preferred.
   glide(step, changed) {
     const from = { x: this.x, y: this.y, scale: this.scale };
     step();
@@ -95,7 +95,7 @@ export class View {
       if (turn !== this.moving) return;
       const t = between(0, (now - start) / 200, 1), eased = 1 - (1 - t) ** 3;
       this.scale = from.scale * (to.scale / from.scale) ** eased;
-      // The middle moves as the scale does, so that what stays in place stays in place on the way.
+      // Move the centre with the scale, so that a fixed point stays fixed during the animation.
       const share = to.scale === from.scale ? eased : (1 / from.scale - 1 / this.scale) / (1 / from.scale - 1 / to.scale);
       this.x = from.x + share * (to.x - from.x);
       this.y = from.y + share * (to.y - from.y);

@@ -1,5 +1,5 @@
-// Colours for numbers: a few stops from dark violet to bright yellow, between which OKLab is walked in a straight line.
-// Lightness rises evenly, so that order shows to every eye and in grey.
+// Colours for numbers: a few stops from dark violet to bright yellow, interpolated linearly in OKLab.
+// Lightness rises evenly, so that the order is visible to colour-blind readers and in greyscale.
 
 const STOPS = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"];
 
@@ -31,7 +31,7 @@ function rgb([L, a, b]) {
 
 const RAMP = (() => {
   const stops = STOPS.map(oklab);
-  // Places of the stops by their lightness: equal steps of a number are then equal steps of lightness.
+  // Place the stops by their lightness, so that equal steps of a number are equal steps of lightness.
   const places = stops.map(([L]) => (L - stops[0][0]) / (stops.at(-1)[0] - stops[0][0]));
   return Array.from({ length: 256 }, (_, i) => {
     const t = i / 255;
@@ -51,7 +51,7 @@ function drawRamp(canvas) {
   pen.putImageData(image, 0, 0);
 }
 
-// A map's cells as an image, one pixel a cell; a cell that holds nothing stays open.
+// A map as an image, one pixel per cell; cells of weight 0 stay transparent.
 function painted(layer, head, scale) {
   const { width, height, cells } = opened(layer);
   const canvas = make("canvas", { width, height });

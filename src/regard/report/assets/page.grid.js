@@ -1,7 +1,7 @@
-// The overview: one row a layer, one column a head, coloured by a statistic or showing the maps themselves.
+// The overview: one row per layer, one column per head, coloured by a statistic or showing the maps themselves.
 
 const MAPS = -1; // in place of a statistic
-const MOST_MAPS = 1200; // small maps that a browser draws at ease
+const MOST_MAPS = 1200; // small maps that a browser draws quickly
 let cells = []; // [layer][head]
 
 function shortNames(names) {

@@ -1,4 +1,4 @@
-// The page as a whole: header, findings, the chosen head, and what ties the parts together.
+// The page as a whole: header, findings, the chosen head, and the events that connect the parts.
 
 const FIRST_REMARKS = 8;
 
@@ -60,7 +60,7 @@ function buildHeader() {
     button.setAttribute("aria-label", `Change to the ${dark ? "light" : "dark"} theme`);
     button.setAttribute("aria-pressed", String(dark));
   };
-  const change = (theme) => { wear(theme); label(); drawMap(); };
+  const change = (theme) => { applyTheme(theme); label(); drawMap(); };
   button.addEventListener("click", () => {
     const theme = root.dataset.theme === "dark" ? "light" : "dark";
     remember(theme);

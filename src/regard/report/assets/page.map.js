@@ -1,4 +1,4 @@
-// The chosen head's pooled map, large: axes with tokens where they fit, a cursor, and the cell's numbers in words.
+// The pooled map of the chosen head: axes with tokens where they fit, a cursor, and a readout of the cell.
 
 const plot = { left: 0, top: 0, width: 0, height: 0, row: 0, col: 0 };
 
@@ -61,9 +61,9 @@ function labels(pen, starts, text, size, across) {
   pen.restore();
 }
 
-// "\u2068" and "\u2069" keep a token that runs from right to left within its own bounds.
+// "\u2068" and "\u2069" isolate a right-to-left token from the text around it.
 function clipped(pen, place, text, room) {
-  if (text === String(place)) return text; // positions stand in for tokens
+  if (text === String(place)) return text; // positions are shown in place of tokens
   let letters = [...text].slice(0, 24);
   const whole = () => `${place} \u2068${letters.join("")}\u2069`;
   if (pen.measureText(whole()).width <= room && letters.length === [...text].length) return whole();
@@ -90,7 +90,7 @@ function mapLegend(largest) {
   if (largest > 0 && state.scale === "log") {
     const t = (value) => 1 + Math.log(value / largest) / (2 * Math.log(steps));
     const highest = Math.floor(Math.log10(largest) + 1e-6);
-    const apart = (t(10) - t(1)) * find("map-ramp").clientWidth; // pixels between two powers
+    const apart = (t(10) - t(1)) * find("map-ramp").clientWidth; // pixels between two powers of ten
     const each = Math.max(1, Math.ceil(34 / Math.max(apart, 1)));
     for (let power = highest; t(10 ** power) > 0.02; power -= each) put(10 ** power, t(10 ** power));
     if (t(10 ** highest) < 0.85) put(largest, 1);
@@ -119,7 +119,7 @@ function point(row, col, visible = false) {
   cursor.style.width = `${Math.max(3, width + 2)}px`;
   cursor.style.height = `${Math.max(3, height + 2)}px`;
   if (!visible) {
-    find("cell").textContent = `${open.height} × ${open.width} cells over ${asCount(open.rows.at(-1))} queries × ${asCount(open.cols.at(-1))} keys. Point at a cell to read it; a click goes to its query below.`;
+    find("cell").textContent = `${open.height} × ${open.width} cells over ${asCount(open.rows.at(-1))} queries × ${asCount(open.cols.at(-1))} keys. Point at a cell to read it; click to see its query below.`;
     return;
   }
   const count = open.cells[(state.head * open.height + plot.row) * open.width + plot.col];

@@ -1,24 +1,24 @@
-// What every part of the page needs: the reader's theme, elements, numbers as text, tokens as text, unpacked data.
+// Shared by all parts of the page: the theme, elements, numbers and tokens as text, unpacked data.
 
 const root = document.documentElement;
 const darker = window.matchMedia("(prefers-color-scheme: dark)");
 
-// A file opened from disk may have no storage; the theme is then forgotten with the page.
+// A file opened from disk may have no storage; the theme is then not remembered.
 function remembered() {
   try { return window.localStorage.getItem("regard-theme"); } catch { return null; }
 }
 function remember(theme) {
-  try { window.localStorage.setItem("regard-theme", theme); } catch { /* nothing to remember it in */ }
+  try { window.localStorage.setItem("regard-theme", theme); } catch { /* no storage */ }
 }
-function wear(theme) {
+function applyTheme(theme) {
   root.dataset.theme = theme === "dark" || theme === "light" ? theme : darker.matches ? "dark" : "light";
 }
-wear(remembered());
+applyTheme(remembered());
 
 const find = (id) => document.getElementById(id);
 const themed = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 
-// Text reaches the page as text only: nothing here reads markup.
+// Text is only ever inserted as text, never parsed as markup.
 function make(tag, { text, ...attributes } = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -39,7 +39,7 @@ const asWeight = (value) => (value >= 5e-4 ? value.toFixed(3) : value < 1e-4 ? a
 const asCount = (value) => value.toLocaleString("en-US");
 const withUnit = (value, { unit, factor }) => (unit && Number.isFinite(value) ? `${asNumber(value * factor)} ${unit}` : asNumber(value));
 
-// What cannot be seen gets a sign; what would turn or hide the text is written as an escape.
+// Invisible characters get a sign; those that would reverse or hide the text are escaped.
 const SIGNS = { " ": "·", "\n": "↵", "\r": "\\r", "\t": "⇥", "\u00a0": "␣" };
 const HIDDEN = /[ \n\r\t\u00a0]|(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu;
 const escaped = (char) => SIGNS[char] ?? `\\u${char.codePointAt(0).toString(16).padStart(4, "0")}`;
@@ -92,7 +92,7 @@ function unpacked(text) {
   return found;
 }
 
-// Heads that are almost alike get almost one colour: a range is never narrower than a fiftieth of its largest number.
+// Heads with almost the same value get almost the same colour: a range spans at least 2 % of its largest number.
 function widened(low, high, { factor }) {
   const least = Math.max(0.02 * Math.max(Math.abs(low), Math.abs(high)), factor === 100 ? 0.01 : 0);
   const lack = least - (high - low);
@@ -101,7 +101,7 @@ function widened(low, high, { factor }) {
   return [start, start + least];
 }
 
-// A layer's large arrays are unpacked when the layer is first looked at.
+// Unpack the large arrays of a layer when it is first shown.
 function opened(layer) {
   if (layer.open) return layer.open;
   const sides = layer.cells.map((cells, side) => Math.ceil(cells / layer.every[side]));

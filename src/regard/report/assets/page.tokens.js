@@ -1,10 +1,10 @@
-// The tokens as text: point at one, and those it attends to, or is attended by, are shaded and listed.
+// The tokens as text: pointing at one shades and lists the tokens that it attends to, or that attend to it.
 
 const WINDOW = 512; // tokens shown at once
 const LISTED = 16;
-const SPACED = 12; // of so many tokens one has a space, or the spaces of the text are not in its tokens
-const FIRST = 64; // the token that is chosen before the reader chooses one: with some text before it, and in sight
-let boxes = {}; // by side, queries and keys; one box for both where a text looks at itself
+const SPACED = 12; // if fewer than one in so many tokens has a space, the tokens carry no spaces
+const FIRST = 64; // the token selected at first: with some text before it, and in view
+let boxes = {}; // { queries, keys }: one box for both in self-attention
 let active = null; // { place, held }
 
 function windowsOf(spans) {
@@ -133,7 +133,7 @@ function textKey(event, box, place) {
   const line = { ArrowUp: -1, ArrowDown: 1 }[event.key];
   const page = { PageUp: -1, PageDown: 1 }[event.key];
   if (near !== undefined || line) {
-    const to = line ? beyond(box, place, line) : Math.min(stop - 1, Math.max(start, near));
+    const to = line ? tokenInLine(box, place, line) : Math.min(stop - 1, Math.max(start, near));
     box.tokens.get(place).tabIndex = -1;
     box.tokens.get(to).tabIndex = 0;
     box.tokens.get(to).focus();
@@ -153,8 +153,8 @@ function textKey(event, box, place) {
   event.preventDefault();
 }
 
-// The token in the line above or below that is nearest to the one at `place`.
-function beyond(box, place, line) {
+// The token nearest to the one at `place` in the line above or below.
+function tokenInLine(box, place, line) {
   const from = box.tokens.get(place);
   const [start, stop] = box.window();
   let [best, top] = [place, null];
@@ -172,10 +172,10 @@ function beyond(box, place, line) {
 function hold(place) {
   active = { place, held: true };
   shade();
-  sight(boxes[state.direction], place);
+  scrollToToken(boxes[state.direction], place);
 }
-// Scrolls the text, and never the page.
-function sight({ list, tokens }, place) {
+// Scroll the text, never the page.
+function scrollToToken({ list, tokens }, place) {
   const node = tokens.get(place);
   if (!node) return;
   const below = node.offsetTop + node.offsetHeight - list.clientHeight;
@@ -188,7 +188,7 @@ function holdQuery(place) {
   if (boxes.queries.reach(place)) hold(place);
 }
 
-// The strongest keys of a query: [[place, weight], …], the strongest first.
+// The strongest keys of a query: [[place, weight], …], strongest first.
 function attended(layer, head, query) {
   const open = opened(layer);
   let row = 0;
@@ -242,7 +242,7 @@ function shade() {
   const origin = active && from.tokens.get(active.place);
   (origin ?? from.tokens.values().next().value).tabIndex = 0;
   if (!active) {
-    find("partners").replaceChildren(make("p", { text: "No token is chosen." }));
+    find("partners").replaceChildren(make("p", { text: "No token is selected." }));
     return;
   }
   const found = (out ? attended : attending)(layer, state.head, active.place);
@@ -257,7 +257,7 @@ function listPartners(layer, found, out, from, to) {
   const total = found.reduce((sum, [, weight]) => sum + weight, 0);
   const queries = rowsOf(layer);
   const summary = out
-    ? found.length ? `attends to; its ${found.length} strongest keys hold ${asWeight(total)} of its weight` : "attends to nothing"
+    ? found.length ? `attends to these tokens; its ${found.length} strongest keys hold ${asWeight(total)} of its weight` : "attends to nothing"
     : `is among the ${layer.k} strongest keys of ${asCount(found.length)} of ${asCount(queries)} queries`;
   const first = found.length > LISTED ? `; the first ${LISTED}:` : "";
   const list = make("ol");
@@ -271,7 +271,7 @@ function listPartners(layer, found, out, from, to) {
     const row = make("button", { class: "partner", type: "button" }, bar, make("span", { class: "number", text: asWeight(weight) }), who);
     row.addEventListener("click", () => {
       if (to === from && to.reach(place)) hold(place); else if (to.reach(place)) shade();
-      sight(to, place);
+      scrollToToken(to, place);
     });
     list.append(make("li", {}, row));
   }
