@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.errors import ArgumentError, DtypeError, RegardError, ShapeError
-from regard.models.clip import qk_clip_
+from regard.models.qk_clip import qk_clip_
 from regard.scores import Cosine, Temperature
 
 E, H, N, B = 24, 4, 7, 2

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from regard.models.difference import Difference
-from regard.models.heads import STATISTICS, Head
+from regard.models.head_statistics import STATISTICS, Head
 
 SHAPES = ([2, 2], [3])
 

@@ -428,9 +428,9 @@ def test_fewer_rows_are_taken_evenly_and_always_alike() -> None:
     few = [find(seen, [Induction(rows=8)]), find(seen, [Induction(rows=8)])]
     assert few[0] == few[1] != []
     assert find(seen, [Induction(rows=7)]) == []  # fewer than it must have
-    assert sampling.evenly(torch.arange(100), 5).tolist() == [0, 24, 49, 74, 99]
-    assert sampling.evenly(torch.arange(100), 1).tolist() == [0]
-    assert sampling.evenly(torch.arange(3), 8).tolist() == [0, 1, 2]
+    assert sampling.evenly_spaced(torch.arange(100), 5).tolist() == [0, 24, 49, 74, 99]
+    assert sampling.evenly_spaced(torch.arange(100), 1).tolist() == [0]
+    assert sampling.evenly_spaced(torch.arange(3), 8).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("strength", [0.0, 9.0])

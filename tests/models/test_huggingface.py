@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.masks import Mask
-from regard.models.hf_handed import Handed
+from regard.models.huggingface.lazy_mask import LazyMask
 
 from .architectures import (
     DECODERS,
@@ -44,7 +44,7 @@ def agree(found: Tensor, expected: Tensor, where: Tensor | None = None) -> None:
 
 def stays_a_mask(call: Call) -> bool:
     """Whether a mask came that no model made a tensor of, or none."""
-    return call.mask is None or (isinstance(call.mask, Handed) and "tensor" not in vars(call.mask))
+    return call.mask is None or (isinstance(call.mask, LazyMask) and "tensor" not in vars(call.mask))
 
 
 def same_as_eager(architecture: Architecture, *runs: Callable[[Any], tuple[Tensor, Tensor | None]]) -> None:
@@ -62,7 +62,7 @@ def same_as_eager(architecture: Architecture, *runs: Callable[[Any], tuple[Tenso
                 else:
                     assert torch.equal(found, numbers)
     assert all(map(stays_a_mask, calls)) == (not architecture.tensors)
-    assert all(isinstance(call.mask.mask, Mask) for call in calls if isinstance(call.mask, Handed))
+    assert all(isinstance(call.mask.mask, Mask) for call in calls if isinstance(call.mask, LazyMask))
 
 
 @pytest.mark.parametrize("architecture", DECODERS, ids=str)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import regard
 from regard.errors import ArgumentError, MissingPackageError
 from regard.models import huggingface
-from regard.models.hf_handed import Handed
-from regard.models.hf_masks import MaskMaker
+from regard.models.huggingface.lazy_mask import LazyMask
+from regard.models.huggingface.mask_functions import MaskBuilder
 
 from .architectures import NAMED, Architecture, build, drawn, of_today, regarded
 
@@ -111,7 +111,7 @@ def test_image_tokens_see_each_other_both_ways() -> None:
     found, expected, masks = both_ways(model, read)
     close(found, expected)
     blocks = [mask for mask in masks if mask is not None]
-    assert all(isinstance(mask, Handed) and bool(mask.tensor[0, 0, 3, 4]) for mask in blocks)
+    assert all(isinstance(mask, LazyMask) and bool(mask.tensor[0, 0, 3, 4]) for mask in blocks)
     assert all("causal() | documents" in repr(mask.mask) for mask in blocks)
 
 
@@ -198,7 +198,7 @@ def test_registering_again_changes_nothing() -> None:
     huggingface.register()
     huggingface.register()
     assert transformers.AttentionInterface._global_mapping["regard"] is huggingface.attend
-    assert isinstance(transformers.AttentionMaskInterface._global_mapping["regard"], MaskMaker)
+    assert isinstance(transformers.AttentionMaskInterface._global_mapping["regard"], MaskBuilder)
     model = build(NAMED["LlamaForCausalLM"], "regard")
     assert model.config._attn_implementation == "regard"
     assert model(WORDS).logits.isfinite().all()
@@ -243,7 +243,7 @@ def test_every_argument_reaches_attention() -> None:
 def test_chosen_keys_alone_are_seen() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     chosen = torch.tensor([[0], [1], [2], [3], [4]]).expand(2, 5, 1)
-    found, _ = huggingface.attend(nn.Module(), q, k, v, Handed(regard.causal(), 2, 5, 5, "cpu"), indices=chosen)
+    found, _ = huggingface.attend(nn.Module(), q, k, v, LazyMask(regard.causal(), 2, 5, 5, "cpu"), indices=chosen)
     torch.testing.assert_close(found, v.transpose(1, 2))
 
 
@@ -262,5 +262,5 @@ def test_told_to_be_causal_without_a_mask_it_is() -> None:
 
 def test_a_mask_for_more_keys_than_there_are_is_cut() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
-    found, _ = huggingface.attend(nn.Module(), q, k, v, Handed(regard.causal(offset=0), 2, 5, 9, "cpu"))
+    found, _ = huggingface.attend(nn.Module(), q, k, v, LazyMask(regard.causal(offset=0), 2, 5, 9, "cpu"))
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.causal()).transpose(1, 2))

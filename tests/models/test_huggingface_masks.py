@@ -12,11 +12,11 @@ from torch import Tensor
 
 import regard
 from regard.masks import Mask, causal, documents, everything, padding, window
-from regard.models.hf_handed import Handed
-from regard.models.hf_masks import KNOWN, Frame, MaskMaker
+from regard.models.huggingface.lazy_mask import LazyMask
+from regard.models.huggingface.mask_functions import MASK_FUNCTIONS, Frame, MaskBuilder
 
 hf: Any = import_module("transformers.masking_utils")
-MAKER = MaskMaker.for_transformers()
+MAKER = MaskBuilder.for_transformers()
 
 PACKED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 3], [0, 1, 1, 2, 2, 2, 2, 2, 2, 2]])
 GROUPS = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1, -1], [2, 2, -1, -1, -1, 3, 3, -1, -1, 5]])
@@ -72,15 +72,15 @@ def test_a_mask_allows_the_pairs_that_transformers_allows(case: Case, frame: Fra
 
 
 def test_every_known_function_of_the_installed_transformers_is_read() -> None:
-    assert len(MAKER.readers) == len(KNOWN)
+    assert len(MAKER.readers) == len(MASK_FUNCTIONS)
 
 
 def test_a_function_that_does_something_else_than_its_name_says_is_not_read_as_it() -> None:
     def causal_mask_function(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j < i
 
-    reader = KNOWN["causal_mask_function"][1]
-    assert not MaskMaker({causal_mask_function.__code__: reader}).agrees(causal_mask_function)
+    reader = MASK_FUNCTIONS["causal_mask_function"][1]
+    assert not MaskBuilder({causal_mask_function.__code__: reader}).agrees(causal_mask_function)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_function_that_does_something_else_than_its_name_says_is_not_read_as_i
 def test_a_mask_is_the_simplest_that_says_it(rule: Any, frame: Frame, mask: Mask) -> None:
     sizes = {"batch_size": 2, "q_length": frame.rows, "kv_length": frame.keys, "q_offset": frame.row_start}
     made = MAKER(**sizes, mask_function=rule)
-    assert isinstance(made, Handed)
+    assert isinstance(made, LazyMask)
     assert made.mask == mask
 
 
@@ -134,11 +134,11 @@ def test_what_earlier_versions_give_is_read_too() -> None:
 
 
 def test_a_mask_made_before_is_handed_on() -> None:
-    handed = Handed(causal(), 2, 5, 5, "cpu")
+    handed = LazyMask(causal(), 2, 5, 5, "cpu")
     assert MAKER(batch_size=2, q_length=5, kv_length=5, attention_mask=handed) is handed
 
 
-HANDED = Handed(causal() & padding(keep=KEEP[:, :4]), batch=2, rows=3, keys=4, device="cpu")
+HANDED = LazyMask(causal() & padding(keep=KEEP[:, :4]), batch=2, rows=3, keys=4, device="cpu")
 TABLE = (causal() & padding(keep=KEEP[:, :4])).dense(3, 4)
 
 
@@ -146,7 +146,7 @@ def test_a_handed_mask_looks_like_the_tensor() -> None:
     assert HANDED.shape == TABLE.shape
     assert (HANDED.ndim, HANDED.dim(), HANDED.dtype) == (4, 4, torch.bool)
     assert HANDED.contiguous() is HANDED
-    assert "tensor" not in vars(Handed(causal(), 2, 3, 4, "cpu").contiguous())
+    assert "tensor" not in vars(LazyMask(causal(), 2, 3, 4, "cpu").contiguous())
 
 
 def test_a_handed_mask_is_sliced_and_joined_as_the_tensor() -> None:
@@ -168,7 +168,7 @@ def test_a_handed_mask_added_to_logits_hides() -> None:
 
 def test_a_handed_mask_moved_to_a_device_stays_a_mask() -> None:
     moved = HANDED.to("meta")
-    assert isinstance(moved, Handed)
+    assert isinstance(moved, LazyMask)
     assert moved.mask.tensors[0].is_meta
 
 

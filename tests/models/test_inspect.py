@@ -155,9 +155,9 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
     assert "takes two" in run("inspect", "builtin", "builtin", fails=True)
     assert "compares two" in run("inspect", "--compare", "builtin", fails=True)
     assert "cannot be written" in run("inspect", "--html", str(tmp_path / "no" / "r.html"), fails=True)
-    loaded = loading.Loaded("blind", torch.nn.Identity(), lambda text: loading.Reading({}, []), 0)
+    loaded = loading.LoadedModel("blind", torch.nn.Identity(), lambda text: loading.TokenizedText({}, []), 0)
     with pytest.raises(ArgumentError, match="no attention was seen"):
-        inspect(loaded, loading.Reading({"input": torch.zeros(1)}, []))
+        inspect(loaded, loading.TokenizedText({"input": torch.zeros(1)}, []))
 
 
 def test_a_port_that_is_taken_is_refused_before_a_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import regard
 from regard.errors import ArgumentError, DtypeError, MissingPackageError
 from regard.models.callbacks import lightning_callback, trainer_callback
-from regard.models.clip import qk_clip_
 from regard.models.loggers import reporter
 from regard.models.monitor import Monitor
+from regard.models.qk_clip import qk_clip_
 
 E, H, N = 16, 2, 6
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.errors import ArgumentError, DtypeError, FileError
-from regard.models.heads import STATISTICS
+from regard.models.head_statistics import STATISTICS
 from regard.observation import WATCHERS
 
 GPT_DIM, GPT_HEADS = 32, 4

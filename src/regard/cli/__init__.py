@@ -29,7 +29,7 @@ from regard.models.difference import DifferenceTable
 from regard.models.findings import RULES
 from regard.models.inspection import drawn, mapped
 from regard.models.inspection import inspect as look_at
-from regard.models.loading import BUILTIN, Loaded, Reading, load
+from regard.models.loading import BUILTIN, LoadedModel, TokenizedText, load
 from regard.models.seen import Seen
 from regard.report.atlas import check_port, serve
 from regard.report.example import SOURCE, TARGET, hashed, known
@@ -286,13 +286,15 @@ def _advance(bar: Progress, task: TaskID, share: float) -> None:
     bar.update(task, completed=share)
 
 
-def _looked(name: str | None, text: str, trust: bool) -> tuple[Loaded, Reading, Seen]:
+def _looked(name: str | None, text: str, trust: bool) -> tuple[LoadedModel, TokenizedText, Seen]:
     with _steps() as bar:
         loaded, reading, tell = _ready(bar, name, text, trust)
         return loaded, reading, look_at(loaded, reading, tell)
 
 
-def _ready(bar: Progress, name: str | None, text: str, trust: bool) -> tuple[Loaded, Reading, Callable[[str], None]]:
+def _ready(
+    bar: Progress, name: str | None, text: str, trust: bool
+) -> tuple[LoadedModel, TokenizedText, Callable[[str], None]]:
     task = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
     loaded = load(name, remote_code=trust)
     reading = loaded.read(text)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .clip import qk_clip_
 from .difference import Difference
-from .heads import Head
+from .head_statistics import Head
 from .monitor import Monitor
+from .qk_clip import qk_clip_
 from .seen import Seen
 from .watch import watch
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from regard.report.tables import HeadTable
 from regard.report.terminal import shown
 
-from .heads import Head
+from .head_statistics import Head
 
 __all__ = ["Difference", "DifferenceTable"]
 

@@ -11,8 +11,8 @@ from regard.observation import Observation
 from regard.report.atlas import Atlas, AtlasLayer
 from regard.report.look import Look
 
-from .calls import Calls
-from .loading import Loaded, Reading
+from .interceptor import CallInterceptor
+from .loading import LoadedModel, TokenizedText
 from .seen import Seen
 from .watch import watch
 
@@ -21,7 +21,7 @@ __all__ = ["drawn", "inspect", "mapped"]
 Tell = Callable[[str], None]
 
 
-def inspect(loaded: Loaded, reading: Reading, tell: Tell = lambda name: None) -> Seen:
+def inspect(loaded: LoadedModel, reading: TokenizedText, tell: Tell = lambda name: None) -> Seen:
     """Watch a model read; `tell` is told the name of each layer as it is seen."""
     with watch(loaded.model, tell) as seen:
         loaded.run(reading)
@@ -33,13 +33,13 @@ def inspect(loaded: Loaded, reading: Reading, tell: Tell = lambda name: None) ->
     return seen
 
 
-def drawn(loaded: Loaded, reading: Reading, seen: Seen, tell: Tell = lambda name: None) -> Look:
+def drawn(loaded: LoadedModel, reading: TokenizedText, seen: Seen, tell: Tell = lambda name: None) -> Look:
     """What a report shows of a model that read; where no layer has a place for each token, positions stand in."""
     sizes = {size for name in seen.layers for size in seen[name].shape[-2:]}
     return seen.look(reading.pieces if len(reading.pieces) in sizes else None, loaded.name, tell=tell)
 
 
-def mapped(loaded: Loaded, reading: Reading, tell: Tell = lambda name: None) -> Atlas:
+def mapped(loaded: LoadedModel, reading: TokenizedText, tell: Tell = lambda name: None) -> Atlas:
     """Let a model read, and keep of each layer what an atlas draws from: q, k and the statistics of the rows."""
     layers: dict[str, Observation] = {}
 
@@ -47,7 +47,7 @@ def mapped(loaded: Loaded, reading: Reading, tell: Tell = lambda name: None) -> 
         layers[name] = seen
         tell(name)
 
-    with torch.inference_mode(False), Calls(loaded.model, note):
+    with torch.inference_mode(False), CallInterceptor(loaded.model, note):
         loaded.run(reading)
     found = [_layer(name, seen, reading.pieces) for name, seen in layers.items()]
     if not found:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError, MissingPackageError
 
-__all__ = ["BUILTIN", "UNTRAINED", "Loaded", "Reading", "load"]
+__all__ = ["BUILTIN", "UNTRAINED", "LoadedModel", "TokenizedText", "load"]
 
 BUILTIN, UNTRAINED = "builtin", "builtin-untrained"
 _EMPTY = "inspect: the text is empty; give at least a word."
 
 
 @dataclass(frozen=True)
-class Reading:
+class TokenizedText:
     """A text as a model reads it: the arguments of its call, and the text of each token."""
 
     inputs: dict[str, Tensor]
@@ -32,7 +32,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model, and how it reads a text.
 
     >>> model = load(None)
@@ -42,16 +42,16 @@ class Loaded:
 
     name: str
     model: nn.Module
-    read: Callable[[str], Reading]
+    read: Callable[[str], TokenizedText]
     layers: int
 
     @torch.no_grad()
-    def run(self, reading: Reading) -> None:
+    def run(self, reading: TokenizedText) -> None:
         """Let the model read, for those who watch."""
         self.model(**reading.inputs)
 
 
-def load(name: str | None, *, remote_code: bool = False, device: str = "cpu") -> Loaded:
+def load(name: str | None, *, remote_code: bool = False, device: str = "cpu") -> LoadedModel:
     """Load a model by the folder it lies in or by its name on the hub; without a name, the built-in one.
 
     Weights come from safetensors, or from torch files read with weights_only. Code that comes with a model runs only
@@ -68,22 +68,22 @@ def load(name: str | None, *, remote_code: bool = False, device: str = "cpu") ->
     return _from_transformers(name, remote_code, device)
 
 
-def _builtin(name: str, device: str) -> Loaded:
+def _builtin(name: str, device: str) -> LoadedModel:
     from .builtin import load as stored
     from .builtin import tokenizer
 
     model, words = stored(trained=name == BUILTIN).to(device), tokenizer()
 
-    def read(text: str) -> Reading:
+    def read(text: str) -> TokenizedText:
         if not text.strip():
             raise ArgumentError(_EMPTY)
         ids = words.encode(text)
-        return Reading({"ids": torch.tensor([ids], device=device)}, words.pieces(ids))
+        return TokenizedText({"ids": torch.tensor([ids], device=device)}, words.pieces(ids))
 
-    return Loaded(name, model, read, len(model.blocks))
+    return LoadedModel(name, model, read, len(model.blocks))
 
 
-def _from_transformers(name: str, remote_code: bool, device: str) -> Loaded:
+def _from_transformers(name: str, remote_code: bool, device: str) -> LoadedModel:
     try:
         import transformers
     except ImportError as missing:
@@ -113,7 +113,7 @@ def _from_transformers(name: str, remote_code: bool, device: str) -> Loaded:
         ) from error
     model = model.to(device).eval()
     layers = int(getattr(config, "num_hidden_layers", 0) or 0)
-    return Loaded(name, model, lambda text: _read(tokenizer, config, text, device), layers)
+    return LoadedModel(name, model, lambda text: _read(tokenizer, config, text, device), layers)
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def _made(transformers: Any, config: Any) -> Any:
     return transformers.AutoModel
 
 
-def _read(tokenizer: Any, config: Any, text: str, device: str) -> Reading:
+def _read(tokenizer: Any, config: Any, text: str, device: str) -> TokenizedText:
     asked = {"return_offsets_mapping": tokenizer.is_fast, "return_special_tokens_mask": True}
     read = tokenizer(text, **asked, return_tensors="pt")
     ids, marks = read["input_ids"][0], read.pop("special_tokens_mask")[0]
@@ -156,4 +156,4 @@ def _read(tokenizer: Any, config: Any, text: str, device: str) -> Reading:
     inputs = {key: x[:, :limit].to(device) for key, x in read.items() if isinstance(x, Tensor)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = inputs["input_ids"]
-    return Reading(inputs, pieces[:limit], max(0, len(pieces) - limit))
+    return TokenizedText(inputs, pieces[:limit], max(0, len(pieces) - limit))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..errors import DtypeError
 from ..observation import Observation
 from ..scores.base import whole
-from .beside import Beside
-from .findings.sampling import by_item
+from .findings.sampling import flatten_batch
 from .loggers import reporter
+from .training_interceptor import TrainingInterceptor
 
 __all__ = ["Monitor"]
 
@@ -32,7 +32,7 @@ class Tally(NamedTuple):
     @classmethod
     def of(cls, seen: Observation) -> Self:
         """Count the rows of one call; those that see no key do not count."""
-        entropy, peak = by_item(seen.entropy, 1).double(), by_item(seen.max_logit, 1)
+        entropy, peak = flatten_batch(seen.entropy, 1).double(), flatten_batch(seen.max_logit, 1)
         live = peak.isneginf().logical_not()  # NaN counts: it must be seen
         largest = peak.float().amax((0, 2)) if peak.numel() else peak.new_full(peak.shape[1:2], -torch.inf).float()
         return cls(torch.where(live, entropy, 0.0).sum((0, 2)), live.sum((0, 2)).double(), largest)
@@ -90,7 +90,7 @@ class Monitor:
         self._counts_calls = True
         self._hook: Any = None
         self._last: Any = None  # the hook at the end of the call of the model that is under way
-        self._calls: Beside | None = None
+        self._calls: TrainingInterceptor | None = None
         self._of_call: Tallies = {}
         self._of_step: Tallies | None = None  # None until the step is observed
         self._missed: dict[str, str] = {}
@@ -142,7 +142,7 @@ class Monitor:
         """
         if self._calls is None and self.due:
             self._of_call = {}
-            self._calls = Beside(self.model, self._saw, self._miss).__enter__()
+            self._calls = TrainingInterceptor(self.model, self._saw, self._miss).__enter__()
 
     def close(self, *, keep: bool = True) -> None:
         """Observe no more, and count what was seen since `open` unless told not to keep it."""

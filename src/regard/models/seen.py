@@ -21,7 +21,7 @@ from regard.report.tables import HeadTable
 
 from .difference import Difference
 from .findings import Finding, Rule, find
-from .heads import STATISTICS, Head, portrait
+from .head_statistics import STATISTICS, Head, measure_heads
 
 __all__ = ["Seen"]
 
@@ -112,7 +112,7 @@ class Seen:
         heads = seen.shape[-3]
         while name in self._kept and len(self._kept[name].map) != heads:  # another attention of the same module
             name += "#"
-        now = portrait(seen, _SIDE)
+        now = measure_heads(seen, _SIDE)
         known = {key: x.isnan().logical_not() for key, x in now.numbers.items()}
         fresh = {key: torch.where(known[key], x, 0.0) for key, x in now.numbers.items() if key != "max_logit"}
         fresh["max_logit"] = now.numbers["max_logit"]  # a NaN must be seen

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError, DtypeError
 from regard.observation import Observation
 
-from .calls import Calls
+from .interceptor import CallInterceptor
 from .seen import Seen
 
 __all__ = ["watch"]
@@ -78,7 +78,7 @@ class _Watch(AbstractContextManager[Seen]):
             for name, module in self._model.named_modules():
                 if _ATTENTION.search(type(module).__name__):
                     self._follow(stack, name, module)
-            stack.enter_context(Calls(self._model, self._see, self._miss))
+            stack.enter_context(CallInterceptor(self._model, self._see, self._miss))
             self._leave = stack.pop_all()
         return self._seen
 

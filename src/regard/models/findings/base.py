@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ...errors import ArgumentError
 
 if TYPE_CHECKING:
-    from ..heads import Head
+    from ..head_statistics import Head
     from ..seen import Seen
 
 __all__ = ["Finding", "Rule", "StatisticRule", "by_layer", "span", "where"]

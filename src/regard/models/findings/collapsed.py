@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from .base import StatisticRule, span
 
 if TYPE_CHECKING:
-    from ..heads import Head
+    from ..head_statistics import Head
 
 __all__ = ["Collapsed"]
 

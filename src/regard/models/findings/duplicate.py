@@ -11,10 +11,10 @@ import torch
 
 from ...observation import Observation
 from .base import Finding, Rule, by_layer, span
-from .sampling import by_item, evenly, portions
+from .sampling import evenly_spaced, flatten_batch, row_batches
 
 if TYPE_CHECKING:
-    from ..heads import Head
+    from ..head_statistics import Head
     from ..seen import Seen
 
 __all__ = ["Duplicate"]
@@ -76,12 +76,12 @@ class Duplicate(Rule):
 
 def distances(seen: Observation, heads: list[int], most: int, least: int) -> list[list[float]]:
     """Give the mean of ½ Σ|p − p′| over at most `most` rows, for every two of the heads; NaN if these are too few."""
-    choosing = (by_item(seen.visible, 1) > 1).any(1)  # (items, N): with one key there is no choice
-    rows = evenly(choosing.any(0).nonzero().squeeze(-1), most)
+    choosing = (flatten_batch(seen.visible, 1) > 1).any(1)  # (items, N): with one key there is no choice
+    rows = evenly_spaced(choosing.any(0).nonzero().squeeze(-1), most)
     total = torch.zeros(len(heads), len(heads), dtype=torch.float64)
-    each = choosing.shape[0] * by_item(seen.lse, 1).shape[1] * seen.shape[-1]  # numbers in one row of all heads
-    for part in portions(rows, each):
-        P = by_item(seen.weights(rows=part), 2)[:, heads].float()
+    each = choosing.shape[0] * flatten_batch(seen.lse, 1).shape[1] * seen.shape[-1]  # numbers in one row of all heads
+    for part in row_batches(rows, each):
+        P = flatten_batch(seen.weights(rows=part), 2)[:, heads].float()
         flat = P.transpose(0, 1).flatten(1)  # [heads, items · rows · keys]
         total += torch.cdist(flat, flat, p=1.0).double().cpu()
     counted = choosing[:, rows].sum().item()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...observation import Observation
 from .base import Finding, Rule, span
-from .sampling import by_item, evenly, portions
+from .sampling import evenly_spaced, flatten_batch, row_batches
 
 if TYPE_CHECKING:
     from ..seen import Seen
@@ -67,7 +67,7 @@ class Induction(Rule):
 
 def _fitting(tokens: Tensor | None, seen: Observation) -> Tensor | None:
     """The token ids (items, N) on the device of the layer, if each of its rows and keys is one of them."""
-    lse = by_item(seen.lse, 1)
+    lse = flatten_batch(seen.lse, 1)
     if tokens is None or tuple(tokens.shape) != (lse.shape[0], lse.shape[2]) or not tokens.numel():
         return None
     return tokens.to(lse.device) if seen.shape[-1] == tokens.shape[1] else None
@@ -75,13 +75,13 @@ def _fitting(tokens: Tensor | None, seen: Observation) -> Tensor | None:
 
 def _followed(seen: Observation, tokens: Tensor, most: int) -> tuple[list[float], list[float], list[int]]:
     """For each head the mean weight on what followed, the same for uniform attention, and over how many rows."""
-    lse, visible = by_item(seen.lse, 1), by_item(seen.visible, 1)
-    rows = evenly(repeated(tokens).any(0).nonzero().squeeze(-1), most)
+    lse, visible = flatten_batch(seen.lse, 1), flatten_batch(seen.visible, 1)
+    rows = evenly_spaced(repeated(tokens).any(0).nonzero().squeeze(-1), most)
     sums = torch.zeros(3, lse.shape[1], dtype=torch.float64)
     j = torch.arange(tokens.shape[1], device=tokens.device)
-    for part in portions(rows, visible[..., 0].numel() * len(j)):
+    for part in row_batches(rows, visible[..., 0].numel() * len(j)):
         before = (tokens[:, part, None] == tokens[:, None, :]) & (j < part[:, None] - 1)  # [items, rows, keys]
-        S = by_item(seen.scores(rows=part), 2)  # [items, heads, rows, keys]
+        S = flatten_batch(seen.scores(rows=part), 2)  # [items, heads, rows, keys]
         after = F.pad(before, (1, -1))[:, None] & S.isneginf().logical_not()
         P = torch.where(after, (S - lse[..., part, None]).exp(), 0.0)
         found = after.any(-1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .base import Finding, Rule, by_layer, span
-from .sampling import by_item
+from .sampling import flatten_batch
 
 if TYPE_CHECKING:
     from ..seen import Seen
@@ -40,7 +40,7 @@ class LargeLogits(Rule):
     def judge(self, seen: Seen) -> Iterator[Finding]:
         """Give at most three findings a layer: heads without finite logits, beyond `problem`, and beyond `notable`."""
         for layer, heads in by_layer(seen).items():
-            broken = by_item(seen[layer].max_logit, 1).isnan().any(-1).any(0).tolist()
+            broken = flatten_batch(seen[layer].max_logit, 1).isnan().any(-1).any(0).tolist()
             groups: dict[str, dict[int, float]] = {}
             for head in heads:
                 largest = math.inf if broken[head.head] else head.max_logit

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from .base import Finding, Rule, span
-from .sampling import by_item
+from .sampling import flatten_batch
 
 if TYPE_CHECKING:
     from ..seen import Seen
@@ -74,9 +74,9 @@ def _habits(seen: Seen, layer: str) -> list[_Habit]:
     n = last.lse.shape[-1]
     if n != last.shape[-1] or not last.lse.numel():
         return []
-    weights, place = (by_item(x, 2)[..., 0] for x in seen.strongest(layer))  # (items, heads, N)
+    weights, place = (flatten_batch(x, 2)[..., 0] for x in seen.strongest(layer))  # (items, heads, N)
     i = torch.arange(n, device=place.device)
-    looking = (by_item(last.visible, 1) > 1) & (place >= 0)
+    looking = (flatten_batch(last.visible, 1) > 1) & (place >= 0)
     habits = []
     for head in range(place.shape[1]):
         at, live = place[:, head] - i, looking[:, head]

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["by_item", "evenly", "portions"]
+__all__ = ["evenly_spaced", "flatten_batch", "row_batches"]
 
 _AT_ONCE = 1 << 22  # weights held at a time
 
 
-def by_item(x: Tensor, after: int) -> Tensor:
+def flatten_batch(x: Tensor, after: int) -> Tensor:
     """View a member of an Observation as (items, heads, …), where `after` dimensions follow those of the heads.
 
-    >>> [tuple(by_item(torch.zeros(shape), 1).shape) for shape in ((2, 3, 8, 16), (5, 16), (16,))]
+    >>> [tuple(flatten_batch(torch.zeros(shape), 1).shape) for shape in ((2, 3, 8, 16), (5, 16), (16,))]
     [(6, 8, 16), (5, 1, 16), (1, 1, 16)]
     """
     lead, rest = x.shape[: x.dim() - after], x.shape[x.dim() - after :]
@@ -24,10 +24,10 @@ def by_item(x: Tensor, after: int) -> Tensor:
     return x.reshape(items, heads, *rest)
 
 
-def evenly(places: Tensor, most: int) -> Tensor:
+def evenly_spaced(places: Tensor, most: int) -> Tensor:
     """Take at most `most` of the places, evenly spread and always the same.
 
-    >>> evenly(torch.arange(10), 4).tolist()
+    >>> evenly_spaced(torch.arange(10), 4).tolist()
     [0, 3, 6, 9]
     """
     if len(places) <= most:
@@ -35,6 +35,6 @@ def evenly(places: Tensor, most: int) -> Tensor:
     return places[(torch.arange(most, device=places.device) * (len(places) - 1)) // max(1, most - 1)]
 
 
-def portions(rows: Tensor, each: int) -> Iterator[Tensor]:
+def row_batches(rows: Tensor, each: int) -> Iterator[Tensor]:
     """Split rows so that a portion, of `each` numbers a row, fits in memory."""
     yield from rows.split(max(1, _AT_ONCE // max(1, each)))

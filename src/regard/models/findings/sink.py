@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...observation import Observation
 from .base import Finding, Rule, span
-from .sampling import by_item
+from .sampling import flatten_batch
 
 if TYPE_CHECKING:
     from ..seen import Seen
@@ -56,7 +56,7 @@ class Sink(Rule):
 
 def _strongest(seen: Observation) -> tuple[Tensor, Tensor, Tensor]:
     """Each head's share on its most attended key and what uniform attention could give one, (heads,); where that is."""
-    received, visible = by_item(seen.received, 1).float(), by_item(seen.visible, 1)
+    received, visible = flatten_batch(seen.received, 1).float(), flatten_batch(seen.visible, 1)
     if not received.shape[-1] or not received.shape[0]:
         empty = received.new_zeros(received.shape[1])
         return empty, empty, received.new_zeros(0, received.shape[1], dtype=torch.int64)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, MissingPackageError
-from ..functional import attention, observe
-from ..masks import Mask, causal, dense, padding
-from .hf_handed import Handed
-from .hf_masks import MaskMaker
+from ...errors import ArgumentError, MissingPackageError
+from ...functional import attention, observe
+from ...masks import Mask, causal, dense, padding
+from .lazy_mask import LazyMask
+from .mask_functions import MaskBuilder
 
 __all__ = ["register"]
 
@@ -40,7 +40,7 @@ def register() -> None:
             f"{missing}. Install it with pip install 'regard[hf]'."
         ) from missing
     attentions.register(NAME, attend)
-    masks.register(NAME, MaskMaker.for_transformers())
+    masks.register(NAME, MaskBuilder.for_transformers())
 
 
 def attend(
@@ -48,7 +48,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Handed | Mask | Tensor | None,
+    attention_mask: LazyMask | Mask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -82,12 +82,12 @@ def attend(
     return seen.output.transpose(1, 2).contiguous(), seen.weights()
 
 
-def read(given: Handed | Mask | Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | None, Tensor | None]:
+def read(given: LazyMask | Mask | Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | None, Tensor | None]:
     """Read what came as attention_mask: a mask of ours, a tensor that selects, or one that adds; as (mask, bias)."""
     if given is None or isinstance(given, Mask):
         return given, None
     rows, keys = query.shape[2], key.shape[2]
-    if isinstance(given, Handed):
+    if isinstance(given, LazyMask):
         if given.shape[2:] == (rows, keys):
             return given.mask, None
         given = given.tensor

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masks import Mask, causal, documents, everything, padding, predicate, window
-from ..masks.causal import Causal
-from ..masks.index import joint
-from ..masks.window import Window
-from .hf_handed import Handed
+from ...masks import Mask, causal, documents, everything, padding, predicate, window
+from ...masks.causal import Causal
+from ...masks.index import joint
+from ...masks.window import Window
+from .lazy_mask import LazyMask
 
-__all__ = ["Frame", "MaskMaker"]
+__all__ = ["Frame", "MaskBuilder"]
 
 Rule: TypeAlias = Callable[..., Tensor]  # (batch, head, row, key) -> bool
 Cells: TypeAlias = Mapping[str, Any]  # what a rule was made with
@@ -65,18 +65,18 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MaskMaker:
-    """What transformers calls for a mask: it gives a mask of ours, `Handed` on in the place of a tensor, or None.
+class MaskBuilder:
+    """What transformers calls for a mask: it gives a mask of ours, `LazyMask` on in the place of a tensor, or None.
 
-    >>> maker = MaskMaker({})
+    >>> maker = MaskBuilder({})
     >>> maker(batch_size=1, q_length=2, kv_length=3, mask_function=lambda batch, head, i, j: j < 2).mask
     predicate(<lambda>)
     """
 
-    readers: Mapping[CodeType, Callable[[MaskMaker, Cells, Frame], Mask]]
+    readers: Mapping[CodeType, Callable[[MaskBuilder, Cells, Frame], Mask]]
     source: Any = None  # the module of transformers that has the functions
 
-    def __call__(self, **given: Any) -> Handed | Tensor | None:
+    def __call__(self, **given: Any) -> LazyMask | Tensor | None:
         return self.make_in_a_graph(**given) if torch.compiler.is_dynamo_compiling() else self.make(**given)
 
     def make(
@@ -87,7 +87,7 @@ class MaskMaker:
         q_offset: int | Tensor = 0,
         kv_offset: int = 0,
         mask_function: Rule | None = None,
-        attention_mask: Tensor | Handed | None = None,
+        attention_mask: Tensor | LazyMask | None = None,
         allow_is_causal_skip: bool = True,
         allow_is_bidirectional_skip: bool = False,
         use_vmap: bool = False,
@@ -96,9 +96,9 @@ class MaskMaker:
         dtype: torch.dtype = torch.float32,
         config: object = None,
         **others: Any,
-    ) -> Handed | Tensor | None:
+    ) -> LazyMask | Tensor | None:
         """Make the mask of `q_length` rows and `kv_length` keys; the names are those of transformers."""
-        if isinstance(attention_mask, Handed):
+        if isinstance(attention_mask, LazyMask):
             return attention_mask
         if cache_position is not None:  # what earlier versions give for q_length, q_offset and device
             q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
@@ -114,15 +114,15 @@ class MaskMaker:
         mask, alone = _all_of(found, frame), _attends_alone(config)
         if mask.trivial and (allow_is_bidirectional_skip or (allow_is_causal_skip and not alone)):
             return None
-        handed = Handed(mask.bind(batch_size, 1), batch_size, q_length, kv_length, device)
+        handed = LazyMask(mask.bind(batch_size, 1), batch_size, q_length, kv_length, device)
         if alone:
             return handed.additive(dtype)
         # A step of a static cache is compiled with its mask as an input: one row as a tensor needs no new compilation.
         return handed.tensor if compiled_step else handed
 
-    def make_in_a_graph(self, **given: Any) -> Handed | Tensor | None:
+    def make_in_a_graph(self, **given: Any) -> LazyMask | Tensor | None:
         """Make it under torch.compile, which cannot read what a function was made with: causal, or a tensor."""
-        if isinstance(made := given.get("attention_mask"), Handed):
+        if isinstance(made := given.get("attention_mask"), LazyMask):
             return made
         given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         if _attends_alone(given.get("config")):
@@ -131,7 +131,7 @@ class MaskMaker:
         plain = given.get("mask_function") is self.source.causal_mask_function and made is None
         if plain and "q_length" in given:
             frame = Frame(given["q_length"], given["kv_length"], given["q_offset"], given["kv_offset"])
-            return Handed(causal(frame.offset), given["batch_size"], frame.rows, frame.keys, given["device"])
+            return LazyMask(causal(frame.offset), given["batch_size"], frame.rows, frame.keys, given["device"])
         allowed: Tensor = self.source.sdpa_mask(**given)
         return allowed
 
@@ -144,11 +144,11 @@ class MaskMaker:
         return reader(self, cells | {"one_by_one": one_by_one}, frame)
 
     @classmethod
-    def for_transformers(cls) -> MaskMaker:
+    def for_transformers(cls) -> MaskBuilder:
         """The maker for the installed transformers: it knows the functions that do there what it takes them for."""
         source: Any = import_module("transformers.masking_utils")
         maker = cls({}, source)
-        for name, (given, reader) in KNOWN.items():
+        for name, (given, reader) in MASK_FUNCTIONS.items():
             rule = getattr(source, name, None)
             if rule is not None:
                 rule = rule(*(getattr(source, x) if isinstance(x, str) else x for x in given)) if given else rule
@@ -172,53 +172,53 @@ def _attends_alone(config: object) -> bool:
     return config is not None and module is not None and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
 
 
-def _causal(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _causal(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     return causal(frame.offset)
 
 
-def _everything(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _everything(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     return everything()
 
 
-def _sliding(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _sliding(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     return window(cells["sliding_window"] - 1, None, frame.offset)
 
 
-def _sliding_both_ways(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _sliding_both_ways(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     return window(cells["sliding_window"], cells["sliding_window"], frame.offset)
 
 
-def _chunks(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _chunks(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     left, size = cells["left_padding"][:, None], cells["chunk_size"]
     rows, keys = frame.row_positions(left.device), frame.key_positions(left.device)
     return documents((rows - left) // size, (keys - left) // size)
 
 
-def _blocks(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _blocks(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     ids = cells["block_sequence_ids"]
     rows, keys = frame.at_rows(ids), frame.at_keys(ids, -1)
     return documents(rows, torch.where(keys < 0, rows.amin() - 1, keys))  # below 0 is in no block
 
 
-def _packed(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _packed(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     ids = cells["packed_sequence_mask"]
     alone = frame == (ids.shape[1], ids.shape[1], 0, 0)
     return documents(ids) if alone else documents(frame.at_rows(ids), frame.at_keys(ids, -1))
 
 
-def _padding(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _padding(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     return padding(keep=frame.at_keys(cells["padding_mask"].bool()))
 
 
-def _and(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _and(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     return _all_of([maker.read(rule, frame, cells["one_by_one"]) for rule in cells["mask_functions"]], frame)
 
 
-def _or(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _or(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     return reduce(or_, (_lean(maker.read(f, frame, cells["one_by_one"]), frame) for f in cells["mask_functions"]))
 
 
-def _moved(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
+def _moved(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
     rows, keys, row_start, key_start = frame
     moved = Frame(rows, keys, row_start + cells["q_offset"], key_start + cells["kv_offset"])
     return maker.read(cells["mask_function"], moved, cells["one_by_one"])
@@ -226,7 +226,7 @@ def _moved(maker: MaskMaker, cells: Cells, frame: Frame) -> Mask:
 
 _IDS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]], device="cpu")
 _GROUPS = torch.tensor([[-1, 0, 0, 0, -1, 1], [-1, -1, 2, 2, 2, -1]], device="cpu")
-KNOWN: dict[str, tuple[tuple[Any, ...], Callable[[MaskMaker, Cells, Frame], Mask]]] = {
+MASK_FUNCTIONS: dict[str, tuple[tuple[Any, ...], Callable[[MaskBuilder, Cells, Frame], Mask]]] = {
     "causal_mask_function": ((), _causal),
     "bidirectional_mask_function": ((), _everything),
     "sliding_window_overlay": ((2,), _sliding),

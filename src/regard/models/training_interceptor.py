@@ -16,26 +16,26 @@ from ..backends import Backend
 from ..backends.dispatch import choose, run
 from ..core.problem import Problem
 from ..observation import WATCHERS, Observation, Watcher
-from .calls import Calls, OnCall, OnMiss
+from .interceptor import CallInterceptor, OnCall, OnMiss
 
-__all__ = ["Beside"]
+__all__ = ["TrainingInterceptor"]
 
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MULTIHEAD = F.multi_head_attention_forward.__code__.co_varnames
 
 
-class Beside(Watcher):
-    """`Calls` for training: the model's own computation runs, then each call is shown to `Calls` without gradient.
+class TrainingInterceptor(Watcher):
+    """`CallInterceptor` for training: the model's own computation runs, then each call is shown to `CallInterceptor` without gradient.
 
     Activation checkpointing compares what a forward pass saved with what its repetition saves. The repetition is not
     observed, so the pass that is must save the same.
     """
 
     def __init__(self, model: nn.Module, on_call: OnCall, on_miss: OnMiss | None = None) -> None:
-        self._calls = Calls(model, on_call, on_miss)
+        self._calls = CallInterceptor(model, on_call, on_miss)
         self._leave = ExitStack()
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> TrainingInterceptor:
         with ExitStack() as stack:
             stack.enter_context(self._calls)
             WATCHERS.append(self)
@@ -48,7 +48,7 @@ class Beside(Watcher):
         self._leave.close()
 
     def answer(self, p: Problem, backend: str | Backend) -> Tensor:
-        with Calls.unseen():
+        with CallInterceptor.unseen():
             output = run(p, choose(p, backend)).output
         with torch.no_grad():
             self._calls.answer(p._replace(dropout=0.0), backend)
@@ -61,7 +61,7 @@ class Beside(Watcher):
 class _Torch(TorchFunctionMode):
     """Repeats torch's functions of attention, without dropout, for the calls to see."""
 
-    def __init__(self, beside: Beside) -> None:
+    def __init__(self, beside: TrainingInterceptor) -> None:
         super().__init__()
         self._beside = beside
 
@@ -70,9 +70,9 @@ class _Torch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         again = _again(func, args, kwargs)
-        if again is None or Calls.busy:
+        if again is None or CallInterceptor.busy:
             return func(*args, **kwargs)
-        with Calls.unseen():
+        with CallInterceptor.unseen():
             output = func(*args, **kwargs)
         with torch.no_grad():
             func(**again)

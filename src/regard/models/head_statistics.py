@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.observation import Observation
 
-__all__ = ["STATISTICS", "Head", "Portrait", "portrait"]
+__all__ = ["STATISTICS", "Head", "HeadStatistics", "measure_heads"]
 
 SATURATED = 0.99  # a row whose largest weight is above this passes hardly any gradient
 _STEP = 256  # rows whose weights near the diagonal are looked at together
@@ -47,7 +47,7 @@ STATISTICS = tuple(field.name for field in fields(Head) if field.name not in ("l
 
 
 @dataclass(frozen=True)
-class Portrait:
+class HeadStatistics:
     """The numbers of all heads of one call, and the pooled map."""
 
     numbers: dict[str, Tensor]  # each (heads,), float64
@@ -55,7 +55,7 @@ class Portrait:
 
 
 @torch.no_grad()
-def portrait(seen: Observation, side: int) -> Portrait:
+def measure_heads(seen: Observation, side: int) -> HeadStatistics:
     """Look at a call once, in linear memory: every statistic of every head, and a map of at most side × side cells."""
     rows, keys = seen.shape[-2:]
     grid = seen.survey(min(side, rows), min(side, keys))
@@ -79,7 +79,7 @@ def portrait(seen: Observation, side: int) -> Portrait:
         "distance": _mean(seen.distance, some),
         "concentration": _mean(total - seen.gradient_health, some),
     }
-    return Portrait({name: x.cpu() for name, x in numbers.items()}, _by_head(grid, 2).mean(0).float().cpu())
+    return HeadStatistics({name: x.cpu() for name, x in numbers.items()}, _by_head(grid, 2).mean(0).float().cpu())
 
 
 def _by_head(x: Tensor, inner: int = 1) -> Tensor:

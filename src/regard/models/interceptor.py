@@ -23,13 +23,13 @@ from regard.functional import posed_as_torch
 from regard.masks import causal
 from regard.observation import WATCHERS, Observation, Watcher, notify, observed
 
-__all__ = ["Calls"]
+__all__ = ["CallInterceptor"]
 
 OnCall = Callable[[str, Observation], None]
 OnMiss = Callable[[str, str], None]
 
 
-class Calls(Watcher):
+class CallInterceptor(Watcher):
     """A context in which each attention call of `model` is observed and told: `on_call(name, observation)`.
 
     The name is that of the module that made the call. What cannot be observed runs as it would have, and is told to
@@ -44,7 +44,7 @@ class Calls(Watcher):
         self._inside: list[str] = []
         self._leave = ExitStack()
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> CallInterceptor:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 if name:  # what no part of the model does is its own
@@ -89,11 +89,11 @@ class Calls(Watcher):
     @contextmanager
     def unseen() -> Iterator[None]:
         """Let calls of torch run as if nobody looked."""
-        before, Calls.busy = Calls.busy, True
+        before, CallInterceptor.busy = CallInterceptor.busy, True
         try:
             yield
         finally:
-            Calls.busy = before
+            CallInterceptor.busy = before
 
     def _answered(self, p: Problem, backend: str | Backend) -> Tensor:
         if torch._C._are_functorch_transforms_active():
@@ -144,7 +144,7 @@ class Calls(Watcher):
 class _Torch(TorchFunctionMode):
     """Sees torch's functions on their way to torch."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: CallInterceptor) -> None:
         super().__init__()
         self._calls = calls
 

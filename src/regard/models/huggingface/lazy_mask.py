@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks import Mask
+from ...masks import Mask
 
-__all__ = ["Handed"]
+__all__ = ["LazyMask"]
 
 
-class Handed:
+class LazyMask:
     """A regard mask in the place of the bool tensor (batch, 1, rows, keys), made only if a model computes with it.
 
     Most models hand their mask on unread, and attention takes `mask`. A few slice it, join it with another or ask for
@@ -22,7 +22,7 @@ class Handed:
     those get 0 where a pair is allowed and the lowest number where it is not.
 
     >>> import regard
-    >>> handed = Handed(regard.causal(), batch=2, rows=3, keys=3, device="cpu")
+    >>> handed = LazyMask(regard.causal(), batch=2, rows=3, keys=3, device="cpu")
     >>> handed.shape, handed.mask
     (torch.Size([2, 1, 3, 3]), causal())
     >>> handed[0, 0]
@@ -53,17 +53,17 @@ class Handed:
         """Four, as the tensor has."""
         return self.ndim
 
-    def contiguous(self) -> Handed:
+    def contiguous(self) -> LazyMask:
         """Itself: there is nothing to lay out."""
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Handed | Tensor:
+    def to(self, *args: Any, **kwargs: Any) -> LazyMask | Tensor:
         """Move it to a device; any other conversion is one of the tensor."""
         target = args[0] if len(args) == 1 else kwargs.get("device")
         if not isinstance(target, torch.device | str) or "dtype" in kwargs:
             return self.tensor.to(*args, **kwargs)
         batch, _, rows, keys = self.shape
-        return Handed(self.mask.to(target), batch, rows, keys, target)
+        return LazyMask(self.mask.to(target), batch, rows, keys, target)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensor[index]
@@ -95,7 +95,7 @@ class Handed:
         return torch.add(_added(self, other), other)
 
     def __repr__(self) -> str:
-        return f"Handed({self.mask!r}, {tuple(self.shape)})"
+        return f"LazyMask({self.mask!r}, {tuple(self.shape)})"
 
 
 _ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
@@ -103,13 +103,13 @@ _ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd_
 
 def _added(given: Any, to: Any) -> Any:
     """What is added to a tensor of logits."""
-    if not isinstance(given, Handed):
+    if not isinstance(given, LazyMask):
         return given
     return given.additive(to.dtype) if isinstance(to, Tensor) and to.is_floating_point() else given.tensor
 
 
 def _as_tensors(given: Any) -> Any:
-    if isinstance(given, Handed):
+    if isinstance(given, LazyMask):
         return given.tensor
     if isinstance(given, dict):
         return {name: _as_tensors(value) for name, value in given.items()}
