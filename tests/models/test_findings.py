@@ -157,33 +157,33 @@ CASES: dict[str, tuple[Rule, Fixed, str]] = {
     "sink within": (
         Sink(),
         aimed(torch.full((N,), 5), 4.0),
-        "0.64 of the weight goes to the token at place 5 (an attention sink)",
+        "0.64 of the weight goes to the token at position 5 (an attention sink)",
     ),
     "previous": (
         Positional(),
         aimed(previous(), 5.0),
-        "1.00 of the rows attend the previous token most, with 0.83 of their weight (by position)",
+        "1.00 of the rows attend most to the previous token, with 0.83 of their weight (by position)",
     ),
     "self": (
         Positional(),
         aimed(previous(0), 5.0),
-        "1.00 of the rows attend themselves most, with 0.83 of their weight (by position)",
+        "1.00 of the rows attend most to themselves, with 0.83 of their weight (by position)",
     ),
     "next": (
         Positional(),
         aimed(previous(1), 5.0),
-        "1.00 of the rows attend the next token most, with 0.83 of their weight (by position)",
+        "1.00 of the rows attend most to the next token, with 0.83 of their weight (by position)",
     ),
     "offset": (
         Positional(),
         aimed(previous(-4), 5.0),
-        "1.00 of the rows attend the token 4 before them most, with 0.83 of their weight (by position)",
+        "1.00 of the rows attend most to the token 4 before them, with 0.83 of their weight (by position)",
     ),
     "induction": (
         Induction(),
         aimed(followers(), 5.0),
-        "0.83 of the weight goes to what followed the token before, where uniform attention gives 0.03 "
-        "(an induction head)",
+        "0.83 of the weight goes to the token that followed its previous occurrence, where uniform "
+        "attention gives 0.03 (an induction head)",
     ),
 }
 
@@ -206,7 +206,7 @@ def test_all_rules_together_say_no_more_than_that(case: tuple[Rule, Fixed, str])
 def test_a_rule_finds_two_heads_that_are_alike() -> None:
     seen = watched(a=Fixed(*random()), b=doubled())
     (found,) = find(seen)
-    assert found.text == 'layer "layers.b", heads 1 and 3: the same weights but for 0.000 of them (duplicates)'
+    assert found.text == 'layer "layers.b", heads 1 and 3: the same weights except for 0.000 of them (duplicates)'
     assert 0.0 < found.value < 1e-3
 
 
@@ -417,7 +417,7 @@ def test_few_rows_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     seen = [watched(TOKENS, a=doubled()), watched(TOKENS, a=aimed(followers(), 5.0))]
     rules = [Duplicate(), Induction()]
     whole = [(one.text, one.value) for x in seen for one in find(x, rules)]
-    monkeypatch.setattr(sampling, "_AT_ONCE", 1)
+    monkeypatch.setattr(sampling, "_BATCH_SIZE", 1)
     assert len(whole) == 2
     for (text, value), one in zip(whole, (one for x in seen for one in find(x, rules)), strict=True):
         assert (one.text, one.value) == (text, pytest.approx(value, rel=1e-4))

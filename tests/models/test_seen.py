@@ -78,9 +78,9 @@ def test_of_long_texts_only_those_strongest_keys_are_found_that_a_report_can_hol
     [
         ("twelve char.", "list of strings. Got str"),
         (7, "list of strings. Got int"),
-        (torch.arange(12), "list of strings. Got Tensor at place 0"),
-        (["a"] * 11 + [3], "list of strings. Got int at place 11"),
-        (["a"] * 11, "as many as the queries or the keys of a layer, 12. Got 11"),
+        (torch.arange(12), "list of strings. Got Tensor at index 0"),
+        (["a"] * 11 + [3], "list of strings. Got int at index 11"),
+        (["a"] * 11, "one per query or one per key of a layer, 12. Got 11"),
         ([], "Got 0; without tokens"),
     ],
 )
