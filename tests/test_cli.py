@@ -214,13 +214,13 @@ def test_a_comparison_that_is_to_write_a_file_is_refused(option: str, tmp_path: 
 
 def test_a_comparison_says_what_is_subtracted_from_what_and_how_much_it_shows() -> None:
     output = run("inspect", "--compare", "builtin-untrained", "builtin")
-    assert output.splitlines()[0] == "builtin less builtin-untrained: the 20 strongest of 32 heads that changed"
+    assert output.splitlines()[0] == "builtin minus builtin-untrained: the 20 strongest of 32 heads that changed"
     assert len(output.splitlines()) == 1 + 1 + 20
 
 
 def test_a_comparison_without_a_difference_says_so_and_prints_no_empty_table() -> None:
     told = run("inspect", "--compare", "builtin", "builtin")
-    assert told == "builtin less builtin: there is no difference (32 heads compared)\n"
+    assert told == "builtin minus builtin: no difference (32 heads compared)\n"
 
 
 @pytest.fixture(scope="module")
@@ -248,10 +248,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("second", "says"),
     [
-        ("deeper", "has 2 layers of 3 heads: layers pair by name and heads by number; left out: 4 heads of deeper"),
+        ("deeper", "has 2 layers of 3 heads: layers are paired by name and heads by number; left out: 4 heads of deeper"),
         (
             "gpt",
-            "has 1 layer of 2 heads: layers pair by their order (named as in bert) and heads by number; left out: none",
+            "has 1 layer of 2 heads: layers are paired by order (named as in bert) and heads by number; left out: none",
         ),
     ],
 )
@@ -260,13 +260,13 @@ def test_a_comparison_of_models_of_other_shapes_says_what_was_paired(
 ) -> None:
     monkeypatch.chdir(models)
     told = " ".join(run("inspect", "--compare", "bert", second).split())
-    assert told.startswith(f"bert has 1 layer of 2 heads and {second} {says} {second} less bert: 2 heads changed")
+    assert told.startswith(f"bert has 1 layer of 2 heads and {second} {says} {second} minus bert: 2 heads changed")
 
 
 @pytest.mark.parametrize("text", ["", " \n", "\u200b"], ids=["nothing", "blanks", "nothing that is seen"])
 def test_a_text_without_a_word_is_refused_where_marks_alone_would_be_read(models: Path, text: str) -> None:
     assert refused("inspect", str(models / "bert"), "--text", text) == (
-        "inspect: the text is empty; give at least a word."
+        "inspect: the text is empty; give at least one word."
     )
 
 

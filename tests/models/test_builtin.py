@@ -117,7 +117,7 @@ def test_the_tokenizer_refuses_what_is_no_text_and_no_token(tmp_path: Path) -> N
     with pytest.raises(FileError, match="cannot be read"):
         Tokenizer.from_file(tmp_path / "none.json")
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(FileError, match="no vocabulary"):
+    with pytest.raises(FileError, match="not a vocabulary"):
         Tokenizer.from_file(tmp_path / "other.json")
 
 
@@ -144,7 +144,7 @@ def test_loading_unpickles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_are_gone_or_broken_are_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "weights.safetensors"
     monkeypatch.setattr(builtin, "_WEIGHTS", broken)
-    with pytest.raises(FileError, match=r"^load: the weights .* not whole; install regard anew"):
+    with pytest.raises(FileError, match=r"^load: the weights .* missing or damaged; reinstall regard"):
         builtin.load()
     broken.write_bytes((PACKAGE / "weights.safetensors").read_bytes()[:-1000])
     with pytest.raises(FileError, match=r"^load: "):
@@ -236,7 +236,7 @@ def test_drawn_tokens_follow_the_seed(trained: Model) -> None:
 
 
 def test_the_model_refuses_what_are_no_tokens(untrained: Model) -> None:
-    with pytest.raises(DtypeError, match=r"whole numbers\. Got torch\.float32"):
+    with pytest.raises(DtypeError, match=r"integers\. Got torch\.float32"):
         untrained(torch.zeros(1, 4))
     with pytest.raises(DtypeError, match="Got list"):
         untrained([[1, 2]])
@@ -249,5 +249,5 @@ def test_the_model_refuses_what_are_no_tokens(untrained: Model) -> None:
             untrained(torch.tensor([[3, wrong]]))
     with pytest.raises(ArgumentError, match="count"):
         untrained.generate(torch.tensor([[3]]), -1)
-    with pytest.raises(ShapeError, match="a token to go on from"):
+    with pytest.raises(ShapeError, match="one token to continue"):
         untrained.generate(torch.empty(1, 0, dtype=torch.int64), 3)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import regard
 from regard.errors import ArgumentError, MissingPackageError
 from regard.models import huggingface
+from regard.models.huggingface.attention import attention_forward
 from regard.models.huggingface.lazy_mask import LazyMask
 from regard.models.huggingface.mask_functions import MaskBuilder
 
@@ -119,7 +120,10 @@ def test_weights_are_made_if_they_are_asked_for_and_only_then(llama: Any, monkey
     eager = llama(WORDS, attention_mask=LEFT, output_attentions=True).attentions
     with regarded(llama):
         ours = llama(WORDS, attention_mask=LEFT, output_attentions=True).attentions
-        monkeypatch.setattr(huggingface, "observe", lambda *args, **given: pytest.fail("weights nobody asked for"))
+        monkeypatch.setattr(
+            "regard.models.huggingface.attention.observe",
+            lambda *args, **given: pytest.fail("weights nobody asked for"),
+        )
         assert not llama(WORDS, attention_mask=LEFT).attentions
     for found, expected in zip(ours, eager, strict=True):
         close(found[0, :, 4:], expected[0, :, 4:])
@@ -197,7 +201,7 @@ def test_registering_again_changes_nothing() -> None:
     transformers = import_module("transformers")
     huggingface.register()
     huggingface.register()
-    assert transformers.AttentionInterface._global_mapping["regard"] is huggingface.attend
+    assert transformers.AttentionInterface._global_mapping["regard"] is attention_forward
     assert isinstance(transformers.AttentionMaskInterface._global_mapping["regard"], MaskBuilder)
     model = build(NAMED["LlamaForCausalLM"], "regard")
     assert model.config._attn_implementation == "regard"
@@ -214,12 +218,12 @@ def test_without_transformers_one_sentence_says_what_to_do(there: Any, monkeypat
 def attended(**given: Any) -> tuple[Tensor, Tensor | None]:
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
     mask = given.pop("attention_mask", None)
-    return huggingface.attend(nn.Module(), q, k, v, mask, **given)
+    return attention_forward(nn.Module(), q, k, v, mask, **given)
 
 
 @pytest.mark.parametrize("name", ["cache", "block_indices"])
 def test_what_would_change_the_result_unseen_is_refused(name: str) -> None:
-    with pytest.raises(ArgumentError, match=r"attend: .*set_attn_implementation\('sdpa'\)"):
+    with pytest.raises(ArgumentError, match=r"attn_implementation='regard': .*set_attn_implementation\('sdpa'\)"):
         attended(**{name: object()})
 
 
@@ -234,7 +238,7 @@ def test_every_argument_reaches_attention() -> None:
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
     bias, more, sink = torch.randn(1, 4, 5, 9), torch.randn(2, 1, 5, 8), torch.randn(4)
     given = {"scaling": 0.3, "softcap": 2.0, "s_aux": sink, "position_bias": bias}
-    found, weights = huggingface.attend(nn.Module(), q, k, v, more, output_attentions=True, **given)
+    found, weights = attention_forward(nn.Module(), q, k, v, more, output_attentions=True, **given)
     seen = regard.observe(q, k, v, bias=more[..., :7] + bias[..., :7], scale=0.3, softcap=2.0, sink=sink)
     torch.testing.assert_close(found, seen.output.transpose(1, 2))
     torch.testing.assert_close(weights, seen.weights())
@@ -243,24 +247,24 @@ def test_every_argument_reaches_attention() -> None:
 def test_chosen_keys_alone_are_seen() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     chosen = torch.tensor([[0], [1], [2], [3], [4]]).expand(2, 5, 1)
-    found, _ = huggingface.attend(nn.Module(), q, k, v, LazyMask(regard.causal(), 2, 5, 5, "cpu"), indices=chosen)
+    found, _ = attention_forward(nn.Module(), q, k, v, LazyMask(regard.causal(), 2, 5, 5, "cpu"), indices=chosen)
     torch.testing.assert_close(found, v.transpose(1, 2))
 
 
 def test_a_row_of_keys_for_each_item_is_padding() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     keep = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    found, _ = huggingface.attend(nn.Module(), q, k, v, keep)
+    found, _ = attention_forward(nn.Module(), q, k, v, keep)
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.padding(keep)).transpose(1, 2))
 
 
 def test_told_to_be_causal_without_a_mask_it_is() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
-    found, _ = huggingface.attend(nn.Module(), q, k, v, None, is_causal=True)
+    found, _ = attention_forward(nn.Module(), q, k, v, None, is_causal=True)
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.causal()).transpose(1, 2))
 
 
 def test_a_mask_for_more_keys_than_there_are_is_cut() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
-    found, _ = huggingface.attend(nn.Module(), q, k, v, LazyMask(regard.causal(offset=0), 2, 5, 9, "cpu"))
+    found, _ = attention_forward(nn.Module(), q, k, v, LazyMask(regard.causal(offset=0), 2, 5, 9, "cpu"))
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.causal()).transpose(1, 2))

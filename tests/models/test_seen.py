@@ -167,11 +167,11 @@ def test_a_real_model_with_eager_attention_is_said_to_be_unseen(implementation: 
 def test_a_look_in_which_nothing_was_seen_says_why() -> None:
     with regard.watch(nn.Linear(2, 2)) as seen:
         pass
-    assert seen.missed == {"": "it was not called inside of the with block"}
+    assert seen.missed == {"": "it was not called inside the with block"}
     model = nn.Linear(2, 2)
     with regard.watch(model) as seen:
         model(torch.zeros(1, 2))
-    assert "called no attention" in seen.missed[""]
+    assert "made no attention call" in seen.missed[""]
     with pytest.raises(ZeroDivisionError), regard.watch(model) as seen:  # what went wrong is told by the error
         raise ZeroDivisionError
     assert not seen.missed
@@ -188,9 +188,9 @@ def test_a_watch_that_is_not_used_as_one_is_refused() -> None:
     unused: Any = regard.watch(model)
     with pytest.raises(AttributeError, match=r"with regard\.watch"):
         unused.heads
-    with unused as seen, pytest.raises(ArgumentError, match="entered once"), unused:
+    with unused as seen, pytest.raises(ArgumentError, match="entered only once"), unused:
         pass
-    with pytest.raises(ArgumentError, match="entered once"), unused:
+    with pytest.raises(ArgumentError, match="entered only once"), unused:
         pass
     with pytest.raises(ArgumentError, match="did the model run"):
         seen["blocks.0.attn"]
@@ -201,13 +201,13 @@ def test_a_watch_that_is_not_used_as_one_is_refused() -> None:
 
 def test_a_report_of_a_text_that_fits_no_layer_has_positions() -> None:
     loaded = loading.load(None)
-    reading = loaded.read("to be or not to be")
+    reading = loaded.tokenize("to be or not to be")
     seen = inspection.inspect(loaded, reading)
     told: list[str] = []
-    assert inspection.drawn(loaded, reading, seen, told.append).layers[0].queries == reading.pieces
+    assert inspection.build_look(loaded, reading, seen, told.append).layers[0].queries == reading.pieces
     assert told == seen.layers
     longer = replace(reading, pieces=[*reading.pieces, "more"])
-    assert inspection.drawn(loaded, longer, seen).layers[0].queries[:2] == ["0", "1"]
+    assert inspection.build_look(loaded, longer, seen).layers[0].queries[:2] == ["0", "1"]
 
 
 def named_in_the_docs() -> list[str]:

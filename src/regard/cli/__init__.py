@@ -27,7 +27,7 @@ from regard.functional import observe, why
 from regard.masks import causal as causal_mask
 from regard.models.difference import DifferenceTable
 from regard.models.findings import RULES
-from regard.models.inspection import drawn, mapped
+from regard.models.inspection import build_atlas, build_look
 from regard.models.inspection import inspect as look_at
 from regard.models.loading import BUILTIN, LoadedModel, TokenizedText, load
 from regard.models.seen import Seen
@@ -197,7 +197,7 @@ def inspect(
         with _steps() as bar:
             judging = bar.add_task("judging the heads", total=len(RULES))
             found = seen.findings(tell=lambda rule: bar.advance(judging))
-            look = drawn(loaded, reading, seen) if html else None
+            look = build_look(loaded, reading, seen) if html else None
         console.print(_heads(seen))
         console.print(findings(found))
         for place, reason in seen.missed.items():
@@ -229,7 +229,7 @@ def atlas(
         check_port(port)
         with _steps() as bar:
             loaded, reading, tell = _ready(bar, name, _read(text, file), trust)
-            maps = mapped(loaded, reading, tell)
+            maps = build_atlas(loaded, reading, tell)
         serving = serve(maps, port, open_browser=browser)
     typer.echo(f"{serving.url} shows {len(reading.pieces):,} tokens; Ctrl-C ends it")
     serving.wait()
@@ -297,9 +297,9 @@ def _ready(
 ) -> tuple[LoadedModel, TokenizedText, Callable[[str], None]]:
     task = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
     loaded = load(name, remote_code=trust)
-    reading = loaded.read(text)
-    if reading.cut:
-        bar.console.print(Text(f"the last {reading.cut:,} tokens are left out: the model has no positions for them"))
+    reading = loaded.tokenize(text)
+    if reading.truncated:
+        bar.console.print(Text(f"the last {reading.truncated:,} tokens are left out: the model has no positions for them"))
     bar.update(task, description=f"reading {len(reading.pieces):,} tokens", total=loaded.layers or None)
     return loaded, reading, lambda layer: bar.advance(task)
 

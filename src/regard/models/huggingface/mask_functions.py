@@ -1,8 +1,8 @@
-"""What Hugging Face says about masks, read as masks of ours.
+"""Convert the mask functions of Hugging Face transformers to regard masks.
 
 Transformers describes a mask by a function of (batch, head, row, key), composed of a few known ones: causal, window,
-chunk, block, padding, packed sequences. Each known one is read as the mask that means the same; any other stays a
-function, evaluated block by block. No tensor of rows × keys is made.
+chunk, block, padding, packed sequences. Each known one becomes the equivalent mask; any other stays a function,
+evaluated block by block. No rows × keys tensor is built.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from ...masks.index import joint
 from ...masks.window import Window
 from .lazy_mask import LazyMask
 
-__all__ = ["Frame", "MaskBuilder"]
+__all__ = ["MaskBuilder", "MaskRegion"]
 
-Rule: TypeAlias = Callable[..., Tensor]  # (batch, head, row, key) -> bool
-Cells: TypeAlias = Mapping[str, Any]  # what a rule was made with
+MaskFunction: TypeAlias = Callable[..., Tensor]  # (batch, head, row, key) -> bool
+Closure: TypeAlias = Mapping[str, Any]  # the variables that a mask function closes over
+Converter: TypeAlias = "Callable[[MaskBuilder, Closure, MaskRegion], Mask]"
 
 
-class Frame(NamedTuple):
-    """How many rows and keys there are, and where the first of each stands in the sequence."""
+class MaskRegion(NamedTuple):
+    """The part of the full mask that a call needs: its rows and keys, and the positions at which they start."""
 
     rows: int
     keys: int
@@ -42,51 +43,58 @@ class Frame(NamedTuple):
 
     @property
     def offset(self) -> int | Tensor:
-        """The number of the key that stands where row 0 stands."""
+        """The index of the key at the position of row 0."""
         offset = self.row_start - self.key_start
         return offset.reshape(1) if isinstance(offset, Tensor) else offset
 
     def row_positions(self, device: torch.device) -> Tensor:
-        """Where the rows stand, (rows,)."""
+        """The positions of the rows, (rows,)."""
         return torch.arange(self.rows, device=device) + self.row_start
 
     def key_positions(self, device: torch.device) -> Tensor:
-        """Where the keys stand, (keys,)."""
+        """The positions of the keys, (keys,)."""
         return torch.arange(self.keys, device=device) + self.key_start
 
     def at_rows(self, values: Tensor) -> Tensor:
-        """Take (batch, positions) where the rows stand."""
+        """Select the rows' positions from (batch, positions)."""
         return values[:, self.row_positions(values.device)]
 
     def at_keys(self, values: Tensor, beyond: int = 0) -> Tensor:
-        """Take (batch, positions) where the keys stand; those that no value reaches get `beyond`."""
+        """Select the keys' positions from (batch, positions); positions beyond its end get `beyond`."""
         end = self.key_start + self.keys
         return F.pad(values, (0, max(0, end - values.shape[1])), value=beyond)[:, self.key_start : end]
 
 
+class Conversion(NamedTuple):
+    """How a function of transformers is converted, and with which arguments the conversion is tested."""
+
+    arguments: tuple[Any, ...]  # to create a mask function with; a string names another function; () if it is one
+    converter: Converter
+
+
 @dataclass(frozen=True)
 class MaskBuilder:
-    """What transformers calls for a mask: it gives a mask of ours, `LazyMask` on in the place of a tensor, or None.
+    """Called by transformers to build a mask: a `LazyMask` in place of a tensor, or None if everything is visible.
 
-    >>> maker = MaskBuilder({})
-    >>> maker(batch_size=1, q_length=2, kv_length=3, mask_function=lambda batch, head, i, j: j < 2).mask
+    >>> build = MaskBuilder({})
+    >>> build(batch_size=1, q_length=2, kv_length=3, mask_function=lambda batch, head, i, j: j < 2).mask
     predicate(<lambda>)
     """
 
-    readers: Mapping[CodeType, Callable[[MaskBuilder, Cells, Frame], Mask]]
-    source: Any = None  # the module of transformers that has the functions
+    converters: Mapping[CodeType, Converter]
+    source: Any = None  # the module of transformers that defines the functions
 
     def __call__(self, **given: Any) -> LazyMask | Tensor | None:
-        return self.make_in_a_graph(**given) if torch.compiler.is_dynamo_compiling() else self.make(**given)
+        return self.build_compiled(**given) if torch.compiler.is_dynamo_compiling() else self.build(**given)
 
-    def make(
+    def build(
         self,
         batch_size: int,
         kv_length: int,
         q_length: int = 0,
         q_offset: int | Tensor = 0,
         kv_offset: int = 0,
-        mask_function: Rule | None = None,
+        mask_function: MaskFunction | None = None,
         attention_mask: Tensor | LazyMask | None = None,
         allow_is_causal_skip: bool = True,
         allow_is_bidirectional_skip: bool = False,
@@ -97,177 +105,180 @@ class MaskBuilder:
         config: object = None,
         **others: Any,
     ) -> LazyMask | Tensor | None:
-        """Make the mask of `q_length` rows and `kv_length` keys; the names are those of transformers."""
+        """Build the mask for `q_length` rows and `kv_length` keys; the parameters are named by transformers."""
         if isinstance(attention_mask, LazyMask):
             return attention_mask
-        if cache_position is not None:  # what earlier versions give for q_length, q_offset and device
+        if cache_position is not None:  # earlier versions pass this for q_length, q_offset and device
             q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
         compiled_step = q_length == 1 and not (allow_is_causal_skip or allow_is_bidirectional_skip)
         if isinstance(q_offset, Tensor) and not compiled_step and not torch.compiler.is_compiling():
             q_offset = int(q_offset)
-        frame = Frame(q_length, kv_length, q_offset, kv_offset)
-        found = [causal(frame.offset) if mask_function is None else self.read(mask_function, frame, use_vmap)]
+        region = MaskRegion(q_length, kv_length, q_offset, kv_offset)
+        found = [causal(region.offset) if mask_function is None else self.convert(mask_function, region, use_vmap)]
         if attention_mask is not None:
-            keep = frame.at_keys(attention_mask.bool())
+            keep = region.at_keys(attention_mask.bool())
             if torch.compiler.is_compiling() or compiled_step or not keep.all():
                 found.append(padding(keep=keep))
-        mask, alone = _all_of(found, frame), _attends_alone(config)
-        if mask.trivial and (allow_is_bidirectional_skip or (allow_is_causal_skip and not alone)):
+        mask, eager = _intersection(found, region), _attends_eagerly(config)
+        if mask.trivial and (allow_is_bidirectional_skip or (allow_is_causal_skip and not eager)):
             return None
-        handed = LazyMask(mask.bind(batch_size, 1), batch_size, q_length, kv_length, device)
-        if alone:
-            return handed.additive(dtype)
-        # A step of a static cache is compiled with its mask as an input: one row as a tensor needs no new compilation.
-        return handed.tensor if compiled_step else handed
+        lazy = LazyMask(mask.bind(batch_size, 1), batch_size, q_length, kv_length, device)
+        if eager:
+            return lazy.additive(dtype)
+        # A decoding step with a static cache is compiled with its mask as an input: a tensor avoids recompilation.
+        return lazy.tensor if compiled_step else lazy
 
-    def make_in_a_graph(self, **given: Any) -> LazyMask | Tensor | None:
-        """Make it under torch.compile, which cannot read what a function was made with: causal, or a tensor."""
+    def build_compiled(self, **given: Any) -> LazyMask | Tensor | None:
+        """Build it under torch.compile, which cannot inspect closures: a causal LazyMask, or a tensor."""
         if isinstance(made := given.get("attention_mask"), LazyMask):
             return made
         given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        if _attends_alone(given.get("config")):
+        if _attends_eagerly(given.get("config")):
             added: Tensor = self.source.eager_mask(**given)
             return added
         plain = given.get("mask_function") is self.source.causal_mask_function and made is None
         if plain and "q_length" in given:
-            frame = Frame(given["q_length"], given["kv_length"], given["q_offset"], given["kv_offset"])
-            return LazyMask(causal(frame.offset), given["batch_size"], frame.rows, frame.keys, given["device"])
+            region = MaskRegion(given["q_length"], given["kv_length"], given["q_offset"], given["kv_offset"])
+            return LazyMask(causal(region.offset), given["batch_size"], region.rows, region.keys, given["device"])
         allowed: Tensor = self.source.sdpa_mask(**given)
         return allowed
 
-    def read(self, rule: Rule, frame: Frame, one_by_one: bool = False) -> Mask:
-        """Read a function of transformers; `one_by_one` says that an unknown one takes single indices only."""
-        reader = self.readers.get(getattr(rule, "__code__", None))  # type: ignore[arg-type]
-        if reader is None:
-            return _asked(rule, frame, one_by_one)
-        cells = dict(zip(rule.__code__.co_freevars, (c.cell_contents for c in rule.__closure__ or ()), strict=True))
-        return reader(self, cells | {"one_by_one": one_by_one}, frame)
+    def convert(self, function: MaskFunction, region: MaskRegion, use_vmap: bool = False) -> Mask:
+        """Convert a function of transformers; `use_vmap` says that an unknown one accepts only single indices."""
+        converter = self.converters.get(getattr(function, "__code__", None))  # type: ignore[arg-type]
+        if converter is None:
+            return _as_predicate(function, region, use_vmap)
+        cells = (cell.cell_contents for cell in function.__closure__ or ())
+        closure = dict(zip(function.__code__.co_freevars, cells, strict=True))
+        return converter(self, closure | {"use_vmap": use_vmap}, region)
 
     @classmethod
     def for_transformers(cls) -> MaskBuilder:
-        """The maker for the installed transformers: it knows the functions that do there what it takes them for."""
+        """The builder for the installed transformers: it converts those functions that still do what we expect."""
         source: Any = import_module("transformers.masking_utils")
-        maker = cls({}, source)
-        for name, (given, reader) in MASK_FUNCTIONS.items():
-            rule = getattr(source, name, None)
-            if rule is not None:
-                rule = rule(*(getattr(source, x) if isinstance(x, str) else x for x in given)) if given else rule
-                wider = cls({**maker.readers, rule.__code__: reader}, source)
-                maker = wider if wider.agrees(rule) else maker
-        return maker
+        builder = cls({}, source)
+        for name, (arguments, converter) in MASK_FUNCTIONS.items():
+            function = getattr(source, name, None)
+            if function is not None:
+                if arguments:  # it returns a mask function
+                    function = function(*(getattr(source, x) if isinstance(x, str) else x for x in arguments))
+                extended = cls({**builder.converters, function.__code__: converter}, source)
+                builder = extended if extended.agrees(function) else builder
+        return builder
 
-    def agrees(self, rule: Rule) -> bool:
-        """Whether a function, asked pair by pair, says what it is read as; three rows over five keys tell."""
-        frame = Frame(3, 5, row_start=2, key_start=1)
+    def agrees(self, function: MaskFunction) -> bool:
+        """Whether a function and its conversion allow the same pairs, tried on three rows and five keys."""
+        region = MaskRegion(3, 5, row_start=2, key_start=1)
         try:
-            mask, truth = self.read(rule, frame), _asked(rule, frame, one_by_one=False)
+            mask, truth = self.convert(function, region), _as_predicate(function, region, use_vmap=False)
         except (KeyError, TypeError):
             return False
         return torch.equal(*(x.bind(2, 1).dense(3, 5, "cpu").expand(2, 1, 3, 5) for x in (mask, truth)))
 
 
-def _attends_alone(config: object) -> bool:
-    """Whether a model computes attention itself, whatever it is told to use: its module knows no table of functions."""
+def _attends_eagerly(config: object) -> bool:
+    """Whether a model always computes attention itself: its module does not use the table of attention functions."""
     module = sys.modules.get(type(config).__module__.replace(".configuration_", ".modeling_"))
     return config is not None and module is not None and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
 
 
-def _causal(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    return causal(frame.offset)
+def _causal(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    return causal(region.offset)
 
 
-def _everything(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
+def _everything(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
     return everything()
 
 
-def _sliding(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    return window(cells["sliding_window"] - 1, None, frame.offset)
+def _sliding_window(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    return window(closure["sliding_window"] - 1, None, region.offset)
 
 
-def _sliding_both_ways(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    return window(cells["sliding_window"], cells["sliding_window"], frame.offset)
+def _bidirectional_window(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    return window(closure["sliding_window"], closure["sliding_window"], region.offset)
 
 
-def _chunks(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    left, size = cells["left_padding"][:, None], cells["chunk_size"]
-    rows, keys = frame.row_positions(left.device), frame.key_positions(left.device)
+def _chunks(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    left, size = closure["left_padding"][:, None], closure["chunk_size"]
+    rows, keys = region.row_positions(left.device), region.key_positions(left.device)
     return documents((rows - left) // size, (keys - left) // size)
 
 
-def _blocks(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    ids = cells["block_sequence_ids"]
-    rows, keys = frame.at_rows(ids), frame.at_keys(ids, -1)
-    return documents(rows, torch.where(keys < 0, rows.amin() - 1, keys))  # below 0 is in no block
+def _blocks(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    ids = closure["block_sequence_ids"]
+    rows, keys = region.at_rows(ids), region.at_keys(ids, -1)
+    return documents(rows, torch.where(keys < 0, rows.amin() - 1, keys))  # ids below 0 are in no block
 
 
-def _packed(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    ids = cells["packed_sequence_mask"]
-    alone = frame == (ids.shape[1], ids.shape[1], 0, 0)
-    return documents(ids) if alone else documents(frame.at_rows(ids), frame.at_keys(ids, -1))
+def _packed(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    ids = closure["packed_sequence_mask"]
+    whole = region == (ids.shape[1], ids.shape[1], 0, 0)
+    return documents(ids) if whole else documents(region.at_rows(ids), region.at_keys(ids, -1))
 
 
-def _padding(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    return padding(keep=frame.at_keys(cells["padding_mask"].bool()))
+def _padding(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    return padding(keep=region.at_keys(closure["padding_mask"].bool()))
 
 
-def _and(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    return _all_of([maker.read(rule, frame, cells["one_by_one"]) for rule in cells["mask_functions"]], frame)
+def _and(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    return _intersection([builder.convert(f, region, closure["use_vmap"]) for f in closure["mask_functions"]], region)
 
 
-def _or(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    return reduce(or_, (_lean(maker.read(f, frame, cells["one_by_one"]), frame) for f in cells["mask_functions"]))
+def _or(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    masks = (builder.convert(f, region, closure["use_vmap"]) for f in closure["mask_functions"])
+    return reduce(or_, (_simplified(mask, region) for mask in masks))
 
 
-def _moved(maker: MaskBuilder, cells: Cells, frame: Frame) -> Mask:
-    rows, keys, row_start, key_start = frame
-    moved = Frame(rows, keys, row_start + cells["q_offset"], key_start + cells["kv_offset"])
-    return maker.read(cells["mask_function"], moved, cells["one_by_one"])
+def _with_offsets(builder: MaskBuilder, closure: Closure, region: MaskRegion) -> Mask:
+    rows, keys, row_start, key_start = region
+    moved = MaskRegion(rows, keys, row_start + closure["q_offset"], key_start + closure["kv_offset"])
+    return builder.convert(closure["mask_function"], moved, closure["use_vmap"])
 
 
 _IDS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]], device="cpu")
 _GROUPS = torch.tensor([[-1, 0, 0, 0, -1, 1], [-1, -1, 2, 2, 2, -1]], device="cpu")
-MASK_FUNCTIONS: dict[str, tuple[tuple[Any, ...], Callable[[MaskBuilder, Cells, Frame], Mask]]] = {
-    "causal_mask_function": ((), _causal),
-    "bidirectional_mask_function": ((), _everything),
-    "sliding_window_overlay": ((2,), _sliding),
-    "sliding_window_bidirectional_overlay": ((1,), _sliding_both_ways),
-    "chunked_overlay": ((2, torch.tensor([0, 1], device="cpu")), _chunks),
-    "blockwise_overlay": ((_GROUPS,), _blocks),
-    "packed_sequence_mask_function": ((_IDS,), _packed),
-    "padding_mask_function": ((_IDS == 1,), _padding),
-    "and_masks": (("causal_mask_function", lambda batch, head, i, j: j % 2 == 0), _and),
-    "or_masks": (("causal_mask_function", lambda batch, head, i, j: j % 2 == 0), _or),
-    "add_offsets_to_mask_function": (("causal_mask_function", 2, 1), _moved),
+MASK_FUNCTIONS: dict[str, Conversion] = {
+    "causal_mask_function": Conversion((), _causal),
+    "bidirectional_mask_function": Conversion((), _everything),
+    "sliding_window_overlay": Conversion((2,), _sliding_window),
+    "sliding_window_bidirectional_overlay": Conversion((1,), _bidirectional_window),
+    "chunked_overlay": Conversion((2, torch.tensor([0, 1], device="cpu")), _chunks),
+    "blockwise_overlay": Conversion((_GROUPS,), _blocks),
+    "packed_sequence_mask_function": Conversion((_IDS,), _packed),
+    "padding_mask_function": Conversion((_IDS == 1,), _padding),
+    "and_masks": Conversion(("causal_mask_function", lambda batch, head, i, j: j % 2 == 0), _and),
+    "or_masks": Conversion(("causal_mask_function", lambda batch, head, i, j: j % 2 == 0), _or),
+    "add_offsets_to_mask_function": Conversion(("causal_mask_function", 2, 1), _with_offsets),
 }
-"""The functions that are read as masks: by name, what one is made with to be tried (a name is another one), by whom."""
+"""The mask functions of transformers that have an equivalent mask."""
 
 
-def _all_of(masks: Iterable[Mask], frame: Frame) -> Mask:
-    """The pairs that all masks allow; a causal mask and a window that stand alike are one."""
+def _intersection(masks: Iterable[Mask], region: MaskRegion) -> Mask:
+    """The pairs that all masks allow; a causal mask and a window with the same offset become one window."""
     found: list[Mask] = []
     for mask in masks:
-        twin = next((other for other in found if _one_window(mask, other)), None)
-        if twin is not None:
-            found.remove(twin)
-            left = next(w.left for w in (mask, twin) if isinstance(w, Window))
-            mask = window(left, 0, frame.offset)
+        partner = next((other for other in found if _form_a_window(mask, other)), None)
+        if partner is not None:
+            found.remove(partner)
+            left = next(w.left for w in (mask, partner) if isinstance(w, Window))
+            mask = window(left, 0, region.offset)
         found.append(mask)
-    return reduce(Mask.__and__, (_lean(mask, frame) for mask in found), everything())
+    return reduce(Mask.__and__, (_simplified(mask, region) for mask in found), everything())
 
 
-def _one_window(a: Mask, b: Mask) -> bool:
+def _form_a_window(a: Mask, b: Mask) -> bool:
     pair = (a, b) if isinstance(a, Causal) else (b, a)
     if not isinstance(pair[0], Causal) or not isinstance(pair[1], Window) or pair[1].right is not None:
         return False
     return isinstance(pair[0].offset, int) and pair[0].offset == pair[1].offset
 
 
-def _lean(mask: Mask, frame: Frame) -> Mask:
-    """The simplest mask that allows the same pairs of this frame."""
+def _simplified(mask: Mask, region: MaskRegion) -> Mask:
+    """The simplest mask that allows the same pairs in this region."""
     if not isinstance(mask, Causal | Window) or not isinstance(mask.offset, int):
         return mask
-    offset, rows, keys = mask.offset, frame.rows, frame.keys
-    if not isinstance(rows, int) or not isinstance(keys, int):  # symbols of torch.export, for lengths of any size
+    offset, rows, keys = mask.offset, region.rows, region.keys
+    if not isinstance(rows, int) or not isinstance(keys, int):  # symbolic lengths of torch.export
         return mask
     left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
     if left is not None and rows - 1 + offset - left <= 0:
@@ -280,24 +291,24 @@ def _lean(mask: Mask, frame: Frame) -> Mask:
     return causal(aligned) if left is None and right == 0 else window(left, right, aligned)
 
 
-def _asked(rule: Rule, frame: Frame, one_by_one: bool) -> Mask:
-    """A function that is asked about every pair, where rows and keys stand."""
+def _as_predicate(function: MaskFunction, region: MaskRegion, use_vmap: bool) -> Mask:
+    """A mask that calls the function for every pair, at the positions of its row and key."""
 
     def allows(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        indices = (batch, head, i + frame.row_start, j + frame.key_start)
-        return (_each(rule, *indices) if one_by_one else rule(*indices)).to(i.device)
+        indices = (batch, head, i + region.row_start, j + region.key_start)
+        return (_vmapped(function, *indices) if use_vmap else function(*indices)).to(i.device)
 
-    allows.__name__ = getattr(rule, "__name__", type(rule).__name__)
+    allows.__name__ = getattr(function, "__name__", type(function).__name__)
     return predicate(allows)
 
 
-def _each(rule: Rule, *indices: Tensor) -> Tensor:
-    """Ask a function of single indices about many at once."""
+def _vmapped(function: MaskFunction, *indices: Tensor) -> Tensor:
+    """Apply a function of single indices to many at once."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     shape = joint(*(x.shape for x in indices))
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.bool, device=indices[0].device)
-    with TransformGetItemToIndex():  # lets an index under vmap pick from a tensor
-        found: Tensor = torch.vmap(rule)(*(x.expand(shape).flatten() for x in indices))
+    with TransformGetItemToIndex():  # allows indexing a tensor with an index under vmap
+        found: Tensor = torch.vmap(function)(*(x.expand(shape).flatten() for x in indices))
     return found.reshape(shape)
