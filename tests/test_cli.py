@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 import regard
-from regard import cli, lab
+from regard import lab
 from regard.cli import app
 from regard.report.example import SOURCE, TARGET, hashed, known
 
@@ -39,7 +39,7 @@ def refused(*arguments: str) -> str:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing long may begin: no model is loaded, and no experiment runs."""
-    monkeypatch.setattr(cli, "load", lambda *given, **named: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("regard.cli.model_input.load", lambda *given, **named: pytest.fail("a model was loaded"))
     monkeypatch.setattr(lab, "run", lambda *given, **named: pytest.fail("an experiment ran"))
 
 
@@ -248,7 +248,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("second", "says"),
     [
-        ("deeper", "has 2 layers of 3 heads: layers are paired by name and heads by number; left out: 4 heads of deeper"),
+        (
+            "deeper",
+            "has 2 layers of 3 heads: layers are paired by name and heads by number; left out: 4 heads of deeper",
+        ),
         (
             "gpt",
             "has 1 layer of 2 heads: layers are paired by order (named as in bert) and heads by number; left out: none",
@@ -288,7 +291,7 @@ def test_a_text_without_a_word_is_refused_by_the_built_in_model(text: str) -> No
         ("none/x", "No such file"),
         ("file/x", "Not a directory"),
         ("x" * 300, "too long"),
-        ("/dev/null", "no plain file"),
+        ("/dev/null", "not a regular file"),
         ("/proc/x", "cannot be written"),
     ],
 )
@@ -345,7 +348,7 @@ def test_experiments_saved_one_after_the_other_are_on_one_page(tmp_path: Path) -
 
 @pytest.mark.usefixtures("idle")
 def test_what_lab_lacks_is_told() -> None:
-    assert "name an experiment: --json goes with one, not with --all" in refused("lab", "--json")
+    assert "name an experiment: --json works with one, not with --all" in refused("lab", "--json")
     assert "name an experiment, or give --all" in refused("lab", "--save", "x")
 
 

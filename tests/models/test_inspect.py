@@ -89,7 +89,7 @@ def test_two_models_and_two_texts_compare(tmp_path: Path) -> None:
     assert "blocks.2.attention" in run("inspect", "--compare", *files)
     assert "blocks.2.attention" in run("inspect", "builtin", "--compare", *files)
     for model in ([], ["builtin"]):
-        assert "'gone.txt' is none" in run("inspect", *model, "--compare", files[0], "gone.txt", fails=True)
+        assert "'gone.txt' is not a file" in run("inspect", *model, "--compare", files[0], "gone.txt", fails=True)
 
 
 def test_a_real_model_in_a_folder_is_read_from_safetensors() -> None:
@@ -161,7 +161,7 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_refused_before_a_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.cli.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("regard.cli.model_input.load", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} of 127.0.0.1 is taken" in run("atlas", "--no-browser", "--port", str(port), fails=True)
