@@ -1,4 +1,4 @@
-"""qk_clip_: the largest logit of every head comes out as min(what it was, the threshold), on the modules people use."""
+"""qk_clip_: the largest logit of every head becomes at most the threshold, on the modules people use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = Callable[[], object]
 
 
 class Llama(nn.Module):
-    """Attention as Hugging Face writes it: a Linear each, rotary positions, grouped heads, a config."""
+    """Attention as Hugging Face writes it: separate Linears, rotary positions, grouped heads, a config."""
 
     def __init__(self, kv_heads: int = 2, bias: bool = True) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def spread(module: nn.Module, at: dict[str, slice]) -> nn.Module:
-    """Give every head its own size of logits: some below the threshold and some far above it."""
+    """Give the logits of every head their own size: some below the threshold and some far above it."""
     sizes = torch.tensor([2.0, 60.0, 900.0, 0.3]).repeat_interleave(E // H)
     with torch.no_grad():
         for name, part in at.items():
@@ -139,7 +139,7 @@ def test_every_logit_of_a_head_shrinks_so_that_the_largest_is_at_most_the_thresh
     torch.testing.assert_close(now, logits[0] * factor[:, None, None], rtol=1e-4, atol=1e-3)
 
 
-def test_queries_and_keys_share_the_scaling_alike() -> None:
+def test_queries_and_keys_share_the_scaling_equally() -> None:
     module = Llama(kv_heads=H)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     qk_clip_(module, [400.0, 100.0, 25.0, -torch.inf])
@@ -243,5 +243,5 @@ def test_what_cannot_be_clipped_is_refused_with_the_reason_and_left_as_it_was(ca
         assert all(map(torch.equal, before, module.parameters()))
 
 
-def test_a_norm_that_does_nothing_is_no_norm() -> None:
+def test_an_identity_in_place_of_a_norm_is_accepted() -> None:
     qk_clip_(with_norm("q_norm", nn.Identity()), [1.0] * H)

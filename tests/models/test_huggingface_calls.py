@@ -1,4 +1,4 @@
-"""What else reaches our attention function: packed sequences, masks of the user, caches, weights, dropout, refusals."""
+"""The attention function for transformers: packed sequences, user masks, caches, weights, dropout, refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def both_ways(model: Any, run: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor, list[Any]]:
-    """What a model gives by regard, what it gives eagerly, and the masks that came."""
+    """The result with regard, the eager result, and the masks that were passed."""
     expected = run(model)
     with regarded(model) as calls:
         found = run(model)
@@ -47,7 +47,7 @@ def llama() -> Any:
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Llama4ForCausalLM", "GPTNeoXForCausalLM"])
-def test_packed_sequences_see_themselves_alone(name: str) -> None:
+def test_packed_sequences_see_only_themselves(name: str) -> None:
     model, lengths = build(NAMED[name]), [4, 5, 2]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad(), regarded(model) as calls:
@@ -69,7 +69,7 @@ def test_a_static_cache_generates_the_same(name: str) -> None:
     assert all(mask.shape[2] == 1 for mask in masks if isinstance(mask, Tensor))
 
 
-def test_a_text_read_in_two_pieces_is_the_text(llama: Any) -> None:
+def test_a_text_read_in_two_pieces_gives_the_same(llama: Any) -> None:
     def read(model: Any) -> Tensor:
         start = model(WORDS[:, :6], attention_mask=LEFT[:, :6], use_cache=True)
         return model(WORDS[:, 6:], attention_mask=LEFT, past_key_values=start.past_key_values).logits
@@ -84,7 +84,7 @@ def test_beams_generate_the_same(llama: Any) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_mask_tensor_of_the_user_selects_if_it_is_bool_and_adds_if_it_is_floating(llama: Any) -> None:
+def test_a_user_mask_tensor_selects_if_it_is_bool_and_adds_if_it_is_floating(llama: Any) -> None:
     allowed = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(0)) < 0.6
     allowed |= torch.eye(11, dtype=torch.bool)
     added = torch.where(allowed, 0.0, LOWEST)
@@ -116,13 +116,13 @@ def test_image_tokens_see_each_other_both_ways() -> None:
     assert all("causal() | documents" in repr(mask.mask) for mask in blocks)
 
 
-def test_weights_are_made_if_they_are_asked_for_and_only_then(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_computed_only_if_requested(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     eager = llama(WORDS, attention_mask=LEFT, output_attentions=True).attentions
     with regarded(llama):
         ours = llama(WORDS, attention_mask=LEFT, output_attentions=True).attentions
         monkeypatch.setattr(
             "regard.models.huggingface.attention.observe",
-            lambda *args, **given: pytest.fail("weights nobody asked for"),
+            lambda *args, **given: pytest.fail("weights that were not requested"),
         )
         assert not llama(WORDS, attention_mask=LEFT).attentions
     for found, expected in zip(ours, eager, strict=True):
@@ -155,7 +155,7 @@ def test_training_has_the_same_gradients(name: str, again: bool) -> None:
     close(found, expected)
 
 
-def test_attention_drops_weights_in_training_alone() -> None:
+def test_attention_drops_weights_only_in_training() -> None:
     settings = of_today(attention_dropout=0.5)
     model = build(Architecture("LlamaForCausalLM", "LlamaConfig", settings))
     with torch.no_grad(), regarded(model) as calls:
@@ -185,7 +185,7 @@ def test_a_model_compiles_in_one_graph(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Bloom", "Mpt", "XGLM"])
-def test_a_model_that_attends_by_itself_gets_the_mask_that_it_knows(name: str) -> None:
+def test_a_model_that_computes_attention_itself_gets_an_additive_mask(name: str) -> None:
     huggingface.register()
     sizes = {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}
     if name == "XGLM":
@@ -222,7 +222,7 @@ def attended(**given: Any) -> tuple[Tensor, Tensor | None]:
 
 
 @pytest.mark.parametrize("name", ["cache", "block_indices"])
-def test_what_would_change_the_result_unseen_is_refused(name: str) -> None:
+def test_unsupported_arguments_that_would_change_the_result_are_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=r"attn_implementation='regard': .*set_attn_implementation\('sdpa'\)"):
         attended(**{name: object()})
 
@@ -244,27 +244,27 @@ def test_every_argument_reaches_attention() -> None:
     torch.testing.assert_close(weights, seen.weights())
 
 
-def test_chosen_keys_alone_are_seen() -> None:
+def test_only_selected_keys_are_seen() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     chosen = torch.tensor([[0], [1], [2], [3], [4]]).expand(2, 5, 1)
     found, _ = attention_forward(nn.Module(), q, k, v, LazyMask(regard.causal(), 2, 5, 5, "cpu"), indices=chosen)
     torch.testing.assert_close(found, v.transpose(1, 2))
 
 
-def test_a_row_of_keys_for_each_item_is_padding() -> None:
+def test_a_two_dimensional_mask_is_padding() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     keep = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     found, _ = attention_forward(nn.Module(), q, k, v, keep)
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.padding(keep)).transpose(1, 2))
 
 
-def test_told_to_be_causal_without_a_mask_it_is() -> None:
+def test_is_causal_without_a_mask_is_causal() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     found, _ = attention_forward(nn.Module(), q, k, v, None, is_causal=True)
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.causal()).transpose(1, 2))
 
 
-def test_a_mask_for_more_keys_than_there_are_is_cut() -> None:
+def test_a_mask_for_more_keys_than_there_are_is_truncated() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     found, _ = attention_forward(nn.Module(), q, k, v, LazyMask(regard.causal(offset=0), 2, 5, 9, "cpu"))
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.causal()).transpose(1, 2))

@@ -28,7 +28,7 @@ def odd_ones(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def row_by_row(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """A function of single indices: of whole tensors it would take other rows."""
+    """A function of single indices: with whole tensors it would select other rows."""
     return GROUPS[batch][i] == GROUPS[batch][j]
 
 
@@ -83,11 +83,11 @@ def test_a_mask_allows_the_pairs_that_transformers_allows(case: Case, region: Ma
     assert torch.equal(kept if isinstance(kept, Tensor) else kept.tensor, expected)
 
 
-def test_every_known_function_of_the_installed_transformers_is_read() -> None:
+def test_every_known_function_of_the_installed_transformers_is_converted() -> None:
     assert len(BUILD.converters) == len(MASK_FUNCTIONS)
 
 
-def test_a_function_that_does_something_else_than_its_name_says_is_not_read_as_it() -> None:
+def test_a_function_that_does_not_do_what_its_name_says_is_not_converted() -> None:
     def causal_mask_function(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return j < i
 
@@ -111,7 +111,7 @@ def test_a_function_that_does_something_else_than_its_name_says_is_not_read_as_i
         ),
     ],
 )
-def test_a_mask_is_the_simplest_that_says_it(function: Any, region: MaskRegion, mask: Mask) -> None:
+def test_a_mask_is_the_simplest_equivalent(function: Any, region: MaskRegion, mask: Mask) -> None:
     sizes = {"batch_size": 2, "q_length": region.rows, "kv_length": region.keys, "q_offset": region.row_start}
     made = BUILD(**sizes, mask_function=function)
     assert isinstance(made, LazyMask)
@@ -125,7 +125,7 @@ def test_a_token_that_sees_everything_needs_no_mask() -> None:
     assert BUILD(**step, attention_mask=KEEP[:, :8]).mask == padding(keep=KEEP[:, :8])
 
 
-def test_a_step_of_a_static_cache_gets_its_one_row_as_a_tensor_without_a_look_at_the_position() -> None:
+def test_a_step_of_a_static_cache_gets_its_one_row_as_a_tensor_without_reading_the_position() -> None:
     position = torch.tensor(4)
     step = {"batch_size": 2, "q_length": 1, "kv_length": 9, "q_offset": position, "allow_is_causal_skip": False}
     made = BUILD(**step, mask_function=hf.causal_mask_function, attention_mask=KEEP[:, :5])
@@ -133,12 +133,12 @@ def test_a_step_of_a_static_cache_gets_its_one_row_as_a_tensor_without_a_look_at
     assert torch.equal(made[:, 0, 0], torch.nn.functional.pad(KEEP[:, :5], (0, 4)))
 
 
-def test_a_static_cache_tells_its_position_by_a_tensor() -> None:
+def test_a_static_cache_passes_its_position_as_a_tensor() -> None:
     made = BUILD(batch_size=1, q_length=3, kv_length=9, q_offset=torch.tensor(0), mask_function=hf.causal_mask_function)
     assert made.mask == causal(offset=0)
 
 
-def test_what_earlier_versions_give_is_read_too() -> None:
+def test_the_arguments_of_earlier_versions_are_accepted() -> None:
     made = BUILD(
         batch_size=1, kv_length=9, cache_position=torch.tensor([4, 5, 6]), mask_function=hf.causal_mask_function
     )
@@ -161,7 +161,7 @@ def test_a_lazy_mask_looks_like_the_tensor() -> None:
     assert "tensor" not in vars(LazyMask(causal(), 2, 3, 4, "cpu").contiguous())
 
 
-def test_a_lazy_mask_is_sliced_and_joined_as_the_tensor() -> None:
+def test_a_lazy_mask_is_sliced_and_combined_like_the_tensor() -> None:
     assert torch.equal(LAZY[:, 0, :, :2], TABLE[:, 0, :, :2])
     assert torch.equal(torch.cat([LAZY, TABLE], -1), torch.cat([TABLE, TABLE], -1))
     assert torch.equal(LAZY & ~TABLE, torch.zeros_like(TABLE))
@@ -184,12 +184,12 @@ def test_a_lazy_mask_moved_to_a_device_stays_a_mask() -> None:
     assert moved.mask.tensors[0].is_meta
 
 
-def test_a_lazy_mask_has_no_attribute_that_a_tensor_has_not() -> None:
+def test_a_lazy_mask_has_only_the_attributes_of_a_tensor() -> None:
     with pytest.raises(AttributeError, match="neither has a tensor"):
         LAZY.colour
 
 
-def test_a_bound_mask_of_a_function_attends() -> None:
+def test_attention_accepts_a_mask_from_a_function() -> None:
     made = BUILD(batch_size=2, q_length=6, kv_length=6, mask_function=odd_ones)
     q, k, v = torch.randn(3, 2, 4, 6, 8).unbind()
     expected = regard.attention(q, k, v, mask=made.tensor)

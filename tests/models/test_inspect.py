@@ -41,7 +41,7 @@ TEXT = (
 )
 
 
-def test_the_built_in_model_has_heads_that_the_rules_name_and_an_untrained_copy_has_not() -> None:
+def test_the_rules_find_heads_in_the_built_in_model_and_none_in_the_untrained_one() -> None:
     trained = {finding.rule: finding for finding in seen_by("builtin", TEXT).findings()}
     assert trained["induction"].layer == "blocks.2.attention"
     assert trained["induction"].value > 0.5
@@ -50,7 +50,7 @@ def test_the_built_in_model_has_heads_that_the_rules_name_and_an_untrained_copy_
     assert not {"induction", "positional"} & {finding.rule for finding in seen_by("builtin-untrained", TEXT).findings()}
 
 
-def test_without_arguments_the_built_in_model_is_told_head_by_head() -> None:
+def test_without_arguments_the_built_in_model_is_printed_head_by_head() -> None:
     output = run("inspect")
     words = " ".join(output.split())
     assert len(re.findall(r"^(?:blocks\.\d\.attention)? +[0-7]  ", output, re.M)) == 32
@@ -58,7 +58,13 @@ def test_without_arguments_the_built_in_model_is_told_head_by_head() -> None:
     assert "the previous token" in words
 
 
-def test_a_narrow_terminal_keeps_the_names_and_the_telling_columns() -> None:
+def test_the_readme_shows_what_inspect_prints() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = readme.split("$ regard inspect --html report.html\n", 1)[1].split("```", 1)[0]
+    assert " ".join(shown.split()) in " ".join(run("inspect").split())
+
+
+def test_a_narrow_terminal_keeps_the_names_and_the_main_columns() -> None:
     lines = run("inspect", columns=80).splitlines()
     assert lines[0].split()[:3] == ["layer", "head", "entropy"]
     assert lines[1].startswith("blocks.0.attention")
@@ -112,7 +118,7 @@ def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted() -> No
 
 
 class Evil:
-    """Leaves a trace where it is unpickled."""
+    """Leaves a trace when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -175,7 +181,7 @@ def test_two_files_need_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "x").exists()
 
 
-def test_the_atlas_is_served_on_this_machine_alone_and_ends_when_told() -> None:
+def test_the_atlas_is_served_only_on_this_machine_and_can_be_terminated() -> None:
     command = [sys.executable, "-m", "regard", "atlas", "--no-browser", "--text", TEXT]
     source = str(Path(regard.__file__).parent.parent)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((source, os.environ.get("PYTHONPATH", "")))}
