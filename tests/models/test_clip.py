@@ -1,4 +1,4 @@
-"""qk_clip_: the largest logit of every head comes out as min(what it was, the threshold), on the modules people use."""
+"""qk_clip_: the largest logit of every head becomes at most the threshold, on the modules people use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.errors import ArgumentError, DtypeError, RegardError, ShapeError
-from regard.models.clip import qk_clip_
+from regard.models.qk_clip import qk_clip_
 from regard.scores import Cosine, Temperature
 
 E, H, N, B = 24, 4, 7, 2
@@ -22,7 +22,7 @@ Run = Callable[[], object]
 
 
 class Llama(nn.Module):
-    """Attention as Hugging Face writes it: a Linear each, rotary positions, grouped heads, a config."""
+    """Attention as Hugging Face writes it: separate Linears, rotary positions, grouped heads, a config."""
 
     def __init__(self, kv_heads: int = 2, bias: bool = True) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def spread(module: nn.Module, at: dict[str, slice]) -> nn.Module:
-    """Give every head its own size of logits: some below the threshold and some far above it."""
+    """Give the logits of every head their own size: some below the threshold and some far above it."""
     sizes = torch.tensor([2.0, 60.0, 900.0, 0.3]).repeat_interleave(E // H)
     with torch.no_grad():
         for name, part in at.items():
@@ -139,7 +139,7 @@ def test_every_logit_of_a_head_shrinks_so_that_the_largest_is_at_most_the_thresh
     torch.testing.assert_close(now, logits[0] * factor[:, None, None], rtol=1e-4, atol=1e-3)
 
 
-def test_queries_and_keys_share_the_scaling_alike() -> None:
+def test_queries_and_keys_share_the_scaling_equally() -> None:
     module = Llama(kv_heads=H)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     qk_clip_(module, [400.0, 100.0, 25.0, -torch.inf])
@@ -215,19 +215,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[RegardErro
         ArgumentError,
         r"Got Sequential with 0\.",
     ),
-    "a norm": (lambda: with_norm("q_norm", nn.LayerNorm(6)), [1.0] * H, {}, ArgumentError, r"\(q_norm\), so that scal"),
+    "a norm": (lambda: with_norm("q_norm", nn.LayerNorm(6)), [1.0] * H, {}, ArgumentError, r"\(q_norm\), so scal"),
     "a flag": (lambda: with_norm("use_qk_norm", True), [1.0] * H, {}, ArgumentError, r"changes no logit"),
     "cosine": (lambda: Ours(E, H, score=Cosine()), [1.0] * H, {}, ArgumentError, r"whose score is Cosine"),
     "weight norm": (parametrized, [1.0] * H, {}, ArgumentError, r"computed by a parametrization"),
-    "tied": (tied, [1.0] * H, {}, ArgumentError, r"weights of their own"),
+    "tied": (tied, [1.0] * H, {}, ArgumentError, r"separate weights"),
     "other heads": (lambda: Torch(E, H), [1.0] * H, {"heads": 2}, ArgumentError, r"has heads=4\. Got heads=2"),
-    "too few": (lambda: Torch(E, H), [1.0] * 3, {}, ShapeError, r"one number a head, \(4,\)\. Got shape \(3,\)"),
-    "rows": (lambda: Torch(E, H), torch.ones(B, H, N), {}, ShapeError, r"Got shape \(2, 4, 7\); reduce it"),
+    "too few": (lambda: Torch(E, H), [1.0] * 3, {}, ShapeError, r"one number per head, \(4,\)\. Got \(3,\)"),
+    "rows": (lambda: Torch(E, H), torch.ones(B, H, N), {}, ShapeError, r"Got \(2, 4, 7\); reduce it"),
     "nan": (lambda: Torch(E, H), [1.0, torch.nan, 1.0, 1.0], {}, ArgumentError, r"must be numbers below infinity"),
     "infinite": (lambda: Torch(E, H), [1.0, torch.inf, 1.0, 1.0], {}, ArgumentError, r"must be numbers below infin"),
     "threshold": (lambda: Torch(E, H), [1.0] * H, {"threshold": 0.0}, ArgumentError, r"threshold must be a finite"),
-    "five heads": (Llama, [1.0] * 5, {"heads": 5}, ShapeError, r"those of 5 heads.*Got 24 and 12 rows"),
-    "three of four": (Llama, [1.0] * H, {"kv_heads": 3}, ShapeError, r"those of 3, a divisor of it"),
+    "five heads": (Llama, [1.0] * 5, {"heads": 5}, ShapeError, r"rows for 5 heads.*Got 24 and 12 rows"),
+    "three of four": (Llama, [1.0] * H, {"kv_heads": 3}, ShapeError, r"for 3, a divisor of it"),
     "no heads": (Llama, [1.0] * H, {"heads": 0}, ArgumentError, r"heads must be at least 1; got 0"),
 }
 
@@ -243,5 +243,5 @@ def test_what_cannot_be_clipped_is_refused_with_the_reason_and_left_as_it_was(ca
         assert all(map(torch.equal, before, module.parameters()))
 
 
-def test_a_norm_that_does_nothing_is_no_norm() -> None:
+def test_an_identity_in_place_of_a_norm_is_accepted() -> None:
     qk_clip_(with_norm("q_norm", nn.Identity()), [1.0] * H)

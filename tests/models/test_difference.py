@@ -1,4 +1,4 @@
-"""Two looks compared: what is subtracted from what, what was paired, and what a table says where there is nothing."""
+"""Differences: what is subtracted from what, what was paired, and what the table says if nothing changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from regard.models.difference import Difference
-from regard.models.heads import STATISTICS, Head
+from regard.models.head_statistics import STATISTICS, Head
 
 SHAPES = ([2, 2], [3])
 
@@ -21,50 +21,50 @@ def head(layer: str = "a", number: int = 0, **numbers: float) -> Head:
 def test_the_words_say_which_is_subtracted_from_which_and_how_many_changed() -> None:
     changed = [head(number=n, first_share=0.1 * n) for n in range(4)]
     lines = Difference(changed, [], []).table(names=("old", "new")).lines
-    assert lines == ["new less old: 3 heads changed"]
-    assert Difference(changed[:2], [], []).table().lines == ["the second less the first: 1 head changed"]
+    assert lines == ["new minus old: 3 heads changed"]
+    assert Difference(changed[:2], [], []).table().lines == ["the second minus the first: 1 head changed"]
 
 
 def test_more_heads_than_the_table_shows_are_counted_and_the_strongest_come_first() -> None:
     table = Difference([head(number=n, first_share=0.01 * n) for n in range(1, 31)], [], []).table(most=5)
-    assert table.lines == ["the second less the first: the 5 strongest of 30 heads that changed"]
+    assert table.lines == ["the second minus the first: the 5 strongest of 30 heads that changed"]
     assert [number for _, number, _ in table.rows] == ["30", "29", "28", "27", "26"]
 
 
-def test_a_number_that_is_not_there_moves_no_head_up_or_down() -> None:
+def test_a_nan_does_not_change_the_order_of_heads() -> None:
     changed = [head(number=n, first_share=0.1 * n, relative_entropy=math.nan if n % 2 else 0.0) for n in (2, 1, 4, 3)]
     assert [head.head for head in Difference(changed, [], []).strongest()] == [4, 3, 2, 1]
 
 
-def test_a_change_of_any_number_is_a_change() -> None:
-    assert Difference([head(max_logit=-2.0)], [], []).table().lines == ["the second less the first: 1 head changed"]
+def test_a_change_of_any_statistic_counts() -> None:
+    assert Difference([head(max_logit=-2.0)], [], []).table().lines == ["the second minus the first: 1 head changed"]
 
 
-def test_no_difference_is_said_without_an_empty_table() -> None:
+def test_no_difference_prints_no_empty_table() -> None:
     table = Difference([head(), head(number=1, max_logit=math.nan)], [], []).table(names=("x", "y"))
-    assert str(table) == "y less x: there is no difference (2 heads compared)"
+    assert str(table) == "y minus x: no difference (2 heads compared)"
 
 
-def test_heads_of_nan_alone_are_no_comparison() -> None:
+def test_heads_with_only_nan_are_not_compared() -> None:
     lost = head(**dict.fromkeys(STATISTICS, math.nan))
     some = Difference([lost, head(number=1)], [], []).table().lines
-    assert some[0].endswith("there is no difference (1 head compared)")
+    assert some[0].endswith("no difference (1 head compared)")
     assert some[1] == "1 head could not be compared: all numbers are NaN"
-    assert Difference([lost], [], []).table().lines[0].endswith("there is no head to compare")
-    assert Difference([], [], []).table().lines == ["the second less the first: there is no head to compare"]
+    assert Difference([lost], [], []).table().lines[0].endswith("there are no heads to compare")
+    assert Difference([], [], []).table().lines == ["the second minus the first: there are no heads to compare"]
 
 
 @pytest.mark.parametrize("by_order", [False, True])
-def test_shapes_that_differ_are_told_with_how_they_paired_and_what_was_left_out(by_order: bool) -> None:
+def test_different_shapes_are_reported_with_the_pairing_and_what_was_left_out(by_order: bool) -> None:
     only = [head("b", 0), head("b", 1)]
     told = Difference([head()], only, [head("c")], SHAPES, by_order).table(names=("x", "y")).lines[0]
-    assert told.startswith("x has 2 layers of 2 heads and y has 1 layer of 3 heads: layers pair by ")
-    assert ("by their order (named as in x) and" in told) == by_order
+    assert told.startswith("x has 2 layers of 2 heads and y has 1 layer of 3 heads: layers are paired by ")
+    assert ("by order (named as in x) and" in told) == by_order
     assert ("by name and heads by number" in told) != by_order
     assert told.endswith("left out: 2 heads of x and 1 head of y")
 
 
-def test_layers_of_unlike_sizes_are_counted_in_all_and_nothing_may_be_left_out() -> None:
+def test_layers_of_different_sizes_are_counted_in_total() -> None:
     told = Difference([head()], [], [], ([1, 2], [3]), by_order=True).table(names=("x", "y")).lines[0]
     assert told.startswith("x has 2 layers with 3 heads and y has 1 layer of 3 heads")
     assert told.endswith("left out: none")

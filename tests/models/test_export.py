@@ -1,4 +1,4 @@
-"""Programs that leave Python: torch.export and ONNX, by plain operators alone."""
+"""Programs that leave Python: torch.export and ONNX, with plain operators only."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
 
 
 def operators(graph: torch.fx.Graph) -> Iterator[str]:
-    """The namespaces of every operator of a graph and of the graphs within."""
+    """The namespaces of every operator in a graph and its subgraphs."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             yield node.target.namespace
@@ -99,7 +99,7 @@ def test_plain_and_causal_calls_are_exported_as_torchs_own_function() -> None:
         ]
 
 
-def test_what_nobody_sees_leaves_no_trace_in_an_exported_program() -> None:
+def test_hidden_keys_leave_no_trace_in_an_exported_program() -> None:
     model = Attention(mask=regard.window(0) & regard.padding(torch.tensor([3, 7])))
     query, key, value = (x.clone() for x in SHORT)
     program = exported(model, query, key, value)
@@ -149,7 +149,7 @@ def test_an_exported_hugging_face_model_runs_at_every_length() -> None:
 
 
 def ran(model: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Run an ONNX model, by onnxruntime where it is installed and else by the reference of onnx itself."""
+    """Run an ONNX model with onnxruntime if it is installed, or else with the reference of onnx itself."""
     feed = {given.name: x.numpy() for given, x in zip(model.graph.input, inputs, strict=True)}
     try:
         session = import_module("onnxruntime").InferenceSession(model.SerializeToString())

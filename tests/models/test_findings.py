@@ -1,4 +1,4 @@
-"""Findings: every rule finds the pattern it is for in heads made by hand, and nothing in heads drawn at random."""
+"""Findings: every rule finds its pattern in heads built by hand, and nothing in random heads."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def random(heads: int = H, n: int = N, m: int = N, seed: int = 0, batch: int = 1
 
 
 def aimed(targets: Tensor, strength: float | Tensor, seed: int = 0, at: int = 1, **shape: int) -> Fixed:
-    """Random heads, but for head `at`: in it row i has the logit `strength` with key targets[i], and 0 with others."""
+    """Random heads, except head `at`: its row i has the logit `strength` with key targets[i], and 0 with others."""
     q, k = random(seed=seed, **shape)
     n = k.shape[2]
     q, k = F.pad(q, (0, n)), F.pad(k, (0, n))
@@ -87,7 +87,7 @@ def aimed(targets: Tensor, strength: float | Tensor, seed: int = 0, at: int = 1,
 
 
 def scattered(n: int = N) -> Tensor:
-    """One target a row, without a pattern."""
+    """One target per row, without a pattern."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(3))
 
 
@@ -101,7 +101,7 @@ def followers() -> Tensor:
 
 
 def halved() -> Tensor:
-    """Rows on one key for 5 rows in 8, and none for the rest."""
+    """A large logit in 5 of 8 rows, and 0 in the rest."""
     return torch.where(torch.arange(N) % 8 < 5, 40.0, 0.0)
 
 
@@ -157,33 +157,33 @@ CASES: dict[str, tuple[Rule, Fixed, str]] = {
     "sink within": (
         Sink(),
         aimed(torch.full((N,), 5), 4.0),
-        "0.64 of the weight goes to the token at place 5 (an attention sink)",
+        "0.64 of the weight goes to the token at position 5 (an attention sink)",
     ),
     "previous": (
         Positional(),
         aimed(previous(), 5.0),
-        "1.00 of the rows attend the previous token most, with 0.83 of their weight (by position)",
+        "1.00 of the rows attend most to the previous token, with 0.83 of their weight (by position)",
     ),
     "self": (
         Positional(),
         aimed(previous(0), 5.0),
-        "1.00 of the rows attend themselves most, with 0.83 of their weight (by position)",
+        "1.00 of the rows attend most to themselves, with 0.83 of their weight (by position)",
     ),
     "next": (
         Positional(),
         aimed(previous(1), 5.0),
-        "1.00 of the rows attend the next token most, with 0.83 of their weight (by position)",
+        "1.00 of the rows attend most to the next token, with 0.83 of their weight (by position)",
     ),
     "offset": (
         Positional(),
         aimed(previous(-4), 5.0),
-        "1.00 of the rows attend the token 4 before them most, with 0.83 of their weight (by position)",
+        "1.00 of the rows attend most to the token 4 before them, with 0.83 of their weight (by position)",
     ),
     "induction": (
         Induction(),
         aimed(followers(), 5.0),
-        "0.83 of the weight goes to what followed the token before, where uniform attention gives 0.03 "
-        "(an induction head)",
+        "0.83 of the weight goes to the token that followed its previous occurrence, where uniform "
+        "attention gives 0.03 (an induction head)",
     ),
 }
 
@@ -206,12 +206,12 @@ def test_all_rules_together_say_no_more_than_that(case: tuple[Rule, Fixed, str])
 def test_a_rule_finds_two_heads_that_are_alike() -> None:
     seen = watched(a=Fixed(*random()), b=doubled())
     (found,) = find(seen)
-    assert found.text == 'layer "layers.b", heads 1 and 3: the same weights but for 0.000 of them (duplicates)'
+    assert found.text == 'layer "layers.b", heads 1 and 3: the same weights except for 0.000 of them (duplicates)'
     assert 0.0 < found.value < 1e-3
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_heads_drawn_at_random_make_no_finding(seed: int) -> None:
+def test_random_heads_give_no_finding(seed: int) -> None:
     causal = Fixed(*random(seed=seed, batch=2), causal=True)
     cross = Fixed(*random(seed=seed, n=9, batch=2))
     short = Fixed(*random(seed=seed, n=3, m=3), causal=True)
@@ -220,7 +220,7 @@ def test_heads_drawn_at_random_make_no_finding(seed: int) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
-def test_sequences_too_short_to_tell_make_no_finding(n: int) -> None:
+def test_sequences_that_are_too_short_give_no_finding(n: int) -> None:
     q, k = random(n=n, m=n)
     assert find(watched(None, a=Fixed(q, k), b=Fixed(q, k, causal=True))) == []
 
@@ -252,7 +252,7 @@ def shifted(value: float, up: bool) -> float:
     return value * (1 + 1e-6) if up else value * (1 - 1e-6)
 
 
-# The threshold that decides, the layer, and whether a head must lie above the threshold, or below it.
+# The threshold that decides, the layer, and whether a head must be above the threshold or below it.
 LIMITS: dict[str, tuple[type[Rule], str, Fixed, bool]] = {
     "logits": (LargeLogits, "notable", peaked(150.0), True),
     "collapsed": (Collapsed, "entropy", aimed(scattered(), 9.0), False),
@@ -266,7 +266,7 @@ LIMITS: dict[str, tuple[type[Rule], str, Fixed, bool]] = {
 
 
 @pytest.mark.parametrize("case", LIMITS.values(), ids=LIMITS.keys())
-def test_a_threshold_decides_just_where_it_stands(case: tuple[type[Rule], str, Fixed, bool]) -> None:
+def test_a_threshold_decides_exactly_at_its_value(case: tuple[type[Rule], str, Fixed, bool]) -> None:
     kind, threshold, layer, above = case
     seen = watched(a=layer)
     (found,) = find(seen, [kind(**{threshold: 1e-6})] if above else [kind()])
@@ -340,21 +340,21 @@ def test_logits_that_are_infinite_or_very_large_are_problems() -> None:
     assert levels == ["notable", "problem", "problem", "problem"]
 
 
-def test_a_sink_at_another_place_in_each_item_is_one_finding() -> None:
+def test_a_sink_at_another_position_in_each_item_is_one_finding() -> None:
     layer = aimed(torch.zeros(N, dtype=torch.long), 4.0, batch=2)
     layer.k[1, 1] = layer.k[1, 1].roll(7, 0)
     (found,) = find(watched(None, a=layer), [Sink()])
     assert found.text.endswith("0.64 of the weight goes to one key of each sequence (an attention sink)")
 
 
-def test_the_first_token_of_a_short_causal_sequence_is_no_sink() -> None:
+def test_the_first_token_of_a_short_causal_sequence_is_not_a_sink() -> None:
     seen = watched(None, a=Fixed(torch.zeros(1, 1, 6, 4), torch.zeros(1, 1, 6, 4), causal=True))
     assert find(seen, [Sink(share=0.3)]) == []
     assert len(find(seen, [Sink(share=0.3, times=1.0)])) == 1
 
 
 def padded(layer: Fixed, looking: bool) -> Seen:
-    """The layer with 16 more places that no row sees; their own rows see nothing, or all that is real."""
+    """The layer with 16 more positions that no row sees; their own rows see nothing, or every real key."""
     real = torch.arange(N + 16) < N
     q, k = (F.pad(x, (0, 0, 0, 16)) for x in (layer.q, layer.k))
     mask = real.expand(N + 16, -1) if looking else real[:, None] & real
@@ -369,12 +369,12 @@ def test_padding_that_sees_nothing_changes_no_finding(name: str) -> None:
     assert found.value == pytest.approx(find(watched(a=layer))[0].value, rel=1e-4)
 
 
-def test_padding_that_looks_at_what_is_real_repeats_no_token_that_it_sees() -> None:
+def test_padding_rows_that_see_real_keys_do_not_count_as_repeats() -> None:
     (found,) = find(padded(aimed(followers(), 5.0), looking=True), [Induction()])
     assert found.value == pytest.approx(find(watched(a=aimed(followers(), 5.0)))[0].value, rel=1e-4)
 
 
-def test_rows_that_see_one_key_have_no_choice_and_make_no_finding() -> None:
+def test_rows_that_see_one_key_give_no_finding() -> None:
     assert find(watched(a=Fixed(*random(), mask=torch.eye(N, dtype=torch.bool)))) == []
     assert find(watched(a=Fixed(*random(), mask=torch.eye(N, dtype=torch.bool).roll(1, 0)))) == []
 
@@ -388,7 +388,7 @@ def test_without_repeated_tokens_that_fit_there_is_no_induction(tokens: Tensor |
     assert find(watched(tokens, a=aimed(followers(), 5.0)), [Induction()]) == []
 
 
-def test_induction_sums_over_all_earlier_places_and_leaves_out_what_is_hidden() -> None:
+def test_induction_sums_over_all_earlier_positions_and_leaves_out_hidden_keys() -> None:
     tokens = torch.arange(8).repeat(4)[None]
     targets = torch.cat([scattered()[:24] % 24, torch.arange(8) + 9])
     layer = aimed(targets, 5.0)
@@ -406,38 +406,38 @@ def test_induction_sums_over_all_earlier_places_and_leaves_out_what_is_hidden() 
     assert found.value == pytest.approx(float((weights * after).sum(-1)[8:].mean()), rel=1e-5)
 
 
-def test_a_token_is_not_what_followed_it_itself() -> None:
+def test_a_token_does_not_count_as_its_own_follower() -> None:
     tokens = (torch.arange(N) // 3)[None]  # a a a b b b …: the third of each comes after the first
     assert find(watched(tokens, a=aimed(previous(0), 5.0)), [Induction()]) == []
     (found,) = find(watched(tokens, a=aimed(previous(), 5.0)), [Induction()])
     assert found.value == pytest.approx(0.827, abs=1e-3)
 
 
-def test_few_rows_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_row_batches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [watched(TOKENS, a=doubled()), watched(TOKENS, a=aimed(followers(), 5.0))]
     rules = [Duplicate(), Induction()]
     whole = [(one.text, one.value) for x in seen for one in find(x, rules)]
-    monkeypatch.setattr(sampling, "_AT_ONCE", 1)
+    monkeypatch.setattr(sampling, "_BATCH_SIZE", 1)
     assert len(whole) == 2
     for (text, value), one in zip(whole, (one for x in seen for one in find(x, rules)), strict=True):
         assert (one.text, one.value) == (text, pytest.approx(value, rel=1e-4))
 
 
-def test_fewer_rows_are_taken_evenly_and_always_alike() -> None:
+def test_sampled_rows_are_evenly_spaced_and_always_the_same() -> None:
     seen = watched(TOKENS, a=aimed(followers(), 5.0))
     few = [find(seen, [Induction(rows=8)]), find(seen, [Induction(rows=8)])]
     assert few[0] == few[1] != []
     assert find(seen, [Induction(rows=7)]) == []  # fewer than it must have
-    assert sampling.evenly(torch.arange(100), 5).tolist() == [0, 24, 49, 74, 99]
-    assert sampling.evenly(torch.arange(100), 1).tolist() == [0]
-    assert sampling.evenly(torch.arange(3), 8).tolist() == [0, 1, 2]
+    assert sampling.evenly_spaced(torch.arange(100), 5).tolist() == [0, 24, 49, 74, 99]
+    assert sampling.evenly_spaced(torch.arange(100), 1).tolist() == [0]
+    assert sampling.evenly_spaced(torch.arange(3), 8).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("strength", [0.0, 9.0])
 @pytest.mark.parametrize(
     "targets", [torch.zeros(N, dtype=torch.long), previous(), previous(0)], ids=["first", "previous", "self"]
 )
-def test_heads_that_are_alike_for_a_plain_reason_are_no_duplicates(targets: Tensor, strength: float) -> None:
+def test_heads_that_hardly_depend_on_content_are_not_duplicates(targets: Tensor, strength: float) -> None:
     layer, other = aimed(targets, strength), aimed(targets, strength, at=3)
     layer.q[:, 3], layer.k[:, 3] = other.q[:, 3], other.k[:, 3]
     assert find(watched(a=layer), [Duplicate()]) == []
@@ -451,13 +451,13 @@ def test_three_heads_that_are_alike_are_one_group_and_two_others_another() -> No
     assert [one.heads for one in found] == [(0, 2, 5), (1, 4)]
 
 
-def test_what_is_no_rule_is_refused() -> None:
+def test_what_is_not_a_rule_is_refused() -> None:
     seen: Any = watched(None, a=Fixed(*random()))
     with pytest.raises(DtypeError, match=r"^findings: rules must be rules, such as Sink\(share=0\.5\)\. Got <class"):
         find(seen, [Sink])  # type: ignore[list-item]
 
 
-def test_a_rule_of_ones_own_is_asked_like_the_others() -> None:
+def test_a_custom_rule_is_applied_like_the_others() -> None:
     @dataclasses.dataclass(frozen=True)
     class Wide(Rule):
         name = "wide"

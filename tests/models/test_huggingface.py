@@ -23,7 +23,7 @@ from architectures import (
     regarded,
 )
 from regard.masks import Mask
-from regard.models.hf_handed import Handed
+from regard.models.huggingface.lazy_mask import LazyMask
 
 WORDS = drawn(2, 11)
 WHOLE = torch.ones(2, 11, dtype=torch.int64)
@@ -34,7 +34,7 @@ GREEDY = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 
 
 def agree(found: Tensor, expected: Tensor, where: Tensor | None = None) -> None:
-    """Compare, at real positions alone: what a token that only fills up says is nobody's business."""
+    """Compare at real positions only: the logits of padding do not matter."""
     if where is not None:
         found, expected = found[where.bool()], expected[where.bool()]
     assert expected.std() > 0.05, "attention would not matter"
@@ -42,12 +42,12 @@ def agree(found: Tensor, expected: Tensor, where: Tensor | None = None) -> None:
 
 
 def stays_a_mask(call: Call) -> bool:
-    """Whether a mask came that no model made a tensor of, or none."""
-    return call.mask is None or (isinstance(call.mask, Handed) and "tensor" not in vars(call.mask))
+    """Whether there was no mask, or one that no model turned into a tensor."""
+    return call.mask is None or (isinstance(call.mask, LazyMask) and "tensor" not in vars(call.mask))
 
 
 def same_as_eager(architecture: Architecture, *runs: Callable[[Any], tuple[Tensor, Tensor | None]]) -> None:
-    """Run a model in both ways, count our calls in the first run, and look at the masks of all."""
+    """Run a model both ways, count our calls in the first run, and check all masks."""
     model = build(architecture)
     with torch.no_grad():
         expected = [run(model) for run in runs]
@@ -61,11 +61,11 @@ def same_as_eager(architecture: Architecture, *runs: Callable[[Any], tuple[Tenso
                 else:
                     assert torch.equal(found, numbers)
     assert all(map(stays_a_mask, calls)) == (not architecture.tensors)
-    assert all(isinstance(call.mask.mask, Mask) for call in calls if isinstance(call.mask, Handed))
+    assert all(isinstance(call.mask.mask, Mask) for call in calls if isinstance(call.mask, LazyMask))
 
 
 @pytest.mark.parametrize("architecture", DECODERS, ids=str)
-def test_a_decoder_says_and_generates_what_it_does_eagerly(architecture: Architecture) -> None:
+def test_a_decoder_computes_and_generates_what_it_does_eagerly(architecture: Architecture) -> None:
     def read(keep: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
         return lambda model: (model(WORDS, attention_mask=keep).logits, keep)
 
@@ -76,7 +76,7 @@ def test_a_decoder_says_and_generates_what_it_does_eagerly(architecture: Archite
 
 
 @pytest.mark.parametrize("architecture", ENCODERS, ids=str)
-def test_an_encoder_says_what_it_does_eagerly(architecture: Architecture) -> None:
+def test_an_encoder_computes_what_it_does_eagerly(architecture: Architecture) -> None:
     def read(keep: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
         return lambda model: (model(input_ids=WORDS, attention_mask=keep).logits, keep)
 
@@ -84,7 +84,7 @@ def test_an_encoder_says_what_it_does_eagerly(architecture: Architecture) -> Non
 
 
 @pytest.mark.parametrize("architecture", SEQ2SEQ, ids=str)
-def test_an_encoder_with_a_decoder_says_and_generates_what_it_does_eagerly(architecture: Architecture) -> None:
+def test_an_encoder_with_a_decoder_computes_and_generates_what_it_does_eagerly(architecture: Architecture) -> None:
     target, real = drawn(2, 7, seed=2), RIGHT[:, -7:]
 
     def read(keep: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
@@ -98,7 +98,7 @@ def test_an_encoder_with_a_decoder_says_and_generates_what_it_does_eagerly(archi
 
 
 @pytest.mark.parametrize("architecture", LISTENERS, ids=str)
-def test_a_listener_says_and_generates_what_it_does_eagerly(architecture: Architecture) -> None:
+def test_a_speech_model_computes_and_generates_what_it_does_eagerly(architecture: Architecture) -> None:
     sound = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
     sound = sound if architecture.model.startswith("Whisper") else sound.mT.contiguous()
 
@@ -112,11 +112,11 @@ def test_a_listener_says_and_generates_what_it_does_eagerly(architecture: Archit
 
 
 @pytest.mark.parametrize("architecture", VIEWERS, ids=str)
-def test_a_viewer_sees_what_it_does_eagerly(architecture: Architecture) -> None:
+def test_a_vision_model_computes_what_it_does_eagerly(architecture: Architecture) -> None:
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     same_as_eager(architecture, lambda model: (model(pixels)[0], None))
 
 
-def test_more_than_fifty_architectures_are_held_and_four_of_them_make_tensors() -> None:
+def test_more_than_fifty_architectures_are_tested_and_four_of_them_build_tensors() -> None:
     assert len(NAMED) == len(DECODERS) + len(ENCODERS) + len(SEQ2SEQ) + len(LISTENERS) + len(VIEWERS) > 50
     assert sum(bool(each.tensors) for each in NAMED.values()) == 4

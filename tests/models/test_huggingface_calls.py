@@ -1,4 +1,4 @@
-"""What else reaches our attention function: packed sequences, masks of the user, caches, weights, dropout, refusals."""
+"""The attention function for transformers: packed sequences, user masks, caches, weights, dropout, refusals."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import regard
 from architectures import NAMED, Architecture, build, drawn, of_today, regarded
 from regard.errors import ArgumentError, MissingPackageError
 from regard.models import huggingface
-from regard.models.hf_handed import Handed
-from regard.models.hf_masks import MaskMaker
+from regard.models.huggingface.attention import attention_forward
+from regard.models.huggingface.lazy_mask import LazyMask
+from regard.models.huggingface.mask_functions import MaskBuilder
 
 WORDS = drawn(2, 11)
 LEFT = torch.ones(2, 11, dtype=torch.int64)
@@ -27,7 +28,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def both_ways(model: Any, run: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor, list[Any]]:
-    """What a model gives by regard, what it gives eagerly, and the masks that came."""
+    """The result with regard, the eager result, and the masks that were passed."""
     expected = run(model)
     with regarded(model) as calls:
         found = run(model)
@@ -45,7 +46,7 @@ def llama() -> Any:
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Llama4ForCausalLM", "GPTNeoXForCausalLM"])
-def test_packed_sequences_see_themselves_alone(name: str) -> None:
+def test_packed_sequences_see_only_themselves(name: str) -> None:
     model, lengths = build(NAMED[name]), [4, 5, 2]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad(), regarded(model) as calls:
@@ -67,7 +68,7 @@ def test_a_static_cache_generates_the_same(name: str) -> None:
     assert all(mask.shape[2] == 1 for mask in masks if isinstance(mask, Tensor))
 
 
-def test_a_text_read_in_two_pieces_is_the_text(llama: Any) -> None:
+def test_a_text_read_in_two_pieces_gives_the_same(llama: Any) -> None:
     def read(model: Any) -> Tensor:
         start = model(WORDS[:, :6], attention_mask=LEFT[:, :6], use_cache=True)
         return model(WORDS[:, 6:], attention_mask=LEFT, past_key_values=start.past_key_values).logits
@@ -82,7 +83,7 @@ def test_beams_generate_the_same(llama: Any) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_mask_tensor_of_the_user_selects_if_it_is_bool_and_adds_if_it_is_floating(llama: Any) -> None:
+def test_a_user_mask_tensor_selects_if_it_is_bool_and_adds_if_it_is_floating(llama: Any) -> None:
     allowed = torch.rand(2, 1, 11, 11, generator=torch.Generator().manual_seed(0)) < 0.6
     allowed |= torch.eye(11, dtype=torch.bool)
     added = torch.where(allowed, 0.0, LOWEST)
@@ -110,15 +111,18 @@ def test_image_tokens_see_each_other_both_ways() -> None:
     found, expected, masks = both_ways(model, read)
     close(found, expected)
     blocks = [mask for mask in masks if mask is not None]
-    assert all(isinstance(mask, Handed) and bool(mask.tensor[0, 0, 3, 4]) for mask in blocks)
+    assert all(isinstance(mask, LazyMask) and bool(mask.tensor[0, 0, 3, 4]) for mask in blocks)
     assert all("causal() | documents" in repr(mask.mask) for mask in blocks)
 
 
-def test_weights_are_made_if_they_are_asked_for_and_only_then(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_computed_only_if_requested(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     eager = llama(WORDS, attention_mask=LEFT, output_attentions=True).attentions
     with regarded(llama):
         ours = llama(WORDS, attention_mask=LEFT, output_attentions=True).attentions
-        monkeypatch.setattr(huggingface, "observe", lambda *args, **given: pytest.fail("weights nobody asked for"))
+        monkeypatch.setattr(
+            "regard.models.huggingface.attention.observe",
+            lambda *args, **given: pytest.fail("weights that were not requested"),
+        )
         assert not llama(WORDS, attention_mask=LEFT).attentions
     for found, expected in zip(ours, eager, strict=True):
         close(found[0, :, 4:], expected[0, :, 4:])
@@ -150,7 +154,7 @@ def test_training_has_the_same_gradients(name: str, again: bool) -> None:
     close(found, expected)
 
 
-def test_attention_drops_weights_in_training_alone() -> None:
+def test_attention_drops_weights_only_in_training() -> None:
     settings = of_today(attention_dropout=0.5)
     model = build(Architecture("LlamaForCausalLM", "LlamaConfig", settings))
     with torch.no_grad(), regarded(model) as calls:
@@ -180,7 +184,7 @@ def test_a_model_compiles_in_one_graph(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Bloom", "Mpt", "XGLM"])
-def test_a_model_that_attends_by_itself_gets_the_mask_that_it_knows(name: str) -> None:
+def test_a_model_that_computes_attention_itself_gets_an_additive_mask(name: str) -> None:
     huggingface.register()
     sizes = {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}
     if name == "XGLM":
@@ -196,8 +200,8 @@ def test_registering_again_changes_nothing() -> None:
     transformers = import_module("transformers")
     huggingface.register()
     huggingface.register()
-    assert transformers.AttentionInterface._global_mapping["regard"] is huggingface.attend
-    assert isinstance(transformers.AttentionMaskInterface._global_mapping["regard"], MaskMaker)
+    assert transformers.AttentionInterface._global_mapping["regard"] is attention_forward
+    assert isinstance(transformers.AttentionMaskInterface._global_mapping["regard"], MaskBuilder)
     model = build(NAMED["LlamaForCausalLM"], "regard")
     assert model.config._attn_implementation == "regard"
     assert model(WORDS).logits.isfinite().all()
@@ -213,12 +217,12 @@ def test_without_transformers_one_sentence_says_what_to_do(there: Any, monkeypat
 def attended(**given: Any) -> tuple[Tensor, Tensor | None]:
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
     mask = given.pop("attention_mask", None)
-    return huggingface.attend(nn.Module(), q, k, v, mask, **given)
+    return attention_forward(nn.Module(), q, k, v, mask, **given)
 
 
 @pytest.mark.parametrize("name", ["cache", "block_indices"])
-def test_what_would_change_the_result_unseen_is_refused(name: str) -> None:
-    with pytest.raises(ArgumentError, match=r"attend: .*set_attn_implementation\('sdpa'\)"):
+def test_unsupported_arguments_that_would_change_the_result_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match=r"attn_implementation='regard': .*set_attn_implementation\('sdpa'\)"):
         attended(**{name: object()})
 
 
@@ -233,33 +237,33 @@ def test_every_argument_reaches_attention() -> None:
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
     bias, more, sink = torch.randn(1, 4, 5, 9), torch.randn(2, 1, 5, 8), torch.randn(4)
     given = {"scaling": 0.3, "softcap": 2.0, "s_aux": sink, "position_bias": bias}
-    found, weights = huggingface.attend(nn.Module(), q, k, v, more, output_attentions=True, **given)
+    found, weights = attention_forward(nn.Module(), q, k, v, more, output_attentions=True, **given)
     seen = regard.observe(q, k, v, bias=more[..., :7] + bias[..., :7], scale=0.3, softcap=2.0, sink=sink)
     torch.testing.assert_close(found, seen.output.transpose(1, 2))
     torch.testing.assert_close(weights, seen.weights())
 
 
-def test_chosen_keys_alone_are_seen() -> None:
+def test_only_selected_keys_are_seen() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     chosen = torch.tensor([[0], [1], [2], [3], [4]]).expand(2, 5, 1)
-    found, _ = huggingface.attend(nn.Module(), q, k, v, Handed(regard.causal(), 2, 5, 5, "cpu"), indices=chosen)
+    found, _ = attention_forward(nn.Module(), q, k, v, LazyMask(regard.causal(), 2, 5, 5, "cpu"), indices=chosen)
     torch.testing.assert_close(found, v.transpose(1, 2))
 
 
-def test_a_row_of_keys_for_each_item_is_padding() -> None:
+def test_a_two_dimensional_mask_is_padding() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     keep = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    found, _ = huggingface.attend(nn.Module(), q, k, v, keep)
+    found, _ = attention_forward(nn.Module(), q, k, v, keep)
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.padding(keep)).transpose(1, 2))
 
 
-def test_told_to_be_causal_without_a_mask_it_is() -> None:
+def test_is_causal_without_a_mask_is_causal() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
-    found, _ = huggingface.attend(nn.Module(), q, k, v, None, is_causal=True)
+    found, _ = attention_forward(nn.Module(), q, k, v, None, is_causal=True)
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.causal()).transpose(1, 2))
 
 
-def test_a_mask_for_more_keys_than_there_are_is_cut() -> None:
+def test_a_mask_for_more_keys_than_there_are_is_truncated() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
-    found, _ = huggingface.attend(nn.Module(), q, k, v, Handed(regard.causal(offset=0), 2, 5, 9, "cpu"))
+    found, _ = attention_forward(nn.Module(), q, k, v, LazyMask(regard.causal(offset=0), 2, 5, 9, "cpu"))
     torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.causal()).transpose(1, 2))

@@ -23,15 +23,15 @@ from torch.utils.checkpoint import checkpoint
 import regard
 from regard.errors import ArgumentError, DtypeError, MissingPackageError
 from regard.models.callbacks import lightning_callback, trainer_callback
-from regard.models.clip import qk_clip_
 from regard.models.loggers import reporter
 from regard.models.monitor import Monitor
+from regard.models.qk_clip import qk_clip_
 
 E, H, N = 16, 2, 6
 
 
 class Attention(nn.Module):
-    """Self-attention by torch's function."""
+    """Self-attention with torch's function."""
 
     def __init__(self, broken: bool = False) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def x() -> Tensor:
 
 
 def statistics(module: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy (batch, heads, rows) and the largest logit a row, by the matrix."""
+    """Entropy (batch, heads, rows) and the largest logit per row, from the full matrix."""
     q, k = (p(x).unflatten(-1, (H, -1)).transpose(1, 2) for p in (module.q_proj, module.k_proj))
     S = (q @ k.mT / math.sqrt(E // H)).masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
     P = S.softmax(-1)
@@ -112,7 +112,7 @@ def expected(model: Model, *inputs: Tensor) -> dict[str, float]:
 
 
 def untouched(model: nn.Module) -> bool:
-    """Whether no hook and no replaced function is left."""
+    """Whether no hook and no replaced function remains."""
     plain = F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
     return plain and not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
 
@@ -143,7 +143,7 @@ def test_the_output_and_the_gradients_are_those_without_it(x: Tensor) -> None:
         assert torch.equal(a.grad, b.grad)
 
 
-def test_gradient_accumulation_takes_the_calls_of_a_step_together(x: Tensor) -> None:
+def test_gradient_accumulation_combines_the_calls_of_a_step(x: Tensor) -> None:
     model, notes = Model(), Notes()
     with Monitor(model, every=2, log=notes) as monitor:
         for n in range(5):
@@ -245,7 +245,7 @@ def test_a_model_that_calls_itself_is_one_call(x: Tensor) -> None:
     assert len(notes) == 2 * len(NAMES)
 
 
-def test_rows_that_see_no_key_do_not_count_and_not_a_number_is_seen() -> None:
+def test_rows_that_see_no_key_do_not_count_and_nan_shows() -> None:
     class Masked(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(x, x, x, mask)
@@ -270,7 +270,7 @@ def test_rows_that_see_no_key_do_not_count_and_not_a_number_is_seen() -> None:
 
 
 class Several(nn.Module):
-    """Attention by torch's module, with and without weights, by ours, and by both functions; all with dropout."""
+    """Attention with torch's module, with and without weights, with ours, and with both functions; all with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_random_numbers_and_gradients_are_those_without_it(recompute: bool, x: T
     assert list(monitor.last)[-1] == "attention/head0/max_logit"
 
 
-def test_a_model_that_shows_no_call_is_warned_of_once(x: Tensor) -> None:
+def test_a_model_without_observable_calls_gives_one_warning(x: Tensor) -> None:
     class ByHand(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x @ x.mT).softmax(-1) @ x
@@ -316,14 +316,14 @@ def test_a_model_that_shows_no_call_is_warned_of_once(x: Tensor) -> None:
     model, notes = ByHand(), Notes()
     with Monitor(model, every=1, log=notes):
         with pytest.warns(
-            UserWarning, match=r"^Monitor: in step 0 it did not see any attention\. A model that writes out"
+            UserWarning, match=r"^Monitor: in step 0 it did not see any attention\. A model that computes"
         ):
             model(x)
         model(x)
     assert notes == []
 
 
-def test_a_call_that_cannot_be_observed_runs_and_is_warned_of(x: Tensor) -> None:
+def test_a_call_that_cannot_be_observed_runs_and_gives_a_warning(x: Tensor) -> None:
     class Mapped(Model):
         def forward(self, x: Tensor) -> Tensor:
             x = super().forward(x)
@@ -341,7 +341,7 @@ def test_a_call_that_cannot_be_observed_runs_and_is_warned_of(x: Tensor) -> None
     assert torch.equal(output, model(x))
 
 
-def test_the_largest_logits_are_there_to_clip_by(x: Tensor) -> None:
+def test_max_logits_can_be_passed_to_qk_clip(x: Tensor) -> None:
     model = Model()
     with torch.no_grad():
         model.blocks[1]["attn"].q_proj.weight[: E // 2] *= 100.0
@@ -357,7 +357,7 @@ def test_the_largest_logits_are_there_to_clip_by(x: Tensor) -> None:
         torch.testing.assert_close(largest, before[name].clamp(max=4.0), rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_compiled_is_seen_as_well(x: Tensor) -> None:
+def test_a_compiled_model_is_seen_too(x: Tensor) -> None:
     model, notes = Model(), Notes()
     compiled = torch.compile(model, backend="eager")
     with Monitor(compiled, every=2, log=notes):
@@ -385,7 +385,7 @@ def test_every_must_be_at_least_one(every: int) -> None:
         Monitor(Model(), every)
 
 
-def test_what_is_no_model_no_step_and_no_log_is_refused() -> None:
+def test_a_wrong_model_step_or_log_is_refused() -> None:
     with pytest.raises(DtypeError, match=r"^Monitor: model must be a torch\.nn\.Module\. Got str"):
         Monitor("model")  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match=r"^Monitor: step must be a whole number\. Got 1\.5"):
@@ -409,7 +409,7 @@ class Writer:
 
 
 class Run:
-    """The signature of a run of Weights & Biases."""
+    """The signature of a Weights & Biases run."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[dict[str, Any], int | None]] = []
@@ -419,7 +419,7 @@ class Run:
 
 
 class Metrics:
-    """The signature of a logger of Lightning."""
+    """The signature of a Lightning logger."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[dict[str, Any], int | None]] = []
@@ -428,7 +428,7 @@ class Metrics:
         self.calls.append((metrics, step))
 
 
-def test_loggers_are_known_by_their_methods(x: Tensor) -> None:
+def test_loggers_are_recognised_by_their_methods(x: Tensor) -> None:
     model, writer, run, metrics, notes = Model(), Writer(), Run(), Metrics(), Notes()
     with Monitor(model, every=2, log=[writer, run, metrics, notes]):
         for _ in range(3):
@@ -441,7 +441,7 @@ def test_loggers_are_known_by_their_methods(x: Tensor) -> None:
     reporter(None)({"loss": 0.0}, 0)
 
 
-def test_a_trainer_of_transformers_is_followed_step_by_step(x: Tensor) -> None:
+def test_a_transformers_trainer_is_monitored_step_by_step(x: Tensor) -> None:
     from transformers import TrainerCallback, TrainerControl, TrainerState
 
     class Trainer:
@@ -461,7 +461,7 @@ def test_a_trainer_of_transformers_is_followed_step_by_step(x: Tensor) -> None:
     assert isinstance(callback, TrainerCallback)
     callback.on_train_begin(None, state, control, model=model)
     model.blocks[0]["attn"].broken = True
-    with pytest.raises(RuntimeError, match="broken"):  # a training that fails; the next begins anew
+    with pytest.raises(RuntimeError, match="broken"):  # this training fails; the next starts fresh
         model(x)
     model.blocks[0]["attn"].broken = False
     callback.on_train_begin(None, state, control, model=model)
@@ -481,7 +481,7 @@ def test_a_trainer_of_transformers_is_followed_step_by_step(x: Tensor) -> None:
 
 @pytest.fixture
 def lightning(monkeypatch: pytest.MonkeyPatch) -> type:
-    """A package lightning with the one class that is needed of it."""
+    """A package lightning with the one class that is needed."""
 
     class Callback:
         pass
@@ -493,7 +493,7 @@ def lightning(monkeypatch: pytest.MonkeyPatch) -> type:
     return Callback
 
 
-def test_a_trainer_of_lightning_is_followed_batch_by_batch(lightning: type, x: Tensor) -> None:
+def test_a_lightning_trainer_is_monitored_batch_by_batch(lightning: type, x: Tensor) -> None:
     class Module(Model):
         def training_step(self, x: Tensor) -> Tensor:
             for block in self.blocks:  # Lightning calls this method, and not the module
@@ -542,7 +542,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def as_rank(rank: int, meeting: str) -> None:
-    """Train on a share of the batch of one of two ranks, and look at what is logged."""
+    """Train as one of two ranks on a part of the batch, and check what is logged."""
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
@@ -559,7 +559,7 @@ def as_rank(rank: int, meeting: str) -> None:
         notes.clear()
         part = model.blocks[0]["attn"] if rank else model
         differ = pytest.warns(
-            UserWarning, match=r"^Monitor: the ranks attend in different layers, so each logs what it"
+            UserWarning, match=r"^Monitor: the ranks attend in different layers, so each logs only what it"
         )
         with differ, Monitor(part, every=1, log=notes):
             part(x[0])
@@ -568,7 +568,7 @@ def as_rank(rank: int, meeting: str) -> None:
         dist.destroy_process_group()
 
 
-def test_the_ranks_of_a_data_parallel_training_are_taken_together(tmp_path: Path) -> None:
+def test_data_parallel_ranks_are_combined(tmp_path: Path) -> None:
     meeting, here = str(tmp_path / "meeting"), Path(__file__)
     paths = [str(here.parent), str(Path(regard.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     script = f"from {here.stem} import as_rank; as_rank(1, {meeting!r})"

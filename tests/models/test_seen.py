@@ -1,4 +1,4 @@
-"""What was seen: found once, looked at and judged many times, and drawn with tokens that fit."""
+"""Seen: computed once, read many times, and shown with tokens that fit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_findings_and_a_look_share_one_search_for_the_strongest_keys(monkeypatch
     torch.testing.assert_close(look.layers[1].heads[0].map, seen["blocks.1.attn"].map(40, 40)[0, 0])
 
 
-def test_findings_are_judged_anew_after_another_call_and_for_other_tokens() -> None:
+def test_findings_are_computed_again_after_another_call_and_for_other_tokens() -> None:
     torch.manual_seed(0)
     model, ids = Gpt(), torch.randint(0, 50, (1, 40))
     told: list[str] = []
@@ -66,7 +66,7 @@ def test_findings_are_judged_anew_after_another_call_and_for_other_tokens() -> N
     assert len(told) == 4 * len(regard.models.findings.RULES)
 
 
-def test_of_long_texts_only_those_strongest_keys_are_found_that_a_report_can_hold() -> None:
+def test_long_texts_keep_only_the_strongest_keys_that_a_report_can_hold() -> None:
     with regard.watch(nn.Module()) as seen:
         regard.attention(*torch.randn(3, 1, 300, 1000, 1).unbind())
     assert seen.strongest("")[0].shape == (1, 300, 1000, 3)
@@ -78,13 +78,13 @@ def test_of_long_texts_only_those_strongest_keys_are_found_that_a_report_can_hol
     [
         ("twelve char.", "list of strings. Got str"),
         (7, "list of strings. Got int"),
-        (torch.arange(12), "list of strings. Got Tensor at place 0"),
-        (["a"] * 11 + [3], "list of strings. Got int at place 11"),
-        (["a"] * 11, "as many as the queries or the keys of a layer, 12. Got 11"),
+        (torch.arange(12), "list of strings. Got Tensor at index 0"),
+        (["a"] * 11 + [3], "list of strings. Got int at index 11"),
+        (["a"] * 11, "one per query or one per key of a layer, 12. Got 11"),
         ([], "Got 0; without tokens"),
     ],
 )
-def test_tokens_that_are_none_or_do_not_fit_are_refused(tokens: object, says: str) -> None:
+def test_tokens_that_are_not_strings_or_do_not_fit_are_refused(tokens: object, says: str) -> None:
     with regard.watch(nn.Module()) as seen:
         regard.attention(*torch.randn(3, 1, 2, 12, 4).unbind())
     with pytest.raises(ArgumentError) as error:
@@ -95,7 +95,7 @@ def test_tokens_that_are_none_or_do_not_fit_are_refused(tokens: object, says: st
     assert seen.look(tokens=tuple("twelve char.")).layers[0].queries[11] == "."
 
 
-def test_heads_without_finite_logits_have_no_numbers_and_are_no_duplicates() -> None:
+def test_heads_without_finite_logits_have_no_numbers_and_are_not_duplicates() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, 32, 8).unbind()
     q[:, 1:3] = torch.nan
@@ -128,7 +128,7 @@ class SelfAttention(nn.Module):
 
 
 class WholeAttention(nn.Module):
-    """Attention, and a projection after it, as many models nest them."""
+    """Attention followed by a projection, as many models nest them."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class WholeAttention(nn.Module):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_attention_by_hand_is_named_where_it_ran_and_what_was_seen_is_not(training: bool) -> None:
+def test_attention_by_hand_is_named_and_what_was_seen_is_not(training: bool) -> None:
     fused = nn.TransformerEncoderLayer(GPT_DIM, 2, dropout=0.1, batch_first=True)
     model = nn.Sequential(WholeAttention(SelfAttention()), WholeAttention(Attention()), fused).train(training)
     with regard.watch(model) as seen:
@@ -153,7 +153,7 @@ def test_attention_by_hand_is_named_where_it_ran_and_what_was_seen_is_not(traini
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_a_real_model_with_eager_attention_is_said_to_be_unseen(implementation: str) -> None:
+def test_a_real_model_with_eager_attention_is_reported_as_missed(implementation: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.BertConfig(vocab_size=50, **sizes, attn_implementation=implementation)
@@ -164,21 +164,21 @@ def test_a_real_model_with_eager_attention_is_said_to_be_unseen(implementation: 
     assert (seen.layers, list(seen.missed)) == (([], names) if implementation == "eager" else (names, []))
 
 
-def test_a_look_in_which_nothing_was_seen_says_why() -> None:
+def test_if_nothing_was_seen_the_reason_is_given() -> None:
     with regard.watch(nn.Linear(2, 2)) as seen:
         pass
-    assert seen.missed == {"": "it was not called inside of the with block"}
+    assert seen.missed == {"": "it was not called inside the with block"}
     model = nn.Linear(2, 2)
     with regard.watch(model) as seen:
         model(torch.zeros(1, 2))
-    assert "called no attention" in seen.missed[""]
-    with pytest.raises(ZeroDivisionError), regard.watch(model) as seen:  # what went wrong is told by the error
+    assert "made no attention call" in seen.missed[""]
+    with pytest.raises(ZeroDivisionError), regard.watch(model) as seen:  # the error says what went wrong
         raise ZeroDivisionError
     assert not seen.missed
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_watch_that_is_not_used_as_one_is_refused() -> None:
+def test_misuse_of_watch_is_refused() -> None:
     model: Any = Gpt()
     for wrong, says in ((nn.Linear, "the class Linear"), (torch.jit.script(nn.Linear(2, 2)), "TorchScript")):
         with pytest.raises(DtypeError, match=says):
@@ -188,9 +188,9 @@ def test_a_watch_that_is_not_used_as_one_is_refused() -> None:
     unused: Any = regard.watch(model)
     with pytest.raises(AttributeError, match=r"with regard\.watch"):
         unused.heads
-    with unused as seen, pytest.raises(ArgumentError, match="entered once"), unused:
+    with unused as seen, pytest.raises(ArgumentError, match="entered only once"), unused:
         pass
-    with pytest.raises(ArgumentError, match="entered once"), unused:
+    with pytest.raises(ArgumentError, match="entered only once"), unused:
         pass
     with pytest.raises(ArgumentError, match="did the model run"):
         seen["blocks.0.attn"]
@@ -201,17 +201,17 @@ def test_a_watch_that_is_not_used_as_one_is_refused() -> None:
 
 def test_a_report_of_a_text_that_fits_no_layer_has_positions() -> None:
     loaded = loading.load(None)
-    reading = loaded.read("to be or not to be")
+    reading = loaded.tokenize("to be or not to be")
     seen = inspection.inspect(loaded, reading)
     told: list[str] = []
-    assert inspection.drawn(loaded, reading, seen, told.append).layers[0].queries == reading.pieces
+    assert inspection.build_look(loaded, reading, seen, told.append).layers[0].queries == reading.pieces
     assert told == seen.layers
     longer = replace(reading, pieces=[*reading.pieces, "more"])
-    assert inspection.drawn(loaded, longer, seen).layers[0].queries[:2] == ["0", "1"]
+    assert inspection.build_look(loaded, longer, seen).layers[0].queries[:2] == ["0", "1"]
 
 
 def named_in_the_docs() -> list[str]:
-    """Every `regard.models.x` and `regard.report.x` that a page of the docs names in code, the API's index left out."""
+    """Every `regard.models.x` and `regard.report.x` that a page of the docs names in code, except in the API index."""
     pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "api.md"]
     text = "\n".join(page.read_text(encoding="utf-8") for page in [*pages, ROOT / "README.md"])
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL))

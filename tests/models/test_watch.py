@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 import regard
 from regard.errors import ArgumentError, DtypeError, FileError
-from regard.models.heads import STATISTICS
+from regard.models.head_statistics import STATISTICS
 from regard.observation import WATCHERS
 
 GPT_DIM, GPT_HEADS = 32, 4
 
 
 class Attention(nn.Module):
-    """A GPT's attention, as everybody writes it."""
+    """The attention of a GPT, as it is usually written."""
 
     def __init__(self, dim: int = GPT_DIM, heads: int = GPT_HEADS, causal: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Gpt(nn.Module):
 
 
 def from_weights(P: Tensor, allowed: Tensor, logits: Tensor) -> dict[str, Tensor]:
-    """Every statistic but max_logit's from full weights (B, H, N, M), (heads,) each."""
+    """Every statistic, computed from full weights (B, H, N, M); each (heads,)."""
     P = P.double()
     _, _, n, m = P.shape
     place = torch.arange(n)[:, None] + m - n
@@ -167,7 +167,7 @@ def test_multihead_attention_still_gives_its_weights_and_their_gradients(average
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_with_dropout_the_model_draws_as_it_would_have() -> None:
+def test_with_dropout_the_model_draws_the_same_random_numbers() -> None:
     torch.manual_seed(0)
     models: list[tuple[nn.Module, tuple[Tensor, ...]]] = [
         (Gpt(dropout=0.3), (torch.randint(0, 50, (2, 20)),)),
@@ -206,7 +206,7 @@ def test_gradients_stay_what_they_were_and_the_observation_holds_no_graph() -> N
     assert not any(x.requires_grad for x in (last.output, last.lse, last.entropy, last.weights()))
 
 
-def test_calls_of_regard_are_seen_with_everything_they_ask_for() -> None:
+def test_calls_of_regard_are_seen_with_all_their_arguments() -> None:
     class Ours(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +233,7 @@ def test_calls_of_regard_are_seen_with_everything_they_ask_for() -> None:
     torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), concentration, atol=1e-5, rtol=1e-5)
 
 
-def test_a_backend_without_statistics_runs_and_is_looked_at_beside() -> None:
+def test_a_backend_without_statistics_runs_and_is_observed_separately() -> None:
     class Plain(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return regard.attention(x, x, x, backend="sdpa")
@@ -373,7 +373,7 @@ def test_calls_of_regard_in_any_dimensions_have_a_batch_and_heads(lead: tuple[in
     assert seen[""].top(2)[1].shape == (*seen[""].shape[:3], 2)
 
 
-def test_a_nan_among_the_logits_is_told_and_empty_ids_are_no_trouble() -> None:
+def test_a_nan_among_the_logits_shows_and_empty_ids_are_accepted() -> None:
     model = Gpt()
     with regard.watch(model) as seen:
         model(torch.zeros(1, 0, dtype=torch.int64))
@@ -386,7 +386,7 @@ def test_a_nan_among_the_logits_is_told_and_empty_ids_are_no_trouble() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_several_that_watch_see_every_call_once(dropout: float) -> None:
+def test_several_watchers_see_every_call_once(dropout: float) -> None:
     model, ids, logged = Gpt(dropout=dropout), torch.randint(0, 50, (1, 12)), []
     monitor = regard.Monitor(model, every=1, log=lambda *x: logged.append(x))
     with regard.watch(model) as outer, monitor, regard.watch(model.blocks[1]) as inner:
@@ -402,7 +402,7 @@ def hooks(model: nn.Module) -> list[int]:
     return [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
 
 
-def test_nothing_is_left_behind_also_after_an_exception() -> None:
+def test_nothing_is_left_behind_even_after_an_exception() -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -443,7 +443,7 @@ def test_a_compiled_model_is_seen() -> None:
     assert [name.removeprefix("_orig_mod.") for name in seen.layers] == ["blocks.0.attn", "blocks.1.attn"]
 
 
-def test_what_is_kept_grows_with_the_length_and_not_with_its_square() -> None:
+def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
     model = Attention(heads=1)
     kept = []
     for n in (1024, 4096):
@@ -498,7 +498,7 @@ def test_json_holds_the_heads_and_no_nan(tmp_path: Path) -> None:
         seen.to_json(tmp_path / "nowhere" / "seen.json")
 
 
-def test_the_table_has_a_row_a_head_and_shows_names_as_text() -> None:
+def test_the_table_has_one_row_per_head_and_shows_names_as_text() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -516,7 +516,7 @@ def test_the_table_has_a_row_a_head_and_shows_names_as_text() -> None:
     assert "\x1b" not in text
 
 
-def test_diff_tells_what_changed() -> None:
+def test_diff_says_what_changed() -> None:
     torch.manual_seed(0)
     model, ids = Gpt(), torch.randint(0, 50, (1, 30))
     looks = []

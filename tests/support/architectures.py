@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def regarded(model: Any) -> Iterator[list[Call]]:
-    """Let a model attend by regard, and write down the calls of our function."""
+    """Run a model with regard, and record the calls of our function."""
     huggingface.register()
     functions = import_module("transformers").AttentionInterface._global_mapping
     ours, calls = functions["regard"], []
@@ -62,7 +62,7 @@ def regarded(model: Any) -> Iterator[list[Call]]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of transformers, what its small config says, and what is odd about it."""
+    """A transformers model, its small config, and its peculiarities."""
 
     model: str
     config: str
@@ -75,7 +75,7 @@ class Architecture:
 
 
 def build(architecture: Architecture, attention: str = "eager") -> Any:
-    """Make the model, with weights that depend on its shapes alone."""
+    """Build the model, with weights that depend only on its shapes."""
     transformers = import_module("transformers")
     config = getattr(transformers, architecture.config)(**architecture.settings)
     model = getattr(transformers, architecture.model)._from_config(config, attn_implementation=attention).eval()
@@ -99,7 +99,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 
 def of_today(**more: Any) -> dict[str, Any]:
-    """Two layers, four heads of queries over two of keys."""
+    """Two layers, four query heads over two key heads."""
     return {**of_yesterday(num_key_value_heads=2), **more}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 
 from ..errors import ArgumentError, MissingPackageError
-from ..report.files import plain
+from ..report.files import json_safe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ class Experiment:
 
     def to_object(self) -> dict[str, Any]:
         """Name, claim, rows and verdict, ready for JSON: a number that is not finite is None."""
-        rows = [{key: plain(value) for key, value in row.items()} for row in self.rows]
+        rows = [{key: json_safe(value) for key, value in row.items()} for row in self.rows]
         return {"name": self.name, "claim": self.claim, "rows": rows, "verdict": self.verdict}
 
 

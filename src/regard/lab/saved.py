@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from ..report.files import plain
+from ..report.files import json_safe
 from .base import Experiment, Row
 
 __all__ = ["Saved", "is_file_name", "saved_in"]
@@ -35,7 +35,7 @@ class Saved:
 
     def text(self) -> str:
         """As JSON; a number that is not finite is null."""
-        rows = [{key: plain(value) for key, value in row.items()} for row in self.rows]
+        rows = [{key: json_safe(value) for key, value in row.items()} for row in self.rows]
         return json.dumps({**vars(self), "rows": rows}, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 

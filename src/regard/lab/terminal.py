@@ -14,7 +14,7 @@ from ..report.terminal import shown
 from .base import Experiment, Row, Study
 from .cells import cell, is_number, tables
 
-__all__ = ["RowTable", "account", "listing", "verdict"]
+__all__ = ["RowTable", "listing", "summary", "verdict"]
 
 _GAP = 2
 
@@ -29,7 +29,7 @@ def listing(studies: Mapping[str, type[Study]]) -> Table:
     return table
 
 
-def account(experiment: Experiment) -> Group:
+def summary(experiment: Experiment) -> Group:
     """An experiment in full: its claim, the measurement, the test and the verdict."""
     parts: list[RenderableType] = [_labelled("claim", experiment.claim), Text()]
     for some in tables(experiment.rows):

@@ -1,14 +1,14 @@
-"""Seeing whole models: watch them, diagnose them, monitor their training, and give them our attention."""
+"""Whole models: watch them, diagnose them, monitor their training, and run them with regard's attention."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from .clip import qk_clip_
 from .difference import Difference
-from .heads import Head
+from .head_statistics import Head
 from .monitor import Monitor
+from .qk_clip import qk_clip_
 from .seen import Seen
 from .watch import watch
 
@@ -29,7 +29,7 @@ def __dir__() -> list[str]:
 
 
 def register() -> None:
-    """Make `attn_implementation="regard"` known to Hugging Face transformers."""
-    from .huggingface import register as known
+    """Register `attn_implementation="regard"` with Hugging Face transformers."""
+    from .huggingface import register as register_with_transformers
 
-    known()
+    register_with_transformers()

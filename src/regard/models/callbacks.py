@@ -1,4 +1,4 @@
-"""The Monitor as a callback of Lightning and of transformers' Trainer; their packages are imported when one is made."""
+"""The Monitor as a callback for Lightning and the transformers Trainer; each package is imported only when needed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["lightning_callback", "trainer_callback"]
 
 
 def trainer_callback(every: int = 100, log: Any = None) -> Any:
-    """Make a TrainerCallback that monitors the model of a transformers Trainer.
+    """Create a TrainerCallback that monitors the model of a transformers Trainer.
 
-    Steps are counted as the Trainer counts them, updates of the optimizer from 1 on. `log` is anything that a Monitor
-    takes; the trainer itself logs to wherever it reports::
+    Steps are counted as by the Trainer: optimizer updates, from 1. `log` is anything that a Monitor takes; with the
+    trainer itself, the scalars go wherever it reports::
 
         trainer.add_callback(regard.models.callbacks.trainer_callback(every=100, log=trainer))
     """
     base = _imported("trainer_callback", "transformers", "TrainerCallback", "transformers")
 
     class TrainerMonitor(base):  # type: ignore[misc, valid-type]
-        """Monitors attention from the beginning of a training to its end."""
+        """Monitors attention from the beginning of training to its end."""
 
         monitor: Monitor | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            if self.monitor is not None:  # a training before this one ended in an error
+            if self.monitor is not None:  # an earlier training ended in an error
                 self.monitor.stop(flush=False)
             self.monitor = Monitor(model, every, log).start()
 
@@ -47,17 +47,17 @@ def trainer_callback(every: int = 100, log: Any = None) -> Any:
 
 
 def lightning_callback(every: int = 100, log: Any = None) -> Any:
-    """Make a Callback of Lightning that monitors the module that is trained.
+    """Create a Lightning Callback that monitors the module in training.
 
-    Steps are the trainer's `global_step`. `log` is anything that a Monitor takes; without it the trainer's own loggers
-    get the scalars::
+    Steps are the trainer's `global_step`. `log` is anything that a Monitor takes; without it, the scalars go to the
+    trainer's own loggers::
 
         Trainer(callbacks=[regard.models.callbacks.lightning_callback(every=100)])
     """
     base = _imported("lightning_callback", "lightning.pytorch", "Callback", "lightning", "pytorch_lightning")
 
     class LightningMonitor(base):  # type: ignore[misc, valid-type]
-        """Monitors attention from the start of a fit to its end."""
+        """Monitors attention from the start of `fit` to its end."""
 
         monitor: Monitor | None = None
 
@@ -100,7 +100,7 @@ class _TrainerLoggers:
 
 
 def _imported(who: str, module: str, name: str, package: str, other: str = "") -> Any:
-    """Import a class, under one of two names of its package, or say that the package is missing."""
+    """Import a class, from one of two possible modules, or say which package is missing."""
     for path in filter(None, (module, other)):
         try:
             return getattr(importlib.import_module(path), name)

@@ -1,4 +1,4 @@
-"""Two looks compared: the numbers of paired heads subtracted, and a table that says what was paired."""
+"""The difference between two watched runs: paired heads subtracted, and a table that says what was paired."""
 
 from __future__ import annotations
 
@@ -12,68 +12,70 @@ from rich.text import Text
 from regard.report.tables import HeadTable
 from regard.report.terminal import shown
 
-from .heads import Head
+from .head_statistics import Head
 
 __all__ = ["Difference", "DifferenceTable"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two looks at models, head by head: the numbers of `heads` are those of the second less those of the first."""
+    """Two watched runs compared head by head: the statistics of `heads` are the second minus the first."""
 
     heads: list[Head]
     only_first: list[Head]
     only_second: list[Head]
-    sizes: tuple[list[int], list[int]] = ([], [])  # the heads of each layer, of the first and of the second
-    by_order: bool = False  # no name of a layer was shared, so layers were paired by their order
+    sizes: tuple[list[int], list[int]] = ([], [])  # the number of heads per layer, for the first and the second
+    by_order: bool = False  # the two share no layer name, so layers were paired by order
 
     def strongest(self) -> list[Head]:
-        """The heads that changed, those first whose weights moved most: by the largest change of a share."""
+        """The heads that changed, sorted by the largest change of any share."""
         return sorted((head for head in self.heads if _changed(head)), key=_moved, reverse=True)
 
     def table(self, most: int = 20, names: tuple[str, str] = ("the first", "the second")) -> DifferenceTable:
-        """The heads that changed most, as a table of differences; `names` are what its text calls the two.
+        """The heads that changed most, as a table of differences; `names` are what the text calls the two.
 
         >>> import torch, regard
         >>> block = torch.nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
         >>> with regard.watch(block) as seen:
         ...     _ = block(torch.randn(1, 10, 16))
         >>> print(seen.diff(seen).table())
-        the second less the first: there is no difference (2 heads compared)
+        the second minus the first: no difference (2 heads compared)
         """
         changed = self.strongest()
         rows = [(head.layer, str(head.head), head.numbers()) for head in changed[:most]]
-        return DifferenceTable([*self._paired(names), *self._told(len(rows), len(changed), names)], rows)
+        return DifferenceTable([*self._paired(names), *self._summary(len(rows), len(changed), names)], rows)
 
-    def _told(self, rows: int, changed: int, names: tuple[str, str]) -> list[str]:
-        """What is subtracted from what, how many heads that changed are shown, and how many could not be compared."""
-        what = f"{names[1]} less {names[0]}"
-        lost = sum(all(math.isnan(x) for x in head.numbers().values()) for head in self.heads)
+    def _summary(self, rows: int, changed: int, names: tuple[str, str]) -> list[str]:
+        """What is subtracted from what, how many changed heads are shown, and how many could not be compared."""
+        what = f"{names[1]} minus {names[0]}"
+        undefined = sum(all(math.isnan(x) for x in head.numbers().values()) for head in self.heads)
         if changed:
             some = _counted(changed, "head")
             lines = [
                 f"{what}: {some} changed" if rows == changed else f"{what}: the {rows} strongest of {some} that changed"
             ]
-        elif lost == len(self.heads):
-            lines = [f"{what}: there is no head to compare"]
+        elif undefined == len(self.heads):
+            lines = [f"{what}: there are no heads to compare"]
         else:
-            lines = [f"{what}: there is no difference ({_counted(len(self.heads) - lost, 'head')} compared)"]
-        return lines + ([f"{_counted(lost, 'head')} could not be compared: all numbers are NaN"] if lost else [])
+            lines = [f"{what}: no difference ({_counted(len(self.heads) - undefined, 'head')} compared)"]
+        return lines + (
+            [f"{_counted(undefined, 'head')} could not be compared: all numbers are NaN"] if undefined else []
+        )
 
     def _paired(self, names: tuple[str, str]) -> list[str]:
-        """How layers and heads were paired, where that is not plain, and which were left out."""
+        """How layers and heads were paired, if that is not obvious, and which were left out."""
         if not (self.by_order or self.only_first or self.only_second):
             return []
         shapes = " and ".join(f"{name} has {_shape(size)}" for name, size in zip(names, self.sizes, strict=True))
         rest = [(names[0], len(self.only_first)), (names[1], len(self.only_second))]
         out = " and ".join(f"{_counted(count, 'head')} of {name}" for name, count in rest if count) or "none"
-        how = f"their order (named as in {names[0]})" if self.by_order else "name"
-        return [f"{shapes}: layers pair by {how} and heads by number; left out: {out}"]
+        how = f"order (named as in {names[0]})" if self.by_order else "name"
+        return [f"{shapes}: layers are paired by {how} and heads by number; left out: {out}"]
 
 
 @dataclass(frozen=True)
 class DifferenceTable:
-    """A table of differences below what it shows, in words. `str` gives it as text; rich prints it in colour."""
+    """A table of differences under a summary in words. `str` gives it as text; rich prints it in colour."""
 
     lines: list[str]
     rows: list[tuple[str, str, dict[str, float]]]
@@ -98,7 +100,7 @@ def _moved(head: Head) -> float:
 
 
 def _shape(heads: Sequence[int]) -> str:
-    """The layers and their heads: of so many each, or all of them where layers differ."""
+    """The number of layers, and of heads per layer, or in total if layers differ."""
     layers = _counted(len(heads), "layer")
     return f"{layers} of {_counted(heads[0], 'head')}" if len(set(heads)) == 1 else f"{layers} with {sum(heads)} heads"
 

@@ -1,4 +1,4 @@
-"""Looking at a model that reads a text: what `regard inspect` and `regard atlas` do before they show it."""
+"""Run a model on a text and collect what `regard inspect` and `regard atlas` show."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from regard.observation import Observation
 from regard.report.atlas import Atlas, AtlasLayer
 from regard.report.look import Look
 
-from .calls import Calls
-from .loading import Loaded, Reading
+from .interceptor import CallInterceptor
+from .loading import LoadedModel, TokenizedText
 from .seen import Seen
 from .watch import watch
 
-__all__ = ["drawn", "inspect", "mapped"]
+__all__ = ["build_atlas", "build_look", "inspect"]
 
 Tell = Callable[[str], None]
 
 
-def inspect(loaded: Loaded, reading: Reading, tell: Tell = lambda name: None) -> Seen:
-    """Watch a model read; `tell` is told the name of each layer as it is seen."""
+def inspect(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: None) -> Seen:
+    """Watch a model run on a text; `tell` is called with the name of each layer when it has been seen."""
     with watch(loaded.model, tell) as seen:
-        loaded.run(reading)
+        loaded.run(text)
     if not seen.heads:
         raise ArgumentError(
-            f"inspect: no attention was seen in {loaded.name!r}. It may compute attention by hand; models that can "
-            f"choose their attention are seen."
+            f"inspect: no attention was seen in {loaded.name!r}. It may compute attention by hand; only models "
+            f"with selectable attention can be observed."
         )
     return seen
 
 
-def drawn(loaded: Loaded, reading: Reading, seen: Seen, tell: Tell = lambda name: None) -> Look:
-    """What a report shows of a model that read; where no layer has a place for each token, positions stand in."""
+def build_look(loaded: LoadedModel, text: TokenizedText, seen: Seen, tell: Tell = lambda name: None) -> Look:
+    """What a report shows of an inspected model; if no layer has one row or key per token, it shows positions."""
     sizes = {size for name in seen.layers for size in seen[name].shape[-2:]}
-    return seen.look(reading.pieces if len(reading.pieces) in sizes else None, loaded.name, tell=tell)
+    return seen.look(text.pieces if len(text.pieces) in sizes else None, loaded.name, tell=tell)
 
 
-def mapped(loaded: Loaded, reading: Reading, tell: Tell = lambda name: None) -> Atlas:
-    """Let a model read, and keep of each layer what an atlas draws from: q, k and the statistics of the rows."""
+def build_atlas(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: None) -> Atlas:
+    """Run a model on a text, and keep what an atlas needs of each layer: q, k and the row statistics."""
     layers: dict[str, Observation] = {}
 
     def note(name: str, seen: Observation) -> None:
         layers[name] = seen
         tell(name)
 
-    with torch.inference_mode(False), Calls(loaded.model, note):
-        loaded.run(reading)
-    found = [_layer(name, seen, reading.pieces) for name, seen in layers.items()]
+    with torch.inference_mode(False), CallInterceptor(loaded.model, note):
+        loaded.run(text)
+    found = [_layer(name, seen, text.pieces) for name, seen in layers.items()]
     if not found:
-        raise ArgumentError(f"atlas: no attention was seen in {loaded.name!r}; there is nothing to map.")
+        raise ArgumentError(f"atlas: no attention was seen in {loaded.name!r}; there is nothing to draw.")
     return Atlas(loaded.name, found)
 
 

@@ -1,4 +1,4 @@
-"""Loading a model to look at: the built-in one, a folder, or a name of the hub; safetensors, and no code of others."""
+"""Load a model to inspect: the built-in one, a folder, or a model name from the hub; no remote code by default."""
 
 from __future__ import annotations
 
@@ -16,80 +16,80 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError, MissingPackageError
 
-__all__ = ["BUILTIN", "UNTRAINED", "Loaded", "Reading", "load"]
+__all__ = ["BUILTIN", "UNTRAINED", "LoadedModel", "TokenizedText", "load"]
 
 BUILTIN, UNTRAINED = "builtin", "builtin-untrained"
-_EMPTY = "inspect: the text is empty; give at least a word."
+_EMPTY = "inspect: the text is empty; give at least one word."
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A text as a model reads it: the arguments of its call, and the text of each token."""
+class TokenizedText:
+    """A text as input of a model: the arguments of its call, and the text of each token."""
 
     inputs: dict[str, Tensor]
     pieces: list[str]
-    cut: int = 0  # tokens at the end that the model has no positions for
+    truncated: int = 0  # tokens dropped at the end, for which the model has no positions
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model, and how it reads a text.
+class LoadedModel:
+    """A model and its tokenizer.
 
     >>> model = load(None)
-    >>> model.read("to be or not to be").pieces[2:4]
+    >>> model.tokenize("to be or not to be").pieces[2:4]
     [' be', ' or']
     """
 
     name: str
     model: nn.Module
-    read: Callable[[str], Reading]
+    tokenize: Callable[[str], TokenizedText]
     layers: int
 
     @torch.no_grad()
-    def run(self, reading: Reading) -> None:
-        """Let the model read, for those who watch."""
-        self.model(**reading.inputs)
+    def run(self, text: TokenizedText) -> None:
+        """Call the model; what it computes is observed from outside."""
+        self.model(**text.inputs)
 
 
-def load(name: str | None, *, remote_code: bool = False, device: str = "cpu") -> Loaded:
-    """Load a model by the folder it lies in or by its name on the hub; without a name, the built-in one.
+def load(name: str | None, *, remote_code: bool = False, device: str = "cpu") -> LoadedModel:
+    """Load a model from a folder or by its name on the hub; without a name, the built-in one.
 
-    Weights come from safetensors, or from torch files read with weights_only. Code that comes with a model runs only
+    Weights are read from safetensors, or from torch files with weights_only. Code that comes with a model runs only
     with `remote_code`.
     """
     if name is None or name in (BUILTIN, UNTRAINED):
         return _builtin(name or BUILTIN, device)
     if Path(name).is_file():
         raise FileError(
-            f"load: {name!r} is a file; a model is the folder that holds config.json, or a name of the hub."
+            f"load: {name!r} is a file; give the folder that contains config.json, or a model name from the hub."
         )
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise FileError(f"load: the folder {name!r} has no config.json; give a folder that save_pretrained wrote.")
+        raise FileError(f"load: the folder {name!r} has no config.json; give a folder written by save_pretrained.")
     return _from_transformers(name, remote_code, device)
 
 
-def _builtin(name: str, device: str) -> Loaded:
+def _builtin(name: str, device: str) -> LoadedModel:
     from .builtin import load as stored
     from .builtin import tokenizer
 
     model, words = stored(trained=name == BUILTIN).to(device), tokenizer()
 
-    def read(text: str) -> Reading:
+    def tokenize(text: str) -> TokenizedText:
         if not text.strip():
             raise ArgumentError(_EMPTY)
         ids = words.encode(text)
-        return Reading({"ids": torch.tensor([ids], device=device)}, words.pieces(ids))
+        return TokenizedText({"ids": torch.tensor([ids], device=device)}, words.pieces(ids))
 
-    return Loaded(name, model, read, len(model.blocks))
+    return LoadedModel(name, model, tokenize, len(model.blocks))
 
 
-def _from_transformers(name: str, remote_code: bool, device: str) -> Loaded:
+def _from_transformers(name: str, remote_code: bool, device: str) -> LoadedModel:
     try:
         import transformers
     except ImportError as missing:
         raise MissingPackageError(
-            f"load: {name!r} needs the package transformers: pip install 'regard[hf]'. Without a model, "
-            f"the built-in one is looked at."
+            f"load: {name!r} needs the package transformers: pip install 'regard[hf]'. Without a model name, "
+            f"the built-in model is used."
         ) from missing
     from safetensors import SafetensorError
 
@@ -101,7 +101,7 @@ def _from_transformers(name: str, remote_code: bool, device: str) -> Loaded:
         with _quiet(transformers):
             config = transformers.AutoConfig.from_pretrained(name, **shared)
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **shared)
-            model = _made(transformers, config).from_pretrained(
+            model = _auto_class(transformers, config).from_pretrained(
                 name, config=config, attn_implementation="regard", weights_only=True, **shared
             )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
@@ -109,16 +109,16 @@ def _from_transformers(name: str, remote_code: bool, device: str) -> Loaded:
         close = "".join(f"Did you mean {one}? " for one in get_close_matches(name, (BUILTIN, UNTRAINED), n=1))
         raise FileError(
             f"load: {name!r} could not be loaded: {first} {close}Give a folder with config.json, a tokenizer and "
-            f"safetensors, or a name that the hub knows; code of the model's own runs only with --trust-remote-code."
+            f"safetensors, or a model name from the hub; code in a model's folder runs only with --trust-remote-code."
         ) from error
     model = model.to(device).eval()
     layers = int(getattr(config, "num_hidden_layers", 0) or 0)
-    return Loaded(name, model, lambda text: _read(tokenizer, config, text, device), layers)
+    return LoadedModel(name, model, lambda text: _tokenized(tokenizer, config, text, device), layers)
 
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without the bars and warnings of transformers: what goes wrong is told by us."""
+    """Silence the progress bars and warnings of transformers: we report errors ourselves."""
     logs = transformers.utils.logging
     level, bars = logs.get_verbosity(), logs.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")
@@ -135,25 +135,25 @@ def _quiet(transformers: Any) -> Iterator[None]:
             logs.enable_progress_bar()
 
 
-def _made(transformers: Any, config: Any) -> Any:
-    """The kind of model that the weights were stored from, where transformers can tell."""
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """The auto class for the architecture that the config names."""
     kinds = " ".join(getattr(config, "architectures", None) or ())
     if "CausalLM" in kinds or "LMHeadModel" in kinds:
         return transformers.AutoModelForCausalLM
     return transformers.AutoModel
 
 
-def _read(tokenizer: Any, config: Any, text: str, device: str) -> Reading:
-    asked = {"return_offsets_mapping": tokenizer.is_fast, "return_special_tokens_mask": True}
-    read = tokenizer(text, **asked, return_tensors="pt")
-    ids, marks = read["input_ids"][0], read.pop("special_tokens_mask")[0]
-    if not text.strip() or bool(marks.all()):  # marks such as [CLS] alone are no text
+def _tokenized(tokenizer: Any, config: Any, text: str, device: str) -> TokenizedText:
+    wanted = {"return_offsets_mapping": tokenizer.is_fast, "return_special_tokens_mask": True}
+    encoded = tokenizer(text, **wanted, return_tensors="pt")
+    ids, special = encoded["input_ids"][0], encoded.pop("special_tokens_mask")[0]
+    if not text.strip() or bool(special.all()):  # only special tokens such as [CLS]
         raise ArgumentError(_EMPTY)
-    offsets = read.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else [(0, 0)] * len(ids)
+    offsets = encoded.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else [(0, 0)] * len(ids)
     names = tokenizer.convert_ids_to_tokens(ids.tolist())
     pieces = [text[a:b] if b > a else name for (a, b), name in zip(offsets, names, strict=True)]
     limit = getattr(config, "max_position_embeddings", None) or len(ids)
-    inputs = {key: x[:, :limit].to(device) for key, x in read.items() if isinstance(x, Tensor)}
+    inputs = {key: x[:, :limit].to(device) for key, x in encoded.items() if isinstance(x, Tensor)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = inputs["input_ids"]
-    return Reading(inputs, pieces[:limit], max(0, len(pieces) - limit))
+    return TokenizedText(inputs, pieces[:limit], max(0, len(pieces) - limit))

@@ -1,4 +1,4 @@
-"""Where scalars go: a writer of TensorBoard, a run of Weights & Biases, a trainer, or any function."""
+"""Destinations for scalars: a TensorBoard writer, a Weights & Biases run, a trainer, or any function."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..errors import DtypeError
 __all__ = ["Report", "reporter"]
 
 Report = Callable[[dict[str, float], int], None]
-"""Takes all scalars of one step by name, and the step."""
+"""Takes all scalars of one step by name, and the step number."""
 
 
 def reporter(log: Any) -> Report:
-    """Give the function that hands the scalars of a step to `log`, which is recognised by its methods.
+    """Return the function that passes the scalars of a step to `log`, which is recognised by its methods.
 
-    - `add_scalar(name, value, step)`: TensorBoard's SummaryWriter, one call a scalar;
-    - `log_metrics(scalars, step=…)`: a logger of Lightning, Comet's experiment, the module mlflow; one call a step;
-    - `log(scalars)` and `callback_handler`: a Trainer of transformers, which knows its step itself;
-    - `log(scalars, step=…)`: a run of Weights & Biases, or the module wandb; one call a step;
+    - `add_scalar(name, value, step)`: TensorBoard's SummaryWriter, one call per scalar;
+    - `log_metrics(scalars, step=…)`: a Lightning logger, a Comet experiment, the module mlflow; one call per step;
+    - `log(scalars)` and `callback_handler`: a transformers Trainer, which knows its step itself;
+    - `log(scalars, step=…)`: a Weights & Biases run, or the module wandb; one call per step;
     - a function `log(name, value, step)`; several of these in a list or tuple; or None, for nothing.
 
     >>> seen = []
@@ -48,7 +48,7 @@ def reporter(log: Any) -> Report:
     if callable(log):
         return _one_by_one(log)
     raise DtypeError(
-        f"Monitor: log must be a SummaryWriter, a run of wandb, a logger of Lightning, a Trainer, or a function "
+        f"Monitor: log must be a SummaryWriter, a wandb run, a Lightning logger, a Trainer, or a function "
         f"log(name, value, step). Got {type(log).__name__}."
     )
 
@@ -70,4 +70,4 @@ def _several(reports: Iterable[Report]) -> Report:
 
 
 def _ignored(answer: object) -> None:
-    """Let a logger answer what it likes."""
+    """Discard what a logger returns."""

@@ -16,30 +16,31 @@ from ..compat.torch import in_backward
 from ..errors import DtypeError
 from ..observation import Observation
 from ..scores.base import whole
-from .beside import Beside
-from .findings.sampling import by_item
+from .findings.sampling import flatten_batch
 from .loggers import reporter
+from .training_interceptor import TrainingInterceptor
 
 __all__ = ["Monitor"]
 
 
 class Tally(NamedTuple):
-    """What the rows of a layer's heads add up to, each (heads,)."""
+    """The statistics of a layer's heads over its rows, each (heads,)."""
 
     entropy: Tensor  # the sum over rows
-    rows: Tensor  # that see a key at all
-    max_logit: Tensor  # the largest
+    rows: Tensor  # the number of rows that see a key
+    max_logit: Tensor  # the largest over rows
 
     @classmethod
     def of(cls, seen: Observation) -> Self:
-        """Count the rows of one call; those that see no key do not count."""
-        entropy, peak = by_item(seen.entropy, 1).double(), by_item(seen.max_logit, 1)
-        live = peak.isneginf().logical_not()  # NaN counts: it must be seen
-        largest = peak.float().amax((0, 2)) if peak.numel() else peak.new_full(peak.shape[1:2], -torch.inf).float()
+        """Tally the rows of one call; rows that see no key do not count."""
+        entropy, row_max = flatten_batch(seen.entropy, 1).double(), flatten_batch(seen.max_logit, 1)
+        live = row_max.isneginf().logical_not()  # NaN counts, so that it shows
+        none = row_max.new_full(row_max.shape[1:2], -torch.inf)
+        largest = (row_max.amax((0, 2)) if row_max.numel() else none).float()
         return cls(torch.where(live, entropy, 0.0).sum((0, 2)), live.sum((0, 2)).double(), largest)
 
     def plus(self, other: Tally) -> Tally:
-        """Count the rows of both."""
+        """Combine the rows of both."""
         largest = torch.maximum(self.max_logit, other.max_logit)
         return Tally(self.entropy + other.entropy, self.rows + other.rows, largest)
 
@@ -48,18 +49,18 @@ Tallies = dict[str, Tally]
 
 
 class Monitor:
-    """Log the mean entropy and the largest logit of every head, on every `every`-th step of training.
+    """Log the mean entropy and the largest logit of every head, every `every` training steps.
 
     The scalars are called `attention/<layer>/head<h>/entropy` (nats, the mean over batch and rows) and
-    `…/max_logit` (scaled logits, the largest), where the layer is the dotted name of the module that attends. They go
-    to `log`, anything that `regard.models.loggers.reporter` knows, and stay in `last`.
+    `…/max_logit` (scaled logits, the largest), where the layer is the dotted name of the attention module. They go
+    to `log`, anything that `regard.models.loggers.reporter` accepts, and remain in `last`.
 
-    A step is one call of the model in training mode, unless `step(n)` says which step the calls that follow belong to:
-    with gradient accumulation, call it once an update of the optimizer. The step's calls are then taken together, and
-    logged when the next step begins. Calls that a backward pass repeats, for activation checkpointing, do not count.
+    A step is one call of the model in training mode, unless `step(n)` says which step the following calls belong to:
+    with gradient accumulation, call it once per optimizer update. The calls of a step are then combined, and logged
+    when the next step begins. Calls that a backward pass repeats, for activation checkpointing, do not count.
 
-    With torch.distributed, the ranks of `group` are taken together and its rank 0 logs; all must take the same steps.
-    What is observed needs no pass beyond the forward, and a step in between costs some microseconds.
+    With torch.distributed, the ranks of `group` are combined and its rank 0 logs; all must take the same steps.
+    Observing needs no pass beyond the forward, and a step in between costs a few microseconds.
 
     >>> attend = torch.nn.MultiheadAttention(8, 2)
     >>> x = torch.zeros(4, 1, 8)
@@ -90,25 +91,25 @@ class Monitor:
         self._number = 0
         self._counts_calls = True
         self._hook: Any = None
-        self._last: Any = None  # the hook at the end of the call of the model that is under way
-        self._calls: Beside | None = None
+        self._last_hook: Any = None  # the hook that runs at the end of the current call of the model
+        self._interceptor: TrainingInterceptor | None = None
         self._of_call: Tallies = {}
         self._of_step: Tallies | None = None  # None until the step is observed
         self._missed: dict[str, str] = {}
-        self._quiet = False
+        self._warned = False
 
     def start(self) -> Self:
-        """Watch the calls of the model from now on."""
+        """Start to watch the model's calls."""
         if self._hook is None:
             self._hook = self.model.register_forward_pre_hook(self._before)
         return self
 
     def stop(self, *, flush: bool = True) -> None:
-        """Watch no more, leave nothing behind in the model, and log what is still to be logged."""
-        for hook in (self._hook, self._last):
+        """Stop watching, remove all hooks from the model, and log what remains to be logged."""
+        for hook in (self._hook, self._last_hook):
             if hook is not None:
                 hook.remove()
-        self._hook = self._last = None
+        self._hook = self._last_hook = None
         self.close(keep=False)
         if flush:
             self.flush()
@@ -120,10 +121,10 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop(flush=kind is None)  # after an error the other ranks may not come to meet us
+        self.stop(flush=kind is None)  # after an error the other ranks may not reach the reduction
 
     def step(self, n: int) -> None:
-        """Say that the calls that follow belong to step `n`, and log the step before if it was observed."""
+        """Assign the following calls to step `n`, and log the previous step if it was observed."""
         if isinstance(n, bool) or not isinstance(n, int):
             raise DtypeError(f"Monitor: step must be a whole number. Got {n!r}.")
         self._counts_calls = False
@@ -133,24 +134,24 @@ class Monitor:
 
     @property
     def due(self) -> bool:
-        """Whether the current step is one to observe."""
+        """Whether the current step is to be observed."""
         return self._number % self.every == 0
 
     def open(self) -> None:
-        """Observe every call of attention inside the model until `close`, if the step is due.
+        """Observe every attention call in the model until `close`, if the step is due.
 
-        This is for loops that do not call the model itself, but methods of it; others need only `start`.
+        Only training loops that call methods of the model instead of the model need this; others need only `start`.
         """
-        if self._calls is None and self.due:
+        if self._interceptor is None and self.due:
             self._of_call = {}
-            self._calls = Beside(self.model, self._saw, self._miss).__enter__()
+            self._interceptor = TrainingInterceptor(self.model, self._saw, self._miss).__enter__()
 
     def close(self, *, keep: bool = True) -> None:
-        """Observe no more, and count what was seen since `open` unless told not to keep it."""
-        if self._calls is None:
+        """Stop observing, and count what was seen since `open`, unless `keep` is False."""
+        if self._interceptor is None:
             return
-        calls, self._calls = self._calls, None
-        calls.__exit__(None, None, None)
+        interceptor, self._interceptor = self._interceptor, None
+        interceptor.__exit__(None, None, None)
         if keep:
             self._of_step = self._of_step or {}
             for name, tally in self._of_call.items():
@@ -159,29 +160,29 @@ class Monitor:
         self._of_call = {}
 
     def flush(self) -> None:
-        """Log now what was seen of the current step."""
+        """Log what was seen of the current step now."""
         if self._of_step is None:
             return
-        tallies, speaks = self._together(self._of_step)
+        tallies, logs = self._reduce_over_ranks(self._of_step)
         self._of_step = None
         self._warn(tallies)
         self.max_logits = {name: tally.max_logit for name, tally in tallies.items()}
         self.last = _scalars(tallies)
-        if speaks:
+        if logs:
             self._report(self.last, self._number)
 
     def _before(self, module: nn.Module, args: object) -> None:
         repeated = in_backward()
-        if self._last is not None or repeated or not module.training:
+        if self._last_hook is not None or repeated or not module.training:
             return
         self.open()
         handled = sys.exception()
-        # The last of the hooks, since closing takes some away before it; it runs after an error too.
-        self._last = module.register_forward_hook(lambda *_: self._after(handled), always_call=True)
+        # It must be the last hook, since closing removes others before it; it also runs after an error.
+        self._last_hook = module.register_forward_hook(lambda *_: self._after(handled), always_call=True)
 
     def _after(self, handled: BaseException | None) -> None:
-        self._last.remove()
-        self._last = None
+        self._last_hook.remove()
+        self._last_hook = None
         self.close(keep=sys.exception() is handled)
         if self._counts_calls:
             self.flush()
@@ -195,27 +196,29 @@ class Monitor:
         self._missed.setdefault(name, reason)
 
     def _warn(self, tallies: Tallies) -> None:
-        """Say once that something is not seen."""
-        if self._quiet or (tallies and not self._missed):
+        """Warn once if something was not seen."""
+        if self._warned or (tallies and not self._missed):
             return
-        self._quiet = True
+        self._warned = True
         reasons = "; ".join(f"{name or 'the model itself'}: {reason}" for name, reason in self._missed.items())
         warnings.warn(
             f"Monitor: in step {self._number} it did not see {'all attention' if tallies else 'any attention'}. "
             + (
-                reasons or "A model that writes out softmax(QKᵀ) itself shows no call; attn_implementation='sdpa' does."
+                reasons
+                or "A model that computes softmax(QKᵀ) by hand makes no call to observe; "
+                "attn_implementation='sdpa' does."
             ),
             stacklevel=3,
         )
 
-    def _together(self, tallies: Tallies) -> tuple[Tallies, bool]:
-        """Take the ranks together if there are several, and say whether this one is to log."""
+    def _reduce_over_ranks(self, tallies: Tallies) -> tuple[Tallies, bool]:
+        """Combine the ranks if there are several, and say whether this one logs."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1):
             return tallies, True
         if not _agree(tallies, self.group):
             warnings.warn(
-                "Monitor: the ranks attend in different layers, so each logs what it saw alone. "
-                "Give group= the ranks that hold the same model.",
+                "Monitor: the ranks attend in different layers, so each logs only what it saw itself. "
+                "Pass group= with the ranks that hold the same model.",
                 stacklevel=3,
             )
             return tallies, True
@@ -223,7 +226,7 @@ class Monitor:
 
 
 def _scalars(tallies: Tallies) -> dict[str, float]:
-    """Name every number; heads in which no row saw a key have none."""
+    """Name every scalar; heads in which no row saw a key have none."""
     scalars = {}
     for layer, tally in tallies.items():
         columns = zip(*(column.tolist() for column in tally), strict=True)
@@ -236,30 +239,32 @@ def _scalars(tallies: Tallies) -> dict[str, float]:
 
 
 def _agree(tallies: Tallies, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks hold the same layers and heads."""
-    said = zlib.crc32(repr([(name, len(tally.rows)) for name, tally in tallies.items()]).encode())
-    both = torch.tensor([said, -said], device=_device(tallies, group))
+    """Whether all ranks have the same layers and heads."""
+    checksum = zlib.crc32(repr([(name, len(tally.rows)) for name, tally in tallies.items()]).encode())
+    both = torch.tensor([checksum, -checksum], device=_device(tallies, group))
     dist.all_reduce(both, dist.ReduceOp.MAX, group)
-    return both.tolist() == [said, -said]
+    return both.tolist() == [checksum, -checksum]
 
 
 def _reduced(tallies: Tallies, group: dist.ProcessGroup | None) -> Tallies:
-    """Add the rows of all ranks, and take the largest logit of any."""
+    """Add up the rows of all ranks, and take the largest logit of any."""
     if not tallies:
         return tallies
     device, sizes = _device(tallies, group), [len(tally.rows) for tally in tallies.values()]
-    sums = torch.stack([torch.cat([tally[column].to(device) for tally in tallies.values()]) for column in (0, 1)])
+    sums = torch.stack(
+        [torch.cat([getattr(tally, name).to(device) for tally in tallies.values()]) for name in ("entropy", "rows")]
+    )
     most = torch.cat([tally.max_logit.to(device) for tally in tallies.values()]).nan_to_num(
         torch.inf, torch.inf, -torch.inf
     )
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)  # a NaN has become inf: a maximum may lose it
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)  # NaN became inf above, since a maximum may lose it
     parts = zip(tallies, sums[0].split(sizes), sums[1].split(sizes), most.split(sizes), strict=True)
     return {name: Tally(entropy, rows, max_logit) for name, entropy, rows, max_logit in parts}
 
 
 def _device(tallies: Tallies, group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group can reduce."""
+    """The device on which the group can reduce."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return next((tally.rows.device for tally in tallies.values()), torch.device("cpu"))

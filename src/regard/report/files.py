@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import FileError
 
-__all__ = ["asset", "plain", "write_text"]
+__all__ = ["asset", "json_safe", "write_text"]
 
 
 def asset(package: str, name: str) -> str:
@@ -17,10 +17,10 @@ def asset(package: str, name: str) -> str:
     return (files(package) / "assets" / name).read_text(encoding="utf-8")
 
 
-def plain(value: object) -> object:
+def json_safe(value: object) -> object:
     """`value`, or None for a number that is not finite, which JSON cannot hold.
 
-    >>> [plain(x) for x in (0.5, float("nan"), float("-inf"), "causal")]
+    >>> [json_safe(x) for x in (0.5, float("nan"), float("-inf"), "causal")]
     [0.5, None, None, 'causal']
     """
     return None if isinstance(value, float) and not math.isfinite(value) else value

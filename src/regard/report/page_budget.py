@@ -17,7 +17,7 @@ __all__ = [
     "fit_detail",
     "fit_remarks",
     "fit_tokens",
-    "keys_worth",
+    "keys_per_query",
     "merge_factor",
 ]
 
@@ -82,10 +82,10 @@ def strongest_bytes(layers: Sequence[LayerLook], k: int, rows: int) -> int:
     return total
 
 
-def keys_worth(sizes: Iterable[Sequence[int]], most: int) -> int:
+def keys_per_query(sizes: Iterable[Sequence[int]], most: int) -> int:
     """The most strongest keys per query that a page can hold, for layers of (heads, queries, keys).
 
-    >>> keys_worth([(12, 256, 256)] * 4, 16), keys_worth([(8, 4000, 4000)] * 4, 16)
+    >>> keys_per_query([(12, 256, 256)] * 4, 16), keys_per_query([(8, 4000, 4000)] * 4, 16)
     (16, 4)
     """
     each = sum(heads * queries * (index_bytes(keys) + 2) for heads, queries, keys in sizes)

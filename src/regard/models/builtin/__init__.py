@@ -1,4 +1,4 @@
-"""A small trained transformer that comes with the package: something to look at without any download."""
+"""A small trained transformer that ships with the package: a model to inspect without any download."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _VOCABULARY = Path(__file__).with_name("vocabulary.json")
 
 
 def load(trained: bool = True) -> Model:
-    """Give the built-in model, or with trained=False the same one as it was before training.
+    """Load the built-in model, or with trained=False the same model before training.
 
     >>> ids = torch.tensor([tokenizer().encode("Call me Ishmael.")])
     >>> load()(ids).shape == (*ids.shape, len(tokenizer()))
     True
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would touch the generators of GPUs too
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed the GPU generators
         model = Model()
     if trained:
         from safetensors import SafetensorError
@@ -34,16 +34,14 @@ def load(trained: bool = True) -> Model:
         try:
             stored = load_file(_WEIGHTS)
         except (OSError, SafetensorError) as error:
-            raise FileError(
-                f"load: the weights {_WEIGHTS} are not there, or not whole; install regard anew."
-            ) from error
+            raise FileError(f"load: the weights {_WEIGHTS} are missing or damaged; reinstall regard.") from error
         model.load_state_dict({name: weight.float() for name, weight in stored.items()})
     return model.eval()
 
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Give the tokenizer of the built-in model.
+    """Load the tokenizer of the built-in model.
 
     >>> tokenizer().decode(tokenizer().encode("any text ✓"))
     'any text ✓'

@@ -1,4 +1,4 @@
-"""The built-in model: a small causal transformer that one can read in one sitting."""
+"""The built-in model: a small causal transformer that you can read in one sitting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Block", "Model"]
 
 
 class Block(nn.Module):
-    """Attend, then think: each reads the normed stream and adds to it."""
+    """Attention, then an MLP: each reads the normalised residual stream and adds to it."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -26,22 +26,22 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Give the stream (B, N, dim) with what the block adds."""
-        seen = self.attention_norm(x)
-        mask = causal() if cache is None else None  # a cache brings its own
-        x = x + self.attention(seen, seen, seen, need_weights=False, mask=mask, cache=cache)[0]
+        """Add the block's output to the residual stream (B, N, dim)."""
+        normed = self.attention_norm(x)
+        mask = causal() if cache is None else None  # a cache has its own mask
+        x = x + self.attention(normed, normed, normed, need_weights=False, mask=mask, cache=cache)[0]
         added: Tensor = self.mlp(self.mlp_norm(x))
         return x + added
 
     def weights(self, x: Tensor) -> Tensor:
-        """Give the attention weights over the stream x, (B, heads, N, N)."""
-        seen = self.attention_norm(x)
-        found: Tensor = self.attention(seen, seen, seen, mask=causal(), average_attn_weights=False)[1]
+        """The attention weights for the stream x, (B, heads, N, N)."""
+        normed = self.attention_norm(x)
+        found: Tensor = self.attention(normed, normed, normed, mask=causal(), average_attn_weights=False)[1]
         return found
 
 
 class Model(nn.Module):
-    """Predict the next token: a pre-norm transformer with rotary positions and tied embeddings, for any length.
+    """Predicts the next token: a pre-norm transformer with rotary positions and tied embeddings, for any length.
 
     >>> model = Model(vocabulary=50, dim=32, layers=2, heads=4)
     >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
@@ -57,7 +57,7 @@ class Model(nn.Module):
         self._reset_parameters(dim, layers)
 
     def _reset_parameters(self, dim: int, layers: int) -> None:
-        """Draw weights with which every sum has a variance near 1, shared among all that adds to the stream."""
+        """Initialise so that every sum has a variance near 1, with a smaller scale for what adds to the stream."""
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 added = name.endswith(("out_proj.weight", "mlp.2.weight"))
@@ -65,9 +65,9 @@ class Model(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, ids: Tensor, caches: Sequence[KVCache] | None = None) -> Tensor:
-        """Give the logits (B, N, vocabulary) of the token after each of `ids` (B, N).
+        """The logits (B, N, vocabulary) of the token after each of `ids` (B, N).
 
-        With `caches`, one a layer, `ids` go on from what these hold.
+        With `caches`, one per layer, `ids` continue the cached sequence.
         """
         x = self._embedded(ids)
         for at, block in enumerate(self.blocks):
@@ -76,7 +76,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def weights(self, ids: Tensor) -> Tensor:
-        """Give the attention weights of every layer, (layers, B, heads, N, N)."""
+        """The attention weights of every layer, (layers, B, heads, N, N)."""
         x = self._embedded(ids)
         found = []
         for block in self.blocks:
@@ -86,9 +86,9 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def generate(self, ids: Tensor, count: int, *, temperature: float = 0.0) -> Tensor:
-        """Go on from `ids` (B, N) by `count` tokens: (B, N + count).
+        """Continue `ids` (B, N) by `count` tokens: (B, N + count).
 
-        Temperature 0 takes the likeliest token; above it tokens are drawn by torch's generator.
+        Temperature 0 takes the likeliest token; otherwise tokens are sampled with torch's generator.
 
         >>> model = Model(vocabulary=50, dim=32, layers=2, heads=4)
         >>> model.generate(torch.tensor([[3, 1, 4]]), 5).shape
@@ -100,7 +100,9 @@ class Model(nn.Module):
             )
         self._check(ids)
         if not ids.shape[1]:
-            raise ShapeError("generate: there must be a token to go on from. Got none; begin with a line break.")
+            raise ShapeError(
+                "generate: there must be at least one token to continue. Got none; start with a line break."
+            )
         caches = [KVCache() for _ in self.blocks]
         new = ids
         for _ in range(count):
@@ -120,7 +122,7 @@ class Model(nn.Module):
     def _check(self, ids: Tensor) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            raise DtypeError(f"Model: ids must be a tensor of whole numbers. Got {kind}; use torch.tensor([tokens]).")
+            raise DtypeError(f"Model: ids must be a tensor of integers. Got {kind}; use torch.tensor([tokens]).")
         if ids.dim() != 2:
             raise ShapeError(f"Model: ids must be (batch, length). Got {tuple(ids.shape)}.")
         if ids.is_cpu and ids.numel() and not torch.compiler.is_compiling():

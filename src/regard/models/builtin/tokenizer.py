@@ -1,4 +1,4 @@
-"""The built-in model's tokenizer: byte pairs, merged in the order in which they were learnt; any text is encodable."""
+"""The tokenizer of the built-in model: byte-pair encoding, for any text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...errors import ArgumentError, DtypeError, FileError
 __all__ = ["Tokenizer", "words"]
 
 _BYTES = 256
-# Every character is in one of these; words take the space before them along. The limits keep encoding linear: pairs
-# are merged within a word only.
+# Every character matches one of these; a word includes the space before it. The length limits keep encoding linear:
+# pairs are merged only within a word.
 _WORD = re.compile(
     r"'(?:[sdmt]|ll|re|ve)(?!\w)"
     r"| ?[^\W\d_]{1,32}"
@@ -27,7 +27,7 @@ _WORD = re.compile(
 
 
 def words(text: str) -> list[bytes]:
-    """Cut `text` into the words within which bytes are merged; half of a surrogate pair becomes U+FFFD.
+    """Split `text` into the words within which bytes are merged; half of a surrogate pair becomes U+FFFD.
 
     >>> words("It's 1851, Ishmael.")
     [b'It', b"'s", b' 185', b'1', b',', b' Ishmael', b'.']
@@ -37,7 +37,7 @@ def words(text: str) -> list[bytes]:
 
 
 class Tokenizer:
-    """Turn text into tokens and back: 256 bytes, and one token more for each pair of tokens that is merged.
+    """Turns text into tokens and back: 256 bytes, and one more token for each merged pair of tokens.
 
     >>> tokenizer = Tokenizer([(ord("a"), ord("b")), (256, ord("c"))])
     >>> tokenizer.encode("abcab")
@@ -52,8 +52,7 @@ class Tokenizer:
         for first, second in merges:
             if not (0 <= first < len(self) and 0 <= second < len(self)):
                 raise ArgumentError(
-                    f"Tokenizer: a merge joins two tokens that are there before it, below {len(self)}. "
-                    f"Got ({first}, {second})."
+                    f"Tokenizer: a merge must join two existing tokens, below {len(self)}. Got ({first}, {second})."
                 )
             self._merged[first, second] = len(self)
             self._bytes.append(self._bytes[first] + self._bytes[second])
@@ -61,41 +60,43 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
-        """Read the merges from a JSON file that holds {"merges": [[first, second], …]}."""
+        """Read the merges from a JSON file, {"merges": [[first, second], …]}."""
         try:
             merges = json.loads(Path(path).read_text(encoding="utf-8"))["merges"]
         except OSError as error:
             raise FileError(f"Tokenizer: the vocabulary {path} cannot be read: {error.strerror}.") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise FileError(f'Tokenizer: {path} is no vocabulary; it must be JSON with a list of "merges".') from error
+            raise FileError(
+                f'Tokenizer: {path} is not a vocabulary; it must be JSON with a list of "merges".'
+            ) from error
         return cls(merges)
 
     def __len__(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return len(self._bytes)
 
     def __repr__(self) -> str:
         return f"Tokenizer({len(self)} tokens)"
 
     def encode(self, text: str) -> list[int]:
-        """Give the tokens of `text`; half of a surrogate pair, which no UTF-8 text has, becomes U+FFFD."""
+        """The tokens of `text`; half of a surrogate pair, which UTF-8 text never has, becomes U+FFFD."""
         if not isinstance(text, str):
             raise DtypeError(f"encode: text must be a string. Got {type(text).__name__}.")
         return [token for word in words(text) for token in self._tokens_of(word)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Give the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(self._known("decode", ids)).decode("utf-8", "replace")
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(self._bytes_of("decode", ids)).decode("utf-8", "replace")
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        r"""Give the text of each token; bytes that are only a part of a character are shown as \x..
+        r"""The text of each token; bytes that are only part of a character are shown as \x..
 
         >>> Tokenizer([]).pieces("né".encode())
         ['n', '\\xc3', '\\xa9']
         """
-        return [piece.decode("utf-8", "backslashreplace") for piece in self._known("pieces", ids)]
+        return [piece.decode("utf-8", "backslashreplace") for piece in self._bytes_of("pieces", ids)]
 
-    def _known(self, who: str, ids: Iterable[int]) -> list[bytes]:
+    def _bytes_of(self, who: str, ids: Iterable[int]) -> list[bytes]:
         found = []
         for token in map(int, ids):
             if not 0 <= token < len(self):
@@ -104,7 +105,7 @@ class Tokenizer:
         return found
 
     def _merge(self, word: bytes) -> tuple[int, ...]:
-        """Merge the pair that was learnt first until none is left."""
+        """Merge the pair that was learned first until none is left."""
         tokens = list(word)
         while True:
             pairs = [(self._merged.get(pair, len(self)), at) for at, pair in enumerate(pairwise(tokens))]

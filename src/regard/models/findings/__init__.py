@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from ...errors import DtypeError
+from ..record import AttentionRecord
 from .base import Finding, Rule
 from .collapsed import Collapsed
 from .duplicate import Duplicate
@@ -15,9 +15,6 @@ from .positional import Positional
 from .saturated import Saturated
 from .sink import Sink
 from .uniform import Uniform
-
-if TYPE_CHECKING:
-    from ..seen import Seen
 
 __all__ = [
     "RULES",
@@ -34,15 +31,17 @@ __all__ = [
     "find",
 ]
 
-# The gravest first.
+# The most serious first.
 RULES: tuple[Rule, ...] = (
     *(LargeLogits(), Collapsed(), Saturated(), Uniform()),
     *(Duplicate(), Sink(), Positional(), Induction()),
 )
 
 
-def find(seen: Seen, rules: Iterable[Rule] | None = None, tell: Callable[[str], None] | None = None) -> list[Finding]:
-    """Judge what was seen by each of the rules: problems first, then in the order of the rules, the strongest first.
+def find(
+    seen: AttentionRecord, rules: Iterable[Rule] | None = None, tell: Callable[[str], None] | None = None
+) -> list[Finding]:
+    """Apply each rule to what was seen; sort problems first, then by rule, then the strongest first.
 
     >>> import regard, torch
     >>> attend = regard.nn.MultiheadAttention(16, 2)

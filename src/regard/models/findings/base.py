@@ -1,4 +1,4 @@
-"""What a finding is, what a rule is, and how several heads with one finding are said in one sentence."""
+"""What a finding and a rule are, and how one sentence names several heads with the same finding."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ...errors import ArgumentError
-
-if TYPE_CHECKING:
-    from ..heads import Head
-    from ..seen import Seen
+from ..head_statistics import Head
+from ..record import AttentionRecord
 
 __all__ = ["Finding", "Rule", "StatisticRule", "by_layer", "span", "where"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found in a layer, in words with numbers.
+    """What a rule found in a layer, in words and numbers.
 
-    `level` is "problem" or "notable"; `value` is the number that decided, of the strongest head if there are several.
+    `level` is "problem" or "notable"; `value` is the number that decided, for the strongest head if there are several.
 
     >>> print(Finding("sink", "notable", 'layer "attn", head 3: …', "attn", (3,), 0.83))
     layer "attn", head 3: …
@@ -40,13 +38,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """One thing that attention may do, with the thresholds that say when it does.
+    """A pattern that attention may show, with the thresholds that decide when it does.
 
-    A rule is data: a frozen dataclass whose fields are thresholds, each a number above 0, and a share at most 1.
+    A rule is data: a frozen dataclass whose fields are thresholds, each a number above 0; a share is at most 1.
     """
 
     name: ClassVar[str]
-    falling: ClassVar[bool] = False  # whether a smaller value is the stronger case
+    falling: ClassVar[bool] = False  # whether a smaller value is the stronger finding
     shares: ClassVar[frozenset[str]] = frozenset()  # the thresholds that are shares of a whole
 
     def __post_init__(self) -> None:
@@ -59,46 +57,46 @@ class Rule(ABC):
                 raise ArgumentError(f"{type(self).__name__}: {name} must be a number {limits}. Got {value!r}.")
 
     @abstractmethod
-    def judge(self, seen: Seen) -> Iterator[Finding]:
-        """Give what was found, layer by layer."""
+    def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
+        """Yield the findings, layer by layer."""
 
     def found(self, layer: str, heads: Mapping[int, float], of: int, says: str, level: str = "notable") -> Finding:
-        """Make one finding of heads, each with its value, among `of` heads; `says` is the rest of the sentence."""
+        """Build one finding about some of the layer's `of` heads, given with their values; `says` ends the sentence."""
         strongest = (min if self.falling else max)(heads.values())
-        places = tuple(sorted(heads))
-        return Finding(self.name, level, f"{where(layer, places, of)}: {says}", layer, places, strongest)
+        numbers = tuple(sorted(heads))
+        return Finding(self.name, level, f"{where(layer, numbers, of)}: {says}", layer, numbers, strongest)
 
 
 @dataclass(frozen=True)
 class StatisticRule(Rule):
-    """A rule that reads the statistics of one head at a time, where `rows` rows or more made them, over the batch."""
+    """A rule that reads the statistics of one head at a time, if at least `rows` rows of the batch count."""
 
     rows: int = field(default=8, kw_only=True)
 
     @abstractmethod
     def measure(self, head: Head) -> float | None:
-        """Give the number that makes this head a case, or None if it is none."""
+        """The number by which this head matches, or None if it does not."""
 
     @abstractmethod
     def says(self, heads: list[Head], values: list[float]) -> str:
         """Say in words what these heads of one layer do."""
 
-    def judge(self, seen: Seen) -> Iterator[Finding]:
-        """Give one finding a layer, with all the heads that are a case."""
+    def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
+        """Yield one finding per layer, with all the heads that match."""
         for layer, heads in by_layer(seen).items():
             cases = {head: value for head in heads if (value := self.measure(head)) is not None}
             if cases and seen[layer].lse.numel() >= self.rows * len(heads):
                 values = {head.head: value for head, value in cases.items()}
-                says = self.says(list(cases), list(cases.values()))
-                yield self.found(layer, values, len(heads), says, self.severity(len(cases) / len(heads)))
+                text = self.says(list(cases), list(cases.values()))
+                yield self.found(layer, values, len(heads), text, self.severity(len(cases) / len(heads)))
 
     def severity(self, part: float) -> str:
-        """Give the level of a finding that concerns this part of a layer's heads."""
+        """The level of a finding that concerns this part of a layer's heads."""
         return "notable"
 
 
-def by_layer(seen: Seen) -> dict[str, list[Head]]:
-    """Sort the heads into their layers, in the order in which they were called."""
+def by_layer(seen: AttentionRecord) -> dict[str, list[Head]]:
+    """Group the heads by layer, in the order of the layers' first calls."""
     layers: dict[str, list[Head]] = {}
     for head in seen.heads:
         layers.setdefault(head.layer, []).append(head)
@@ -120,7 +118,7 @@ def where(layer: str, heads: tuple[int, ...], of: int) -> str:
 
 
 def span(values: Iterable[float], form: str = ".2f") -> str:
-    """Say one number, or from which to which several go.
+    """Write one number, or the range of several.
 
     >>> span([0.831, 0.712]), span([0.831, 0.829])
     ('0.71 to 0.83', '0.83')

@@ -1,14 +1,12 @@
-"""Entropy that has collapsed: rows that attend a single key."""
+"""Collapsed entropy: rows that attend to a single key."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from ..head_statistics import Head
 from .base import StatisticRule, span
-
-if TYPE_CHECKING:
-    from ..heads import Head
 
 __all__ = ["Collapsed"]
 
@@ -18,12 +16,12 @@ class Collapsed(StatisticRule):
     """Heads whose attention has almost no entropy left.
 
     Zhai et al. 2023 ("Stabilizing Transformer Training by Preventing Attention Entropy Collapse") find that training
-    turns unstable where the entropy of attention, averaged over rows and heads, falls towards 0. One sharp head alone
-    may be meant (it may look at the previous token), so a finding is a problem only if it concerns `part` of a layer's
-    heads, and notable otherwise.
+    becomes unstable when the entropy of attention, averaged over rows and heads, falls towards 0. A single sharp head
+    may be intended (it may attend to the previous token), so a finding is a problem only if it concerns `part` of a
+    layer's heads, and notable otherwise.
 
     `entropy` is in nats, the mean over rows; `relative` is a share of the entropy that uniform attention would have;
-    `part` is a share of a layer's heads; `rows` is how many rows there must be. A head at or below both is a case.
+    `part` is a share of a layer's heads; `rows` is the number of rows required. A head matches at or below both.
 
     >>> Collapsed(entropy=0.05)
     Collapsed(rows=8, entropy=0.05, relative=0.05, part=0.5)
@@ -38,7 +36,7 @@ class Collapsed(StatisticRule):
     part: float = 0.5
 
     def measure(self, head: Head) -> float | None:
-        """Give the entropy of a collapsed head."""
+        """The entropy of a collapsed head."""
         return head.entropy if head.entropy <= self.entropy and head.relative_entropy <= self.relative else None
 
     def says(self, heads: list[Head], values: list[float]) -> str:
@@ -47,5 +45,5 @@ class Collapsed(StatisticRule):
         return f"the entropy has collapsed to {span(values)} nats ({keys} keys effectively attended)"
 
     def severity(self, part: float) -> str:
-        """Give "problem" if enough heads of the layer have collapsed."""
+        """A problem if enough heads of the layer have collapsed."""
         return "problem" if part >= self.part else "notable"

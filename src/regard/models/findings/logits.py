@@ -1,32 +1,30 @@
-"""Logits that have grown beyond what training and number formats bear."""
+"""Logits that are too large for stable training and for half precision."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from ..record import AttentionRecord
 from .base import Finding, Rule, by_layer, span
-from .sampling import by_item
-
-if TYPE_CHECKING:
-    from ..seen import Seen
+from .sampling import flatten_batch
 
 __all__ = ["LargeLogits"]
 
 
 @dataclass(frozen=True)
 class LargeLogits(Rule):
-    """Logits beyond a threshold: they grow before a training diverges.
+    """Logits beyond a threshold: they grow before training diverges.
 
-    Dehghani et al. 2023 ("Scaling Vision Transformers to 22 Billion Parameters") saw training diverge as logits grew
-    and normalised queries and keys against it; Wortsman et al. 2023 ("Small-scale proxies for large-scale Transformer
-    training instabilities") reproduce it in small models at high learning rates; Kimi K2 (2025) scales the weights of
-    a head down wherever its largest logit passes 100 (`regard.models.qk_clip_`).
+    Dehghani et al. 2023 ("Scaling Vision Transformers to 22 Billion Parameters") saw training diverge as logits grew,
+    and normalised queries and keys to prevent it. Wortsman et al. 2023 ("Small-scale proxies for large-scale
+    Transformer training instabilities") reproduce it in small models at high learning rates. Kimi K2 (2025) scales
+    down the weights of a head whose largest logit exceeds 100 (`regard.models.qk_clip_`).
 
-    `notable` and `problem` are in units of scaled logits, as they enter the softmax. Logits that are not finite are a
-    problem always.
+    `notable` and `problem` are in units of scaled logits, as they enter the softmax. Logits that are not finite are
+    always a problem.
 
     >>> LargeLogits(notable=50.0)
     LargeLogits(notable=50.0, problem=1000.0)
@@ -37,18 +35,18 @@ class LargeLogits(Rule):
     notable: float = 100.0
     problem: float = 1000.0
 
-    def judge(self, seen: Seen) -> Iterator[Finding]:
-        """Give at most three findings a layer: heads without finite logits, beyond `problem`, and beyond `notable`."""
+    def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
+        """Yield at most three findings per layer: logits not finite, beyond `problem`, and beyond `notable`."""
         for layer, heads in by_layer(seen).items():
-            broken = by_item(seen[layer].max_logit, 1).isnan().any(-1).any(0).tolist()
+            broken = flatten_batch(seen[layer].max_logit, 1).isnan().any(-1).any(0).tolist()
             groups: dict[str, dict[int, float]] = {}
             for head in heads:
                 largest = math.inf if broken[head.head] else head.max_logit
                 if largest > min(self.notable, self.problem):
                     groups.setdefault(self._kind(largest), {})[head.head] = largest
             for kind, cases in groups.items():
-                says = "the logits are not finite" if kind == "infinite" else _sizes(cases.values())
-                yield self.found(layer, cases, len(heads), says, "notable" if kind == "notable" else "problem")
+                text = "the logits are not finite" if kind == "infinite" else _sizes(cases.values())
+                yield self.found(layer, cases, len(heads), text, "notable" if kind == "notable" else "problem")
 
     def _kind(self, largest: float) -> str:
         if largest == math.inf:

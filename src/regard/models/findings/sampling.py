@@ -1,4 +1,4 @@
-"""Exact weights of a few rows, spread over the sequence: enough to compare heads by, in memory linear in its length."""
+"""Sampling rows: a few, evenly spaced, whose exact weights fit in memory linear in the sequence."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["by_item", "evenly", "portions"]
+__all__ = ["evenly_spaced", "flatten_batch", "row_batches"]
 
-_AT_ONCE = 1 << 22  # weights held at a time
+_BATCH_SIZE = 1 << 22  # weights held at a time
 
 
-def by_item(x: Tensor, after: int) -> Tensor:
-    """View a member of an Observation as (items, heads, …), where `after` dimensions follow those of the heads.
+def flatten_batch(x: Tensor, after: int) -> Tensor:
+    """View a member of an Observation as (items, heads, …), where `after` dimensions follow the heads.
 
-    >>> [tuple(by_item(torch.zeros(shape), 1).shape) for shape in ((2, 3, 8, 16), (5, 16), (16,))]
+    >>> [tuple(flatten_batch(torch.zeros(shape), 1).shape) for shape in ((2, 3, 8, 16), (5, 16), (16,))]
     [(6, 8, 16), (5, 1, 16), (1, 1, 16)]
     """
     lead, rest = x.shape[: x.dim() - after], x.shape[x.dim() - after :]
@@ -24,17 +24,17 @@ def by_item(x: Tensor, after: int) -> Tensor:
     return x.reshape(items, heads, *rest)
 
 
-def evenly(places: Tensor, most: int) -> Tensor:
-    """Take at most `most` of the places, evenly spread and always the same.
+def evenly_spaced(positions: Tensor, most: int) -> Tensor:
+    """Take at most `most` of the positions, evenly spaced and always the same.
 
-    >>> evenly(torch.arange(10), 4).tolist()
+    >>> evenly_spaced(torch.arange(10), 4).tolist()
     [0, 3, 6, 9]
     """
-    if len(places) <= most:
-        return places
-    return places[(torch.arange(most, device=places.device) * (len(places) - 1)) // max(1, most - 1)]
+    if len(positions) <= most:
+        return positions
+    return positions[(torch.arange(most, device=positions.device) * (len(positions) - 1)) // max(1, most - 1)]
 
 
-def portions(rows: Tensor, each: int) -> Iterator[Tensor]:
-    """Split rows so that a portion, of `each` numbers a row, fits in memory."""
-    yield from rows.split(max(1, _AT_ONCE // max(1, each)))
+def row_batches(rows: Tensor, each: int) -> Iterator[Tensor]:
+    """Split rows into batches that fit in memory, at `each` numbers per row."""
+    yield from rows.split(max(1, _BATCH_SIZE // max(1, each)))

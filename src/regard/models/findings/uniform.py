@@ -1,26 +1,24 @@
-"""Heads that tell no key from another."""
+"""Heads that do not distinguish between keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from ..head_statistics import Head
 from .base import StatisticRule, span
-
-if TYPE_CHECKING:
-    from ..heads import Head
 
 __all__ = ["Uniform"]
 
 
 @dataclass(frozen=True)
 class Uniform(StatisticRule):
-    """Dead heads: they attend all the keys they see alike, and so average the values.
+    """Dead heads: they attend equally to all visible keys, and so average the values.
 
     Michel et al. 2019 ("Are Sixteen Heads Really Better than One?") remove most heads of a trained model at little
-    cost; one that selects nothing is the first to go. In a model that has not been trained it is the usual state.
+    cost; one that selects nothing is the first to go. In an untrained model this is normal.
 
-    `relative` is a share of the entropy that uniform attention has; `rows` is how many rows there must be.
+    `relative` is a share of the entropy of uniform attention; `rows` is the number of rows required.
 
     >>> Uniform()
     Uniform(rows=8, relative=0.99)
@@ -32,9 +30,9 @@ class Uniform(StatisticRule):
     relative: float = 0.99
 
     def measure(self, head: Head) -> float | None:
-        """Give the relative entropy of a head that is almost uniform."""
+        """The relative entropy of an almost uniform head."""
         return head.relative_entropy if head.relative_entropy >= self.relative else None
 
     def says(self, heads: list[Head], values: list[float]) -> str:
-        """Say how close to uniform it is."""
+        """Say how close to uniform the head is."""
         return f"{span(values, '.3f')} of the entropy of uniform attention (a dead head: it selects no key)"

@@ -1,4 +1,4 @@
-"""Seeing every attention call that a model makes: torch's function, ours, and torch.nn.MultiheadAttention."""
+"""Intercept every attention call of a model: torch's function, ours, and torch.nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from regard.backends import Backend
 from regard.backends.dispatch import choose, run
+from regard.compat.torch import dynamo_is_loaded, transforms_are_active
 from regard.core.problem import Problem
 from regard.core.validation import pose
 from regard.errors import BackendError, RegardError
@@ -22,56 +23,56 @@ from regard.functional import posed_as_torch
 from regard.masks import causal
 from regard.observation import WATCHERS, Observation, Watcher, notify, observed
 
-from ..compat.torch import dynamo_is_loaded, transforms_are_active
-
-__all__ = ["Calls"]
+__all__ = ["CallInterceptor"]
 
 OnCall = Callable[[str, Observation], None]
 OnMiss = Callable[[str, str], None]
 
 
-class Calls(Watcher):
-    """A context in which each attention call of `model` is observed and told: `on_call(name, observation)`.
+class CallInterceptor(Watcher):
+    """A context that observes each attention call of `model` and reports it: `on_call(name, observation)`.
 
-    The name is that of the module that made the call. What cannot be observed runs as it would have, and is told to
-    `on_miss(name, reason)`. On exit, also after an exception, nothing is left behind.
+    The name is that of the module that made the call. A call that cannot be observed runs as usual, and is reported to
+    `on_miss(name, reason)`. On exit, even after an exception, no hook remains.
     """
 
-    busy: ClassVar[bool] = False
-    """Whether a call is being answered, whose own calls of torch are not a model's: for all that watch together."""
+    suspended: ClassVar[bool] = False
+    """Whether an intercepted call is being computed: what it calls in torch is then not the model's own call.
+
+    All interceptors share it, since they may be nested."""
 
     def __init__(self, model: nn.Module, on_call: OnCall, on_miss: OnMiss | None = None) -> None:
         self._model, self._on_call, self._on_miss = model, on_call, on_miss
-        self._inside: list[str] = []
-        self._leave = ExitStack()
+        self._stack: list[str] = []  # the names of the modules that are running, the innermost last
+        self._exit = ExitStack()
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> CallInterceptor:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
-                if name:  # what no part of the model does is its own
-                    self._follow(stack, name, module)
+                if name:  # calls outside every submodule are the model's own
+                    self._track(stack, name, module)
             WATCHERS.append(self)
             stack.callback(WATCHERS.remove, self)
-            if dynamo_is_loaded():  # compiled code would pass us by; without the compiler there is none
+            if dynamo_is_loaded():  # compiled code would bypass us; if dynamo is not loaded, there is none
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_Torch(self))
-            self._leave = stack.pop_all()
+            stack.enter_context(_TorchFunctions(self))
+            self._exit = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._inside.clear()
-        self._leave.close()
+        self._stack.clear()
+        self._exit.close()
 
-    def _follow(self, stack: ExitStack, name: str, module: nn.Module) -> None:
+    def _track(self, stack: ExitStack, name: str, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             return
 
         def enter(*_: object) -> None:
-            self._inside.append(name)
+            self._stack.append(name)
 
         def leave(*_: object) -> None:
-            if name in self._inside:
-                while self._inside.pop() != name:  # modules that an exception left
+            if name in self._stack:
+                while self._stack.pop() != name:  # drop modules that an exception left
                     pass
 
         stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
@@ -79,32 +80,32 @@ class Calls(Watcher):
 
     @property
     def name(self) -> str:
-        """The module that is at work."""
-        return self._inside[-1] if self._inside else ""
+        """The name of the module that is running."""
+        return self._stack[-1] if self._stack else ""
 
     def answer(self, p: Problem, backend: str | Backend) -> Tensor:
-        with self.unseen():
-            return self._answered(p, backend)
+        with self.suspend():
+            return self._observed_output(p, backend)
 
     @staticmethod
     @contextmanager
-    def unseen() -> Iterator[None]:
-        """Let calls of torch run as if nobody looked."""
-        before, Calls.busy = Calls.busy, True
+    def suspend() -> Iterator[None]:
+        """Let torch's functions run without interception."""
+        before, CallInterceptor.suspended = CallInterceptor.suspended, True
         try:
             yield
         finally:
-            Calls.busy = before
+            CallInterceptor.suspended = before
 
-    def _answered(self, p: Problem, backend: str | Backend) -> Tensor:
+    def _observed_output(self, p: Problem, backend: str | Backend) -> Tensor:
         if transforms_are_active():
             self.miss("it is inside a torch.func transform")
             return run(p, choose(p, backend)).output
         try:
             seen = observed(p, backend)
-        except BackendError:  # the named backend has no statistics; it runs, and another one looks
+        except BackendError:  # the named backend has no statistics: run it, and observe with another one
             output = run(p, choose(p, backend)).output
-            self._look(p._replace(dropout=0.0))
+            self._observe(p._replace(dropout=0.0))
             return output
         notify(seen)
         return seen.output
@@ -113,23 +114,23 @@ class Calls(Watcher):
         with torch.no_grad():
             self._on_call(self.name, seen.kept())
 
-    def torchs(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
-        """A call of torch's function: the observed output takes its place, but for dropout, which torch draws."""
+    def sdpa(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
+        """Answer a call of torch's function with the observed output; with dropout, torch computes it and draws."""
         try:
-            p: Problem | None = _posed(query, key, value, *others, **named)
-        except (RegardError, TypeError) as error:  # what torch makes of such arguments is torch's
+            p: Problem | None = _sdpa_problem(query, key, value, *others, **named)
+        except (RegardError, TypeError) as error:  # leave such arguments to torch
             self.miss(str(error))
             p = None
         if p is None or p.dropout:
-            with self.unseen():
+            with self.suspend():
                 output = F.scaled_dot_product_attention(query, key, value, *others, **named)
                 if p is not None:
-                    self._look(p._replace(dropout=0.0))
+                    self._observe(p._replace(dropout=0.0))
             return output
         output = self.answer(p, "auto")
         return output.view(*output.shape[:-3][: query.dim() - 2], *output.shape[-2:]) if query.dim() < 4 else output
 
-    def _look(self, p: Problem) -> None:
+    def _observe(self, p: Problem) -> None:
         if transforms_are_active():
             self.miss("it is inside a torch.func transform")
             return
@@ -137,32 +138,32 @@ class Calls(Watcher):
             notify(observed(p))
 
     def miss(self, reason: str) -> None:
-        """Take note of a call that could not be observed."""
+        """Report a call that could not be observed."""
         if self._on_miss is not None:
             self._on_miss(self.name, reason)
 
 
-class _Torch(TorchFunctionMode):
-    """Sees torch's functions on their way to torch."""
+class _TorchFunctions(TorchFunctionMode):
+    """Intercepts torch's attention functions."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, interceptor: CallInterceptor) -> None:
         super().__init__()
-        self._calls = calls
+        self._interceptor = interceptor
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._calls.busy:
+        if self._interceptor.suspended:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return self._calls.torchs(*args, **kwargs)
+            return self._interceptor.sdpa(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return self._multihead(**dict(zip(_names(func), args, strict=False)), **kwargs)
+            return self._multihead(**dict(zip(_parameters(func), args, strict=False)), **kwargs)
         return func(*args, **kwargs)
 
     def _multihead(self, **given: Any) -> tuple[Tensor, Tensor | None]:
-        """torch.nn.MultiheadAttention's function, led to its fused path; weights that are asked for come from us."""
+        """Run torch.nn.MultiheadAttention's function on its fused path; requested weights come from the observation."""
         original = F.multi_head_attention_forward
         if given.get("dropout_p", 0.0) and given.get("training", True):
             answer: tuple[Tensor, Tensor | None] = original(**given)
@@ -179,35 +180,35 @@ class _Torch(TorchFunctionMode):
         return output, weights.squeeze(0) if given["query"].dim() == 2 else weights
 
     def _fused(self, given: dict[str, Any]) -> tuple[Tensor, Observation | None]:
-        """The function without weights, where the call of torch's attention in it is ours."""
+        """Run it without weights, with our attention in place of its call of torch's."""
         found: list[Observation] = []
 
         def attend(*args: Any, **kwargs: Any) -> Tensor:
             try:
-                seen = observed(_posed(*args, **kwargs))
+                seen = observed(_sdpa_problem(*args, **kwargs))
             except RegardError as error:
-                self._calls.miss(str(error))
+                self._interceptor.miss(str(error))
                 return F.scaled_dot_product_attention(*args, **kwargs)
             notify(seen)
             found.append(seen)
             return seen.output
 
         original = F.multi_head_attention_forward
-        scope = {**original.__globals__, "scaled_dot_product_attention": attend, "has_torch_function": _never}
-        twin = FunctionType(original.__code__, scope, original.__name__, original.__defaults__)
-        output, _ = twin(**given | {"need_weights": False})
+        scope = {**original.__globals__, "scaled_dot_product_attention": attend, "has_torch_function": _false}
+        patched = FunctionType(original.__code__, scope, original.__name__, original.__defaults__)
+        output, _ = patched(**given | {"need_weights": False})
         return output, found[-1] if found else None
 
 
-def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return function.__code__.co_varnames[: function.__code__.co_argcount]
 
 
-def _never(*_: object) -> bool:
+def _false(*_: object) -> bool:
     return False
 
 
-def _posed(
+def _sdpa_problem(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -217,7 +218,7 @@ def _posed(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Problem:
-    """The problem that a call of torch's function poses, with a dimension for heads."""
+    """The problem of a call of torch's function, with a dimension for heads."""
     if query.dim() < 4:
         if query.dim() == 3 and enable_gqa:
             query, key, value = query[None], key[None], value[None]
@@ -228,11 +229,11 @@ def _posed(
         aligned = causal() if attn_mask.variant == CausalVariant.LOWER_RIGHT else causal(offset=0)
         return pose(query, key, value, mask=aligned, scale=scale, dropout=dropout_p)
     if attn_mask is not None and attn_mask.dtype.is_floating_point:
-        attn_mask = _hiding(attn_mask)
+        attn_mask = _with_infinities(attn_mask)
     return posed_as_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _hiding(bias: Tensor) -> Tensor:
-    """A bias in which the lowest finite numbers, which many write for −inf, are −inf in rows that see something."""
-    deep = bias <= torch.finfo(bias.dtype).min / 2
-    return torch.where(deep & ~deep.all(-1, keepdim=True), -torch.inf, bias)
+def _with_infinities(bias: Tensor) -> Tensor:
+    """Replace the lowest finite numbers, which many models use for −inf, by −inf in rows that see something."""
+    lowest = bias <= torch.finfo(bias.dtype).min / 2
+    return torch.where(lowest & ~lowest.all(-1, keepdim=True), -torch.inf, bias)

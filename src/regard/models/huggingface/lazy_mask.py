@@ -1,4 +1,4 @@
-"""The mask that Hugging Face models pass from layer to layer: a mask of ours in the place of a tensor."""
+"""The mask that Hugging Face models pass from layer to layer: a regard mask in place of a tensor."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks import Mask
+from ...masks import Mask
 
-__all__ = ["Handed"]
+__all__ = ["LazyMask"]
 
 
-class Handed:
-    """A regard mask in the place of the bool tensor (batch, 1, rows, keys), made only if a model computes with it.
+class LazyMask:
+    """A regard mask in place of the bool tensor (batch, 1, rows, keys), which is built only if a model needs it.
 
-    Most models hand their mask on unread, and attention takes `mask`. A few slice it, join it with another or ask for
-    its dtype: those get what the tensor would give. Models that compute attention by themselves add it to their logits:
-    those get 0 where a pair is allowed and the lowest number where it is not.
+    Most models pass their mask on unread, and attention uses `mask`. A few slice it, combine it with another or read
+    its dtype: they get what the tensor would give. Models that compute attention themselves add it to their logits:
+    they get 0 where a pair is allowed and the lowest number where it is not.
 
     >>> import regard
-    >>> handed = Handed(regard.causal(), batch=2, rows=3, keys=3, device="cpu")
-    >>> handed.shape, handed.mask
+    >>> lazy = LazyMask(regard.causal(), batch=2, rows=3, keys=3, device="cpu")
+    >>> lazy.shape, lazy.mask
     (torch.Size([2, 1, 3, 3]), causal())
-    >>> handed[0, 0]
+    >>> lazy[0, 0]
     tensor([[ True, False, False],
             [ True,  True, False],
             [ True,  True,  True]])
@@ -46,31 +46,31 @@ class Handed:
         return self.mask.bind(batch, 1).dense(rows, keys, self.device).expand(batch, 1, rows, keys)
 
     def additive(self, dtype: torch.dtype) -> Tensor:
-        """What hides the same pairs when it is added to logits: 0, or the lowest number."""
+        """The bias that hides the same pairs when added to logits: 0, or the lowest number."""
         return torch.zeros_like(self.tensor, dtype=dtype).masked_fill_(~self.tensor, torch.finfo(dtype).min)
 
     def dim(self) -> int:
-        """Four, as the tensor has."""
+        """Four, like the tensor."""
         return self.ndim
 
-    def contiguous(self) -> Handed:
-        """Itself: there is nothing to lay out."""
+    def contiguous(self) -> LazyMask:
+        """Itself: there is no memory to lay out."""
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Handed | Tensor:
-        """Move it to a device; any other conversion is one of the tensor."""
+    def to(self, *args: Any, **kwargs: Any) -> LazyMask | Tensor:
+        """Move it to a device; any other conversion gives a tensor."""
         target = args[0] if len(args) == 1 else kwargs.get("device")
         if not isinstance(target, torch.device | str) or "dtype" in kwargs:
             return self.tensor.to(*args, **kwargs)
         batch, _, rows, keys = self.shape
-        return Handed(self.mask.to(target), batch, rows, keys, target)
+        return LazyMask(self.mask.to(target), batch, rows, keys, target)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensor[index]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, nor has a tensor")
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, and neither has a tensor")
         return getattr(self.tensor, name)
 
     @classmethod
@@ -79,7 +79,7 @@ class Handed:
     ) -> Any:
         if function in _ADDITIONS and len(args) == 2:
             first, second = args
-            return function(_added(first, second), _added(second, first), **(kwargs or {}))
+            return function(_as_summand(first, second), _as_summand(second, first), **(kwargs or {}))
         return function(*_as_tensors(args), **_as_tensors(kwargs or {}))
 
     def __and__(self, other: Tensor) -> Tensor:
@@ -92,24 +92,24 @@ class Handed:
         return ~self.tensor
 
     def __add__(self, other: Tensor) -> Tensor:
-        return torch.add(_added(self, other), other)
+        return torch.add(_as_summand(self, other), other)
 
     def __repr__(self) -> str:
-        return f"Handed({self.mask!r}, {tuple(self.shape)})"
+        return f"LazyMask({self.mask!r}, {tuple(self.shape)})"
 
 
 _ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
 
 
-def _added(given: Any, to: Any) -> Any:
-    """What is added to a tensor of logits."""
-    if not isinstance(given, Handed):
+def _as_summand(given: Any, other: Any) -> Any:
+    """What to add to `other`: a bias if `other` is a tensor of logits."""
+    if not isinstance(given, LazyMask):
         return given
-    return given.additive(to.dtype) if isinstance(to, Tensor) and to.is_floating_point() else given.tensor
+    return given.additive(other.dtype) if isinstance(other, Tensor) and other.is_floating_point() else given.tensor
 
 
 def _as_tensors(given: Any) -> Any:
-    if isinstance(given, Handed):
+    if isinstance(given, LazyMask):
         return given.tensor
     if isinstance(given, dict):
         return {name: _as_tensors(value) for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""QK-Clip: bring the largest logits of a head back to a threshold by scaling what projects its queries and keys."""
+"""QK-Clip: limit the largest logits of each head by scaling its query and key projections."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NORMS = (
     *("q_norm", "k_norm", "qk_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm"),
     *("query_layernorm", "key_layernorm", "norm_q", "norm_k", "use_qk_norm"),
 )
-_LINEAR = (Scaled, Balanced, Temperature, Bilinear)  # scores that double where the query doubles
+_LINEAR = (Scaled, Balanced, Temperature, Bilinear)  # scores that are linear in the query
 
 
 class _Projections(NamedTuple):
-    """What makes queries and keys: tensors whose first dimension is that of all heads, one after the other."""
+    """The parameters that produce queries and keys; their first dimension holds the heads one after the other."""
 
     query: list[Tensor]
     key: list[Tensor]
@@ -49,21 +49,21 @@ def qk_clip_(
 ) -> Tensor:
     """Scale the query and key weights of a module in place, so that no head's largest logit is above `threshold`.
 
-    `max_logits` has the largest scaled logit of each head over a batch, as a `regard.Monitor` or `seen.heads` tell it.
-    The result has each head's factor γ = min(1, threshold / max_logit), by which all of its logits shrink: 1 for a
-    head below the threshold, which does not change. This is QK-Clip of MuonClip (Kimi K2, 2025), for after a step of
-    the optimizer:
+    `max_logits` holds the largest scaled logit of each head over a batch, as from `regard.Monitor` or `seen.heads`.
+    Returns each head's factor γ = min(1, threshold / max_logit), by which all of its logits shrink: 1 for a head below
+    the threshold, which does not change. This is QK-Clip from MuonClip (Kimi K2, 2025); call it after an optimizer
+    step:
 
-    - a head with a key head of its own: queries and keys are scaled by √γ each;
-    - grouped heads: the key head that several share takes κ = √(the least γ among them), and query head h takes
-      γ_h / κ, so that the logits of each head, q·k, come out γ_h times what they were. For a head below the threshold
-      in such a group that is 1 / κ: its queries grow by as much as its keys shrink.
+    - a head with its own key head: queries and keys are each scaled by √γ;
+    - grouped heads: the shared key head is scaled by κ = √(the least γ in the group), and query head h by γ_h / κ, so
+      that the logits q·k of each head become γ_h times what they were. For a head below the threshold in such a group
+      that is 1 / κ: its queries grow by as much as its keys shrink.
 
-    Biases, and the learnt key of `add_bias_kv`, are scaled along. The module is `torch.nn.MultiheadAttention`,
+    Biases, and the learned key of `add_bias_kv`, are scaled too. The module is `torch.nn.MultiheadAttention`,
     `regard.nn.MultiheadAttention`, or one with two `nn.Linear` called q_proj and k_proj (query and key, q_lin and
-    k_lin, q and k); the numbers of heads are taken from it, from its `config` and from its `head_dim`, unless given.
-    Rotary positions turn, and commute with scaling. Norms of queries and keys undo it, and are refused. What is added
-    to the logits (a bias, ALiBi) is not scaled, and what caps them lets them shrink by less.
+    k_lin, q and k); the numbers of heads are read from it, from its `config` and from its `head_dim`, unless given.
+    Rotary positions are rotations and commute with scaling. Norms of queries and keys undo it, and are refused. Terms
+    added to the logits (a bias, ALiBi) are not scaled, and with a softcap the logits shrink by less.
 
     >>> attend = torch.nn.MultiheadAttention(8, 2)
     >>> before = attend.in_proj_weight.detach().clone()
@@ -90,12 +90,12 @@ def qk_clip_(
 
 
 def _factors(max_logits: Tensor | Sequence[float], heads: int, threshold: float) -> Tensor:
-    """Give γ, (heads,): how much the logits of each head are to shrink."""
+    """γ, (heads,): the factor by which the logits of each head are to shrink."""
     largest = torch.as_tensor(max_logits).detach().to("cpu", torch.float64)
     if largest.shape != (heads,):
         raise ShapeError(
-            f"{_WHO}: max_logits must have one number a head, ({heads},). Got shape {tuple(largest.shape)}; reduce it "
-            f"with .amax() over batch and rows, or say with heads= how many heads the module has."
+            f"{_WHO}: max_logits must have one number per head, ({heads},). Got {tuple(largest.shape)}; reduce it "
+            f"with .amax() over batch and rows, or give the number of heads with heads=."
         )
     if bool(largest.isnan().any() | (largest == math.inf).any()):
         raise ArgumentError(f"{_WHO}: max_logits must be numbers below infinity. Got {largest.tolist()}.")
@@ -117,12 +117,12 @@ def _projections(module: nn.Module, heads: int | None, kv_heads: int | None) -> 
 
 
 def _packed(module: Any, heads: int | None, kv_heads: int | None) -> _Projections:
-    """Read a MultiheadAttention, torch's or ours: one matrix for q, k and v, or one each, and one bias."""
+    """Read a MultiheadAttention, torch's or ours: one matrix for q, k and v or one for each, and one bias."""
     score = getattr(module, "score", None)
     if score is not None and not isinstance(score, _LINEAR):
         raise ArgumentError(
-            f"{_WHO}: the logits must grow in proportion to queries and keys. Got a module whose score is "
-            f"{type(score).__name__}, which does not; a temperature of its own can hold it."
+            f"{_WHO}: the logits must be proportional to queries and keys. Got a module whose score is "
+            f"{type(score).__name__}, which is not; limit it with its temperature instead."
         )
     count, shared = module.num_heads, getattr(module, "num_kv_heads", module.num_heads)
     for name, given, has in (("heads", heads, count), ("kv_heads", kv_heads, shared)):
@@ -145,26 +145,26 @@ def _packed(module: Any, heads: int | None, kv_heads: int | None) -> _Projection
 def _linear(
     module: nn.Module, names: tuple[str, str], query: nn.Linear, key: nn.Linear, heads: int | None, kv_heads: int | None
 ) -> _Projections:
-    """Read a module with a Linear for queries and one for keys."""
+    """Read a module with one Linear for queries and one for keys."""
     for projection in (query, key):
         _refuse_parametrized(projection)
     if query.weight is key.weight:
-        raise ArgumentError(f"{_WHO}: {names[0]} and {names[1]} must have weights of their own. Got one for both.")
+        raise ArgumentError(f"{_WHO}: {names[0]} and {names[1]} must have separate weights. Got one for both.")
     given = [None if n is None else whole(_WHO, what, n) for what, n in (("heads", heads), ("kv_heads", kv_heads))]
     dim = _first_number(module, ("head_dim",))
     count = given[0] or _first_number(module, _HEADS) or (dim and query.out_features // dim)
     if not count:
         raise ArgumentError(
-            f"{_WHO}: {type(module).__name__} does not say how many heads it has, by num_heads, head_dim or a config. "
-            f"Give heads= (and kv_heads= if keys have fewer)."
+            f"{_WHO}: {type(module).__name__} does not say how many heads it has (num_heads, head_dim or a config). "
+            f"Give heads= (and kv_heads= if there are fewer key heads)."
         )
     each = dim if dim and heads is None else query.out_features // count
     shared = given[1] or max(1, key.out_features // max(1, each))
     if query.out_features != count * each or key.out_features != shared * each or count % shared:
         raise ShapeError(
-            f"{_WHO}: the rows of {names[0]} must be those of {count} heads and the rows of {names[1]} those of "
-            f"{shared}, a divisor of it, all of dim {each}. Got {query.out_features} and {key.out_features} rows; "
-            f"give heads= and kv_heads= if the module has others."
+            f"{_WHO}: {names[0]} must have rows for {count} heads and {names[1]} for {shared}, a divisor of it, all of "
+            f"dim {each}. Got {query.out_features} and {key.out_features} rows; give heads= and kv_heads= if the "
+            f"numbers of heads are different."
         )
     query_tensors, key_tensors = (
         [x for x in (projection.weight, projection.bias) if x is not None] for projection in (query, key)
@@ -173,7 +173,7 @@ def _linear(
 
 
 def _first_number(module: nn.Module, names: Sequence[str]) -> int:
-    """The first whole number that the module, or else its config, holds under one of the names; 0 if there is none."""
+    """The first positive integer that the module, or else its config, has under one of the names; 0 if none."""
     for holder in (module, getattr(module, "config", None)):
         for name in names:
             found = getattr(holder, name, None)
@@ -185,8 +185,8 @@ def _first_number(module: nn.Module, names: Sequence[str]) -> int:
 def _refuse_norms(module: nn.Module) -> None:
     for name in _norms(module):
         raise ArgumentError(
-            f"{_WHO}: {type(module).__name__} normalises its queries and keys after the projection ({name}), so that "
-            f"scaling the weights changes no logit. The norm bounds the logits already; scale its gain if they are "
+            f"{_WHO}: {type(module).__name__} normalises its queries and keys after the projection ({name}), so "
+            f"scaling the weights changes no logit. The norm already bounds the logits; scale its gain if they are "
             f"too large."
         )
 

@@ -1,4 +1,4 @@
-"""What is told of each head: numbers from an observation, means over the batch and the rows."""
+"""The statistics of each head: computed from an observation, averaged over the batch and the rows."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import Tensor
 
 from regard.observation import Observation
 
-__all__ = ["STATISTICS", "Head", "Portrait", "portrait"]
+__all__ = ["STATISTICS", "Head", "HeadStatistics", "measure_heads"]
 
-SATURATED = 0.99  # a row whose largest weight is above this passes hardly any gradient
-_STEP = 256  # rows whose weights near the diagonal are looked at together
-_STEP_OF_A_GPU = 512  # where starting costs more than work
+SATURATED = 0.99  # hardly any gradient passes through a row whose largest weight is above this
+_ROWS_ON_CPU = 256  # rows per step when reading weights near the diagonal
+_ROWS_ON_GPU = 512  # more, since a launch costs more than the work
 
 
 @dataclass(frozen=True)
 class Head:
     """One head: means over the batch and the rows that see something, averaged over repeated calls.
 
-    Entropies are in nats, logits scaled as they enter the softmax, shares between 0 and 1, distances in tokens; nan
-    where a number has no meaning, as the relative entropy of rows that see one key.
+    Entropies are in nats, logits are scaled as they enter the softmax, shares are between 0 and 1, distances are in
+    tokens. An undefined number is nan, such as the relative entropy of rows that see one key.
     """
 
     layer: str
     head: int
     entropy: float  # of the weights of a row
-    relative_entropy: float  # by the log of the keys that the row may see: 1 is uniform
+    relative_entropy: float  # divided by the log of the number of visible keys: 1 is uniform
     effective_keys: float  # exp(entropy)
-    max_logit: float  # the largest of all rows and calls
+    max_logit: float  # the largest over all rows and calls
     first_share: float  # the weight on the first key that any row may see
-    self_share: float  # on the row's own place, the ends of queries and keys aligned; of rows that have one
-    previous_share: float  # on the place before; of rows that have one
-    saturated_share: float  # rows that put more than 0.99 on one key, of those that see several
-    distance: float  # mean distance from the row's own place to what it attends
-    concentration: float  # Σ p²: 1 where one key takes all, one over the visible keys where all are alike
+    self_share: float  # on the row's own position, with the ends of queries and keys aligned; over rows that have one
+    previous_share: float  # on the previous position; over rows that have one
+    saturated_share: float  # the share of rows with more than 0.99 on one key, among those that see several
+    distance: float  # mean distance from the row's own position to what it attends to
+    concentration: float  # Σ p²: 1 if one key has all the weight, 1 / visible keys if all have the same
 
     def numbers(self) -> dict[str, float]:
-        """Give every statistic by its name."""
+        """Every statistic by its name."""
         return {name: getattr(self, name) for name in STATISTICS}
 
 
@@ -47,23 +47,23 @@ STATISTICS = tuple(field.name for field in fields(Head) if field.name not in ("l
 
 
 @dataclass(frozen=True)
-class Portrait:
-    """The numbers of all heads of one call, and the pooled map."""
+class HeadStatistics:
+    """The statistics of all heads in one call, and the pooled map."""
 
     numbers: dict[str, Tensor]  # each (heads,), float64
     map: Tensor  # (heads, height, width)
 
 
 @torch.no_grad()
-def portrait(seen: Observation, side: int) -> Portrait:
-    """Look at a call once, in linear memory: every statistic of every head, and a map of at most side × side cells."""
+def measure_heads(seen: Observation, side: int) -> HeadStatistics:
+    """Compute every statistic of every head of a call, and a map of at most side × side cells, in linear memory."""
     rows, keys = seen.shape[-2:]
     grid = seen.survey(min(side, rows), min(side, keys))
     visible = seen.visible
     some, several = visible > 0, visible > 1
     first, own, previous = _shares(seen, keys)
-    place = torch.arange(keys - rows, keys, device=visible.device)  # of each row among the keys
-    broken = seen.entropy.isnan()  # rows with logits that are not finite have no weights
+    position = torch.arange(keys - rows, keys, device=visible.device)  # of each row among the keys
+    broken = seen.entropy.isnan()  # rows whose logits are not finite have no weights
     first, own, previous = (x.masked_fill(broken, torch.nan) for x in (first, own, previous))
     largest = (seen.max_logit - seen.lse).exp()
     total = seen.received.sum(-1, keepdim=True) / some.sum(-1, keepdim=True)  # 1, or less with a sink
@@ -73,34 +73,34 @@ def portrait(seen: Observation, side: int) -> Portrait:
         "effective_keys": _mean(seen.perplexity, some),
         "max_logit": _by_head(seen.max_logit).amax((0, 2)).double(),
         "first_share": _mean(first, some),
-        "self_share": _mean(own, some & (place >= 0)),
-        "previous_share": _mean(previous, some & (place >= 1)),
+        "self_share": _mean(own, some & (position >= 0)),
+        "previous_share": _mean(previous, some & (position >= 1)),
         "saturated_share": _mean((largest > SATURATED).double().masked_fill(broken, torch.nan), several),
         "distance": _mean(seen.distance, some),
         "concentration": _mean(total - seen.gradient_health, some),
     }
-    return Portrait({name: x.cpu() for name, x in numbers.items()}, _by_head(grid, 2).mean(0).float().cpu())
+    return HeadStatistics({name: x.cpu() for name, x in numbers.items()}, _by_head(grid, 2).mean(0).float().cpu())
 
 
 def _by_head(x: Tensor, inner: int = 1) -> Tensor:
-    """(…, H, inner dimensions) as (items, H, inner dimensions)."""
+    """Reshape (…, H, inner dimensions) to (items, H, inner dimensions)."""
     return x.reshape(-1, *x.shape[-inner - 1 :])
 
 
 def _mean(x: Tensor, chosen: Tensor) -> Tensor:
-    """The mean over the chosen rows of each head; nan where none is."""
+    """The mean over the chosen rows of each head; nan if there are none."""
     x, chosen = _by_head(x), _by_head(chosen)
     total = torch.where(chosen, x.double(), 0.0).sum((0, 2))
     return total / chosen.sum((0, 2))
 
 
 def _shares(seen: Observation, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights of each row on the first key, on its own place, and on the one before: (…, H, N) each."""
+    """The weights of each row on the first key, on its own position, and on the previous one: (…, H, N) each."""
     rows = seen.shape[-2]
     first = _first(seen)
     own, previous = torch.zeros_like(first), torch.zeros_like(first)
     ahead = keys - rows
-    step = _STEP if first.is_cpu else _STEP_OF_A_GPU
+    step = _ROWS_ON_CPU if first.is_cpu else _ROWS_ON_GPU
     for top in range(max(0, -ahead), rows, step):
         bottom = min(top + step, rows)
         left = max(top + ahead - 1, 0)
@@ -113,7 +113,7 @@ def _shares(seen: Observation, keys: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first(seen: Observation) -> Tensor:
-    """The weight on the first key that some row of the batch item may see: with padding in front it is not key 0."""
+    """The weight on the first key that any row of the batch item may see; with padding in front this is not key 0."""
     first = seen.weights(cols=slice(0, 1))[..., 0].to(seen.entropy.dtype)
     if math.prod(first.shape) and not bool((seen.received[..., 0] > 0).all()):
         starts = _by_head(seen.received > 0).any(1).int().argmax(-1)  # (items,)

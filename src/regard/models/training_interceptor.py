@@ -1,4 +1,4 @@
-"""Looking at calls beside a computation that stays as it is: its bits, its random numbers, and what autograd saves."""
+"""Observe attention calls in training without changing them: same bits, same random numbers, same saved tensors."""
 
 from __future__ import annotations
 
@@ -16,71 +16,67 @@ from ..backends import Backend
 from ..backends.dispatch import choose, run
 from ..core.problem import Problem
 from ..observation import WATCHERS, Observation, Watcher
-from .calls import Calls, OnCall, OnMiss
+from .interceptor import CallInterceptor, OnCall, OnMiss
 
-__all__ = ["Beside"]
+__all__ = ["TrainingInterceptor"]
 
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MULTIHEAD = F.multi_head_attention_forward.__code__.co_varnames
 
 
-class Beside(Watcher):
-    """`Calls` for training: the model's own computation runs, then each call is shown to `Calls` without gradient.
+class TrainingInterceptor(Watcher):
+    """A `CallInterceptor` for training: each call runs unchanged, then once more without gradient to be observed.
 
-    Activation checkpointing compares what a forward pass saved with what its repetition saves. The repetition is not
-    observed, so the pass that is must save the same.
+    Activation checkpointing requires that a forward pass and its recomputation save the same tensors. The recomputation
+    is not observed, so observing the first pass must not change what it saves.
     """
 
     def __init__(self, model: nn.Module, on_call: OnCall, on_miss: OnMiss | None = None) -> None:
-        self._calls = Calls(model, on_call, on_miss)
-        self._leave = ExitStack()
+        self._interceptor = CallInterceptor(model, on_call, on_miss)
+        self._exit = ExitStack()
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> TrainingInterceptor:
         with ExitStack() as stack:
-            stack.enter_context(self._calls)
+            stack.enter_context(self._interceptor)
             WATCHERS.append(self)
             stack.callback(WATCHERS.remove, self)
-            stack.enter_context(_Torch(self))
-            self._leave = stack.pop_all()
+            stack.enter_context(_TorchFunctions())
+            self._exit = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._leave.close()
+        self._exit.close()
 
     def answer(self, p: Problem, backend: str | Backend) -> Tensor:
-        with Calls.unseen():
+        with CallInterceptor.suspend():
             output = run(p, choose(p, backend)).output
         with torch.no_grad():
-            self._calls.answer(p._replace(dropout=0.0), backend)
+            self._interceptor.answer(p._replace(dropout=0.0), backend)
         return output
 
     def show(self, seen: Observation) -> None:
-        """Its calls are a witness of their own."""
+        """The inner interceptor is a watcher itself, and sees every observation."""
 
 
-class _Torch(TorchFunctionMode):
-    """Repeats torch's functions of attention, without dropout, for the calls to see."""
-
-    def __init__(self, beside: Beside) -> None:
-        super().__init__()
-        self._beside = beside
+class _TorchFunctions(TorchFunctionMode):
+    """Repeats torch's attention functions without dropout, for the interceptor to observe."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        again = _again(func, args, kwargs)
-        if again is None or Calls.busy:
+        repeated = _without_dropout(func, args, kwargs)
+        if repeated is None or CallInterceptor.suspended:
             return func(*args, **kwargs)
-        with Calls.unseen():
+        with CallInterceptor.suspend():
             output = func(*args, **kwargs)
         with torch.no_grad():
-            func(**again)
+            func(**repeated)
         return output
 
 
-def _again(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments by which a function of attention draws no random numbers; None for any other function."""
+def _without_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments with which an attention function draws no random numbers; None for any other function."""
     if func is F.scaled_dot_product_attention:
         return {**dict(zip(_SDPA, args, strict=False)), **kwargs, "dropout_p": 0.0}
     if func is F.multi_head_attention_forward:

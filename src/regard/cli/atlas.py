@@ -1,0 +1,39 @@
+"""`regard atlas`: attention maps to pan and zoom, in a browser."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from regard.models.inspection import build_atlas
+from regard.report.atlas import check_port, serve
+
+from .model_input import FileOption, TextOption, TrustOption, load_and_tokenize, read_text
+from .output import errors_as_messages, progress
+
+__all__ = ["atlas"]
+
+
+def atlas(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A folder, or a model name from the hub.", show_default="the built-in model"
+        ),
+    ] = None,
+    text: TextOption = None,
+    file: FileOption = None,
+    port: Annotated[int, typer.Option(help="The port to serve on, on this machine only; 0 takes a free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open it in a browser.")] = True,
+    trust: TrustOption = False,
+) -> None:
+    """Pan and zoom over attention maps of any length in a browser, down to single weights; Ctrl-C stops it."""
+    with errors_as_messages():
+        check_port(port)
+        with progress() as bar:
+            loaded, tokens, tell = load_and_tokenize(bar, name, read_text(text, file), trust)
+            maps = build_atlas(loaded, tokens, tell)
+        serving = serve(maps, port, open_browser=browser)
+    typer.echo(f"{serving.url} shows {len(tokens.pieces):,} tokens; Ctrl-C stops it")
+    serving.wait()

@@ -1,0 +1,112 @@
+"""`regard inspect`: the attention of a whole model while it reads a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from regard.models.difference import DifferenceTable
+from regard.models.findings import RULES
+from regard.models.inspection import build_look
+from regard.models.inspection import inspect as inspect_model
+from regard.models.loading import LoadedModel, TokenizedText
+from regard.models.seen import Seen
+from regard.report.page import write
+from regard.report.tables import HeadTable, findings
+from regard.report.terminal import shown
+
+from .model_input import FileOption, TextOption, TrustOption, load_and_tokenize, read_text
+from .output import check_writable, errors_as_messages, progress
+
+__all__ = ["inspect"]
+
+_MANY_HEADS = 64
+
+
+def inspect(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A folder, or a model name from the hub.", show_default="the built-in model"
+        ),
+    ] = None,
+    text: TextOption = None,
+    file: FileOption = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report to this file, as one HTML page.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the statistics to this file.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show the difference between two models, or two text files.")
+    ] = False,
+    trust: TrustOption = False,
+) -> None:
+    """Inspect the attention of a whole model while it reads: each head in numbers, and what is wrong or notable.
+
+    Models are `builtin`, `builtin-untrained`, folders, or model names from the hub. With `--compare A B`, A and B are
+    two models that read the same text, or two files that one model reads (`inspect MODEL --compare A B`); it shows B
+    minus A.
+    """
+    console, names = Console(highlight=False), list(names or [])
+    with errors_as_messages():
+        if compare:
+            if html or as_json:
+                raise typer.BadParameter(
+                    "it prints a table and writes no file: leave out --html and --json, or inspect the two one by one",
+                    param_hint="--compare",
+                )
+            console.print(_compared(names, text, file, trust))
+            return
+        if len(names) > 1:
+            raise typer.BadParameter("it takes one model; --compare takes two", param_hint="MODEL")
+        for option, path in (("--html", html), ("--json", as_json)):
+            check_writable(option, path)
+        if html and as_json and html.absolute() == as_json.absolute():
+            raise typer.BadParameter("--html has the same path; give each its own", param_hint="--json")
+        loaded, tokens, seen = _inspected(names[0] if names else None, read_text(text, file), trust)
+        with progress() as bar:
+            task = bar.add_task("applying the rules", total=len(RULES))
+            found = seen.findings(tell=lambda rule: bar.advance(task))
+            look = build_look(loaded, tokens, seen) if html else None
+        console.print(_head_table(seen))
+        console.print(findings(found))
+        for layer, reason in seen.missed.items():
+            console.print(Text(f"not seen: {shown(layer) or 'the model itself'}: {shown(reason)}"))
+        if as_json:
+            seen.to_json(as_json)
+            console.print(Text(f"wrote {shown(str(as_json))}"))
+        if html and look is not None:
+            write(look, html)
+            console.print(Text(f"wrote {shown(str(html))}; open it in a browser"))
+        if not html and not as_json:
+            console.print(Text("--html report.html writes a report; regard atlas shows maps to zoom into."))
+
+
+def _inspected(name: str | None, text: str, trust: bool) -> tuple[LoadedModel, TokenizedText, Seen]:
+    with progress() as bar:
+        loaded, tokens, tell = load_and_tokenize(bar, name, text, trust)
+        return loaded, tokens, inspect_model(loaded, tokens, tell)
+
+
+def _compared(names: list[str], text: str | None, file: Path | None, trust: bool) -> DifferenceTable:
+    if len(names) not in (2, 3):
+        raise typer.BadParameter("it compares two models, or two text files", param_hint="--compare")
+    *model, a, b = names
+    files = [x for x in (a, b) if Path(x).is_file()]
+    if len(files) == 2:
+        if text is not None or file is not None:
+            raise typer.BadParameter("two files are two texts; --text and --file go with two models")
+        first, second = (_inspected(model[0] if model else None, read_text(None, Path(x)), trust)[2] for x in (a, b))
+    elif model or files:
+        other = next(x for x in (a, b) if x not in files)
+        raise typer.BadParameter(f"it compares two files, and {shown(other)!r} is not a file", param_hint="--compare")
+    else:
+        first, second = (_inspected(x, read_text(text, file), trust)[2] for x in (a, b))
+    return first.diff(second).table(names=(a, b))
+
+
+def _head_table(seen: Seen) -> HeadTable:
+    """Every head, or means per layer if the table would fill more than a screen or two."""
+    return seen.table() if len(seen.heads) <= _MANY_HEADS else seen.table(by_layer=True)

@@ -1,0 +1,78 @@
+"""`regard show`: an alignment of words, computed with real attention."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from regard.functional import observe
+from regard.masks import causal as causal_mask
+from regard.report.example import SOURCE, TARGET, hashed, known
+from regard.report.terminal import Alignment
+
+__all__ = ["show"]
+
+
+def show(
+    query: Annotated[
+        str | None, typer.Option(help="The words that attend, separated by spaces.", show_default="a built-in example")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(help="The words that they attend to.", show_default="the words of --query")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Divides the logits: below 1 sharpens the attention, above 1 spreads it.")
+    ] = 1.0,
+    causal: Annotated[bool, typer.Option("--causal", help="Let no word attend past its own position.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Show which words attend to which: weights as bars, entropy and effective keys.
+
+    Without options it aligns a French sentence with its English translation. Your own words are embedded by the letters
+    they share, so similar words attend to each other.
+    """
+    if not 0.0 < temperature < math.inf:
+        raise typer.BadParameter(f"it must be above 0 and finite; got {temperature}", param_hint="--temperature")
+    queries, keys, q, k = _embedded(query, key)
+    seen = observe(q, k, k, mask=causal_mask() if causal else None, scale=1.0 / (temperature * math.sqrt(q.shape[-1])))
+    alignment = Alignment(
+        queries=queries,
+        keys=keys,
+        weights=seen.weights().tolist(),
+        strongest=seen.top(1)[1][:, 0].tolist(),
+        entropy=seen.entropy.tolist(),
+        perplexity=seen.perplexity.tolist(),
+    )
+    if as_json:
+        typer.echo(json.dumps({"temperature": temperature, "causal": causal, **_as_object(alignment)}))
+        return
+    Console(highlight=False).print(alignment)
+
+
+def _embedded(query: str | None, key: str | None) -> tuple[list[str], list[str], Tensor, Tensor]:
+    if query is None and key is None:
+        return list(TARGET), list(SOURCE), known(TARGET), known(SOURCE)
+    if query is None:
+        raise typer.BadParameter("keys need queries: give --query too", param_hint="--key")
+    queries = query.split()
+    keys = queries if key is None else key.split()
+    for hint, words in (("--query", queries), ("--key", keys)):
+        if not words:
+            raise typer.BadParameter("it needs at least one word", param_hint=hint)
+    return queries, keys, hashed(queries), hashed(keys)
+
+
+def _as_object(alignment: Alignment) -> dict[str, object]:
+    return {
+        "query": alignment.queries,
+        "key": alignment.keys,
+        "weights": alignment.weights,
+        "strongest": [alignment.keys[best] if best >= 0 else None for best in alignment.strongest],
+        "entropy": alignment.entropy,
+        "perplexity": alignment.perplexity,
+    }
