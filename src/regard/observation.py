@@ -18,10 +18,10 @@ from .core.problem import Problem
 from .core.rows import Rows
 from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
 
-__all__ = ["Observation", "observed"]
+__all__ = ["WATCHERS", "Observation", "Watcher", "notify", "observed"]
 
 Index = slice | range | Tensor | list[int] | None
-_LOOKED_AT = ("query", "key", "mask", "bias", "score", "scale", "sink")  # what late passes read
+_READ_LATER = ("query", "key", "mask", "bias", "score", "scale", "sink")  # what late passes read
 
 
 class Observation:
@@ -43,26 +43,18 @@ class Observation:
     entropy: Tensor
     max_logit: Tensor
 
-    def __init__(self, problem: Problem, backend: Backend, result: Rows) -> None:
-        if not torch.compiler.is_compiling() and any(
-            t.is_inference() for t in problem.tensors
-        ):  # their changes cannot be traced: look at copies
-            problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _LOOKED_AT})
-        self._look_at(problem, backend, result)
+    def __init__(self, problem: Problem, backend: Backend, rows: Rows) -> None:
+        if not torch.compiler.is_compiling() and any(t.is_inference() for t in problem.tensors):
+            # Changes of inference tensors are not counted, so late passes read copies.
+            problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _READ_LATER})
+        self._store(problem, backend, rows)
 
-    def _look_at(self, problem: Problem, backend: Backend, result: Rows) -> None:
-        output, lse, entropy, max_logit, log_row_sum = result
-        if lse is None or entropy is None or max_logit is None or log_row_sum is None:
+    def _store(self, problem: Problem, backend: Backend, rows: Rows) -> None:
+        if any(t is None for t in rows):
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
-        self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = (
-            output,
-            lse,
-            entropy,
-            max_logit,
-            log_row_sum,
-        )
-        self._problem, self._backend, self._found = problem, backend, result
-        self._passed: tuple[Tensor, Tensor] | None = None
+        self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = rows
+        self._problem, self._backend, self._rows = problem, backend, rows
+        self._computed_moments: tuple[Tensor, Tensor] | None = None
         self._versions = [(t, _version(t)) for t in self._read]
 
     def __repr__(self) -> str:
@@ -76,18 +68,18 @@ class Observation:
 
     @property
     def perplexity(self) -> Tensor:
-        """exp(entropy): how many keys each row effectively attends, (…, Hq, N)."""
+        """exp(entropy): how many keys each row effectively attends to, (…, Hq, N)."""
         return self.entropy.exp()
 
     @cached_property
     def visible(self) -> Tensor:
-        """How many keys each row may attend, (…, Hq, N)."""
-        return self._backend.visible(self._passable("visible"))
+        """How many keys each row may attend to, (…, Hq, N)."""
+        return self._backend.visible(self._plain_problem("visible"))
 
     @cached_property
     def received(self) -> Tensor:
         """Σ over queries of the weight each key receives, (…, Hq, M)."""
-        return self._backend.received(self._passable("received"), self._found)
+        return self._backend.received(self._plain_problem("received"), self._rows)
 
     @property
     def gradient_health(self) -> Tensor:
@@ -96,18 +88,18 @@ class Observation:
 
     @property
     def distance(self) -> Tensor:
-        """Σ p·|i + M − N − j|: how far from its own place each row looks, the ends aligned, (…, Hq, N)."""
+        """Σ p·|i + M − N − j|: how far from its own position each row attends, with the ends aligned, (…, Hq, N)."""
         return self._moments("distance")[1]
 
     def scores(self, rows: Index = None, cols: Index = None) -> Tensor:
         """The logits that entered the softmax, −inf where hidden: (…, Hq, rows, cols); differentiable."""
         p = self._unchanged("scores")
-        return logits_at(p, *self._chosen("scores", rows, cols))
+        return logits_at(p, *self._indices("scores", rows, cols))
 
     def weights(self, rows: Index = None, cols: Index = None) -> Tensor:
-        """The exact weights before dropout, or the asked part of them: (…, Hq, rows, cols); differentiable."""
+        """The exact weights before dropout, or some rows and columns: (…, Hq, rows, cols); differentiable."""
         p = self._unchanged("weights")
-        i, j = self._chosen("weights", rows, cols)
+        i, j = self._indices("weights", rows, cols)
         S = logits_at(p, i, j)
         shown = torch.gt(S, -torch.inf)
         lse, row_max, log_row_sum = (
@@ -124,16 +116,16 @@ class Observation:
 
         Where fewer keys are visible, the weight is 0 and the index −1.
         """
-        p = self._passable("top")
+        p = self._plain_problem("top")
         if not isinstance(k, int) or isinstance(k, bool) or not k >= 1:
             raise ArgumentError(f"top: k must be a whole number, at least 1. Got {k!r}.")
-        return self._backend.top(p, self._found, k)
+        return self._backend.top(p, self._rows, k)
 
     def map(self, height: int, width: int) -> Tensor:
         """The mean weight in each cell of a grid over N × M; row i is in cell ⌊i·height/N⌋: (…, Hq, height, width)."""
-        p = self._passable("map")
+        p = self._plain_problem("map")
         self._check_grid("map", height, width)
-        return self._backend.pooled(p, self._found, height, width)
+        return self._backend.pooled(p, self._rows, height, width)
 
     def _check_grid(self, member: str, height: int, width: int) -> None:
         for name, size, limit in (("height", height, self._problem.rows), ("width", width, self._problem.keys)):
@@ -144,43 +136,41 @@ class Observation:
                 )
 
     def survey(self, height: int, width: int) -> Tensor:
-        """Give `map(height, width)`, and find `received`, `gradient_health` and `distance` in the same pass."""
-        p = self._passable("survey")
+        """Return `map(height, width)`, and compute `received`, `gradient_health` and `distance` in the same pass."""
+        p = self._plain_problem("survey")
         self._check_grid("survey", height, width)
-        found = self._backend.survey(p, self._found, height, width)
-        self.__dict__["received"], self._passed = found.received, (found.health, found.distance)
+        found = self._backend.survey(p, self._rows, height, width)
+        self.__dict__["received"], self._computed_moments = found.received, (found.health, found.distance)
         return found.map
 
     def kept(self) -> Observation:
-        """The same without its graph, and with one dimension for the batch and one for the heads: to look at later."""
+        """A copy without its graph, with one batch dimension and one for the heads, to read later."""
         p = self._problem
         lead = tuple(p.query.shape[:2])
-        looked: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
-        output, *rows = (x if x is None else x.detach().reshape(lead + x.shape[len(p.lead) :]) for x in self._found)
-        if output is None:
-            raise RuntimeError("an observation has an output")
+        detached: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
+        rows = Rows(*(x.detach().reshape(lead + x.shape[len(p.lead) :]) for x in self._rows))
         twin = object.__new__(Observation)
-        twin._look_at(p._replace(**looked, lead=lead), self._backend, Rows(output, *rows))
+        twin._store(p._replace(**detached, lead=lead), self._backend, rows)
         return twin
 
     def _moments(self, member: str) -> tuple[Tensor, Tensor]:
-        """What one pass over the rows tells: gradient_health and distance."""
-        if self._passed is None:
-            self._passed = self._backend.moments(self._passable(member), self._found)
-        return self._passed
+        """gradient_health and distance, from one pass."""
+        if self._computed_moments is None:
+            self._computed_moments = self._backend.moments(self._plain_problem(member), self._rows)
+        return self._computed_moments
 
     @property
     def _read(self) -> list[Tensor]:
-        """What late passes read: every tensor of the problem but the values."""
+        """Every tensor that late passes read: all but the values."""
         query, key, _, *others = self._problem.tensors
         return [query, key, *others]
 
-    def _chosen(self, member: str, rows: Index, cols: Index) -> tuple[Tensor, Tensor]:
+    def _indices(self, member: str, rows: Index, cols: Index) -> tuple[Tensor, Tensor]:
         p = self._problem
-        i = _picked(rows, p.rows, member, "rows", p.device)
-        return i, _picked(cols, p.keys, member, "cols", p.device)
+        i = _as_index(rows, p.rows, member, "rows", p.device)
+        return i, _as_index(cols, p.keys, member, "cols", p.device)
 
-    def _passable(self, member: str) -> Problem:
+    def _plain_problem(self, member: str) -> Problem:
         """The problem for a pass over tiles, which works on plain tensors."""
         if any(map(is_wrapped, self._problem.tensors)):
             raise ArgumentError(
@@ -196,14 +186,14 @@ class Observation:
         )
         if not same:
             raise ChangedError(
-                f"{member}: an input of observe was changed in place, or replaced, since; its weights are no longer "
-                f"there to see. Ask for {member} before the change, or observe again."
+                f"{member}: an input of observe was changed in place, or replaced, since; its weights can no longer "
+                f"be computed. Ask for {member} before the change, or observe again."
             )
         return self._problem
 
 
 def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
-    """Run a problem, and look."""
+    """Run a problem and observe it."""
     problem = problem if problem.observed else problem._replace(observed=True)
     chosen = choose(problem, backend)
     return Observation(problem, chosen, run(problem, chosen))
@@ -217,7 +207,7 @@ def _version(x: Tensor) -> int:
     return -1 if torch.compiler.is_compiling() else version_of(x)
 
 
-def _picked(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:
+def _as_index(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:
     """Rows or keys as a 1-D index."""
     if index is None:
         return torch.arange(length, device=device)
@@ -243,22 +233,22 @@ def _picked(index: Index, length: int, member: str, name: str, device: torch.dev
 
 
 class Watcher(ABC):
-    """One that sees calls: it answers those that are not observed, and is shown those that are."""
+    """Something that sees every call: it computes those that are not observed, and is shown those that are."""
 
     @abstractmethod
     def answer(self, p: Problem, backend: str | Backend) -> Tensor:
-        """Give the output of a call that did not ask to be observed."""
+        """Return the output of a call that did not ask to be observed."""
 
     @abstractmethod
     def show(self, seen: Observation) -> None:
-        """Take note of a call that was observed."""
+        """Receive a call that was observed."""
 
 
 WATCHERS: list[Watcher] = []
-"""Those that watch now; the last one answers."""
+"""Those that are active; the last one computes."""
 
 
 def notify(seen: Observation) -> None:
-    """Show a call to all that watch."""
-    for witness in WATCHERS:
-        witness.show(seen)
+    """Show a call to every watcher."""
+    for watcher in WATCHERS:
+        watcher.show(seen)

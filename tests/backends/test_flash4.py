@@ -360,7 +360,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "composed": ({}, {"mask": regard.causal() & regard.blocks(4)}, "causal alone"),
     "causal from the top": ({}, {"mask": regard.causal(offset=0)}, "aligns the last row with the last key"),
     "causal by a tensor": ({}, {"mask": regard.causal(offset=torch.tensor([13, 13]))}, "aligns the last row"),
-    "empty rows": ({"n": 40}, {"mask": regard.causal()}, "7 of the rows would see nothing"),
+    "empty rows": ({"n": 40}, {"mask": regard.causal()}, "7 of the rows have no visible key"),
     "float32": ({"dtype": torch.float32}, {}, "float16 and bfloat16, and not float32"),
     "float64": ({"dtype": torch.float64}, {}, "float16 and bfloat16, and not float64"),
     "no rows": ({"n": 0}, {}, "nothing is there"),

@@ -457,7 +457,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
 
 
 def tensors_of(seen: regard.Observation) -> list[Tensor]:
-    found = {id(x): x for x in (*vars(seen).values(), *seen._problem, *seen._found) if isinstance(x, Tensor)}
+    found = {id(x): x for x in (*vars(seen).values(), *seen._problem, *seen._rows) if isinstance(x, Tensor)}
     return list(found.values())
 
 

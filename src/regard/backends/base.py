@@ -19,7 +19,7 @@ class Backend(ABC):
     """One way to compute attention.
 
     `refuses` lists why it will not take a problem; `run` may rely on that list being empty. The late passes of an
-    Observation come from q, k and what is known of the rows, on any device; a backend with kernels for them overrides.
+    Observation work from q, k and the row statistics on any device; a backend with kernels for them overrides them.
     """
 
     name: ClassVar[str]
@@ -27,11 +27,11 @@ class Backend(ABC):
 
     @abstractmethod
     def refuses(self, p: Problem) -> list[str]:
-        """Why this problem is not for this backend; empty if it is."""
+        """Why this backend cannot take a problem; empty if it can."""
 
     @abstractmethod
     def run(self, p: Problem) -> Rows:
-        """Compute what is asked."""
+        """Compute a problem."""
 
     def detail(self, p: Problem) -> str:
         """What it would run, in a few words, for `why`."""
@@ -41,20 +41,20 @@ class Backend(ABC):
     def tile_sizes(self) -> TileSizes:
         return TileSizes()
 
-    def received(self, p: Problem, found: Rows) -> Tensor:
-        return statistics.received(p, found, self.tile_sizes)
+    def received(self, p: Problem, rows: Rows) -> Tensor:
+        return statistics.received(p, rows, self.tile_sizes)
 
-    def pooled(self, p: Problem, found: Rows, height: int, width: int) -> Tensor:
-        return statistics.pooled(p, found, height, width, self.tile_sizes)
+    def pooled(self, p: Problem, rows: Rows, height: int, width: int) -> Tensor:
+        return statistics.pooled(p, rows, height, width, self.tile_sizes)
 
-    def top(self, p: Problem, found: Rows, k: int) -> tuple[Tensor, Tensor]:
-        return statistics.top(p, found, k, self.tile_sizes)
+    def top(self, p: Problem, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
+        return statistics.top(p, rows, k, self.tile_sizes)
 
-    def moments(self, p: Problem, found: Rows) -> tuple[Tensor, Tensor]:
-        return statistics.moments(p, found, self.tile_sizes)
+    def moments(self, p: Problem, rows: Rows) -> tuple[Tensor, Tensor]:
+        return statistics.moments(p, rows, self.tile_sizes)
 
-    def survey(self, p: Problem, found: Rows, height: int, width: int) -> statistics.Survey:
-        return statistics.survey(p, found, height, width, self.tile_sizes)
+    def survey(self, p: Problem, rows: Rows, height: int, width: int) -> statistics.Survey:
+        return statistics.survey(p, rows, height, width, self.tile_sizes)
 
     def visible(self, p: Problem) -> Tensor:
         return statistics.visible(p, self.tile_sizes)

@@ -25,9 +25,9 @@ from . import KNOWN, Backend
 
 __all__ = ["Plan", "choose", "plan", "run"]
 
-LONG = 4096  # rows from which on FlashAttention-4 is known to be the fastest; fewer are left to torch
-WON = (64, 128, 256)  # dims at which from there on our Hopper forward is faster than torch's kernels, full and causal …
-MUCH = 2**37  # … if there are pairs times dims enough for some 0.4 ms: a shorter kernel ends before the next is started
+LONG = 4096  # rows from which FlashAttention-4 is known to be the fastest; fewer are left to torch
+FASTER_DIMS = (64, 128, 256)  # dims at which our Hopper forward is then faster than torch's kernels, full and causal …
+ENOUGH_WORK = 2**37  # … if pairs × dims fill some 0.4 ms: a shorter kernel ends before the next launch
 
 
 class Order(NamedTuple):
@@ -38,7 +38,7 @@ class Order(NamedTuple):
 
 
 ON_CPU = Order(("sdpa", "chunked"), {})  # Triton's interpreter is for tests
-MOVING_ON_CPU = Order(
+FORWARD_MODE_ON_CPU = Order(
     ("chunked", "sdpa"), {"chunked": "in forward mode its tangent comes with the output, in one pass"}
 )
 PLAIN = Order(
@@ -65,22 +65,22 @@ OTHERS = Order(
 
 
 def order(p: Problem) -> Order:
-    """Who is asked first: a table from measurements; and for torch.export, what any other program can run."""
+    """The order in which backends are asked, from measurements; for torch.export, those that any program can run."""
     causal = isinstance(p.mask, Causal) and p.mask.offset is None and p.rows == p.keys
     unmasked = p.mask is None or isinstance(p.mask, Everything)
     if is_exporting():
         return EXPORTED if unmasked or isinstance(p.mask, Causal) else EXPORTED_MASKS
     if not p.query.is_cuda:
-        return ON_CPU if not forward_mode_is_active() else MOVING_ON_CPU
+        return ON_CPU if not forward_mode_is_active() else FORWARD_MODE_ON_CPU
     if not (unmasked or causal) or p.observed or (p.bias is not None and _captured()):
         return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
     if p.rows < LONG:
         return PLAIN
-    return LONG_ON_HOPPER if _won_on_hopper(p) else LONG_PLAIN
+    return LONG_ON_HOPPER if _faster_on_hopper(p) else LONG_PLAIN
 
 
-def _won_on_hopper(p: Problem) -> bool:
-    """Whether the chip's own forward was measured to be faster than torch's; a compiler keeps the one that it knows."""
+def _faster_on_hopper(p: Problem) -> bool:
+    """Whether our Hopper forward was measured to be faster than torch's; torch.compile keeps torch's."""
     if (
         torch.compiler.is_compiling()
         or p.query.dtype not in (torch.float16, torch.bfloat16)
@@ -89,9 +89,9 @@ def _won_on_hopper(p: Problem) -> bool:
         return False
     items, heads, rows, dim = p.query.shape
     if (
-        dim not in WON
+        dim not in FASTER_DIMS
         or dim != p.value.shape[3]
-        or items * heads * rows * p.keys * dim < MUCH
+        or items * heads * rows * p.keys * dim < ENOUGH_WORK
         or p.bias is not None
         or p.dropout
         or any(0 in x.stride() for x in (p.query, p.key, p.value))

@@ -25,11 +25,11 @@ __all__ = ["Flash4"]
 
 _PACKAGE = "flash-attn-4"
 _CHIPS = (9, 10, 11)  # major compute capabilities for which every release has both passes
-_ORDERED = (10, 11)  # those on which every release can add up gradients in a fixed order
-_DIMS = (64, 96, 128)  # what every release holds against a reference, forward and backward
+_ORDERED = (10, 11)  # those on which every release can sum gradients in a fixed order
+_DIMS = (64, 96, 128)  # tested against a reference by every release, forward and backward
 _HALF = (torch.float16, torch.bfloat16)
 _MOST = 2**31  # elements; some of its offsets are 32-bit
-_ALIGNED = 16  # bytes; its copies of tiles need rows that begin so
+_ALIGNED = 16  # bytes; its tile copies need rows aligned to this
 
 
 class Flash4(Backend):
@@ -72,7 +72,7 @@ class Flash4(Backend):
 
 @cache
 def _installed() -> bool:
-    """Asked of the metadata: a look at the module would import its parent, which may be an older FlashAttention."""
+    """Read the metadata: finding the module would import its parent, which may be an older FlashAttention."""
     try:
         version(_PACKAGE)
     except PackageNotFoundError:
@@ -82,7 +82,7 @@ def _installed() -> bool:
 
 @cache
 def _function() -> Callable[..., Any]:
-    """Its function; the import takes seconds, so it comes when everything else speaks for it."""
+    """Its function. The import takes seconds, so it comes last, when nothing else speaks against it."""
     found: Callable[..., Any] = import_module("flash_attn.cute").flash_attn_func
     return found
 
@@ -101,7 +101,7 @@ def _missing() -> str:
 
 @cache
 def _capability(device: torch.device) -> int:
-    """The major compute capability of an NVIDIA GPU; 0 of every other device."""
+    """The major compute capability of an NVIDIA GPU; 0 for any other device."""
     if device.type != "cuda" or torch.version.cuda is None:
         return 0
     return torch.cuda.get_device_capability(device)[0]
@@ -109,25 +109,25 @@ def _capability(device: torch.device) -> int:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, fixed: bool) -> Tensor:
     """Its function in our layout: it takes and gives (batch, length, heads, dim)."""
-    q, k, v = (_laid(x.transpose(1, 2)) for x in (q, k, v))
-    with torch.cuda.device_of(q):  # it takes the current device's stream, whatever its tensors are on
+    q, k, v = (_readable(x.transpose(1, 2)) for x in (q, k, v))
+    with torch.cuda.device_of(q):  # it launches on the current device, whatever device its tensors are on
         found = _function()(q, k, v, softmax_scale=scale, causal=causal, deterministic=fixed)
-    output: Tensor = found[0] if isinstance(found, tuple) else found  # (output, lse), until some release says less
+    output: Tensor = found[0] if isinstance(found, tuple) else found  # (output, lse) in releases so far
     if output.requires_grad:
-        output.register_hook(_laid)
+        output.register_hook(_readable)
     return output.transpose(1, 2)
 
 
-def _laid(x: Tensor) -> Tensor:
-    """A tensor as its kernels can read it: the same wherever its strides are sound, or else a copy."""
+def _readable(x: Tensor) -> Tensor:
+    """A tensor that its kernels can read: the same one if its strides allow it, else a copy."""
     step = _ALIGNED // x.element_size()
-    sound = (
+    readable = (
         x.stride(-1) == 1
         and x.data_ptr() % _ALIGNED == 0
         and all(stride > 0 and stride % step == 0 for stride in x.stride()[:-1])
         and sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) < _MOST
     )
-    return x if sound else x.clone(memory_format=torch.contiguous_format)
+    return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 
 def _about_device(p: Problem) -> list[str]:
@@ -163,11 +163,11 @@ def _about_mask(p: Problem) -> list[str]:
     if mask is None or isinstance(mask, Everything):
         return []
     if not isinstance(mask, Causal):
-        return ["of masks it takes causal alone"]
+        return ["the only mask that it takes is causal"]
     if isinstance(mask.offset, Tensor) or mask.offset not in (None, p.keys - p.rows):
         return ["its causal mask aligns the last row with the last key, and this one does not"]
     if p.rows > p.keys:
-        return [f"{p.rows - p.keys} of the rows would see nothing, which not all its releases give as zeros"]
+        return [f"{p.rows - p.keys} of the rows have no visible key, and not all its releases return zeros for them"]
     return []
 
 
@@ -184,5 +184,5 @@ def _about_tensors(p: Problem) -> list[str]:
         reasons.append(f"a tensor has {_MOST:,} elements or more, and some of its offsets are 32-bit")
     wide, deep = p.query.shape[-1], p.value.shape[-1]
     if wide != deep or wide not in _DIMS:
-        reasons.append(f"of dims it takes 64, 96 and 128, the same for key and value; these are {wide} and {deep}")
+        reasons.append(f"it takes dims of 64, 96 and 128, the same for key and value; these are {wide} and {deep}")
     return reasons

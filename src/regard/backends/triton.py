@@ -46,8 +46,8 @@ __all__ = ["Triton"]
 _INSTALLED = find_spec("triton") is not None
 _WIDEST = 256  # dims that a tile can hold
 _MOST_BITS = 2**32  # bytes that the bits of a mask may take
-_COARSE = 64  # pairs of a cell from which on the map has a kernel
-_MOST = 128  # of the strongest keys that a kernel keeps
+_COARSE = 64  # pairs per cell from which the map has a kernel
+_MOST = 128  # keys per row that the kernel for `top` keeps
 
 
 class Triton(Backend):

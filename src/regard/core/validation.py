@@ -191,10 +191,10 @@ def _mask(
     mask = mask.bind(first, heads, headless)
     if not torch.compiler.is_compiling() and any(t.device != device for t in mask.tensors):
         mask = mask.to(device)
-    items, told = mask.lead
-    if items not in (1, first) or told not in (1, heads):
+    items, mask_heads = mask.lead
+    if items not in (1, first) or mask_heads not in (1, heads):
         raise MaskError(
-            f"{who}: the mask is for {items} batch items and {told} heads; the query has {first} and "
+            f"{who}: the mask is for {items} batch items and {mask_heads} heads; the query has {first} and "
             f"{heads}. Each must be the same, or 1 in the mask. Got {mask!r}."
         )
     if (misfit := mask.misfit(n, m)) is not None:

@@ -322,7 +322,7 @@ def _bounds_of_blocks(lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int) 
 
 
 def bounds_by_keys(lo: Tensor, hi: Tensor, n: int, left: Tensor, right: Tensor, BM: int) -> Tensor:
-    """For the keys from `left` to `right`, in blocks of BM rows: the first they meet, the full ones, one behind the last.
+    """For the keys from `left` to `right`, in blocks of BM rows: first, first full, end of the full, end.
 
     Both ends of the spans never fall, so rows are found by search.
     """
@@ -330,9 +330,9 @@ def bounds_by_keys(lo: Tensor, hi: Tensor, n: int, left: Tensor, right: Tensor, 
     left, right = (x.to(torch.int32).expand(shape).contiguous() for x in (left, right))
     lo, hi = lo.contiguous(), hi.contiguous()
     first = torch.searchsorted(hi, left, right=True)  # the first row with hi > left
-    behind = torch.searchsorted(lo, right)  # one behind the last row with lo < right
+    behind = torch.searchsorted(lo, right)  # one after the last row with lo < right
     full = torch.searchsorted(hi, right)  # the first row with hi ≥ right
-    until = torch.searchsorted(lo, left, right=True)  # one behind the last row with lo ≤ left
+    until = torch.searchsorted(lo, left, right=True)  # one after the last row with lo ≤ left
     some = (behind > first) & (right > left)
     whole = torch.where(until == n, (n + BM - 1) // BM, until // BM)  # the rows that a last block lacks see all
     return _four(

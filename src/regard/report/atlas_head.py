@@ -29,7 +29,7 @@ def size_of(seen: Observation) -> tuple[int, int, int, int]:
 @without_autocast
 def one_head(seen: Observation, item: int, head: int) -> tuple[FoldedProblem, RowStats]:
     """The folded problem of one batch item and one head, and the row statistics of its forward pass."""
-    p, found = seen._passable("Pyramid"), seen._found
+    p, found = seen._plain_problem("Pyramid"), seen._rows
     batch, heads, rows, keys = size_of(seen)
     for name, at, size in (("item", item, batch), ("head", head, heads)):
         if not isinstance(at, int) or isinstance(at, bool) or not 0 <= at < size:
