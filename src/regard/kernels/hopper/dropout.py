@@ -44,9 +44,9 @@ def keep_bits(tile, params, BM: gl.constexpr):
 @gluon.jit
 def keep_mask(bits, BM: gl.constexpr):
     """Which weights [BM, ROWS] are kept, from their bits."""
-    own = split_by_thread(bit_of_weight(BM), BM)
+    of_weight = split_by_thread(bit_of_weight(BM), BM)
     each = gl.expand_dims(gl.expand_dims(gl.expand_dims(bits, 0), 2), 4)
-    return gl.convert_layout((each & own).reshape([BM, ROWS]), transposed_layout(BM), assert_trivial=True) != 0
+    return gl.convert_layout((each & of_weight).reshape([BM, ROWS]), transposed_layout(BM), assert_trivial=True) != 0
 
 
 @gluon.jit
