@@ -48,20 +48,20 @@ WAITS = 2 * 5  # of each group four for a block of rows, and one behind the last
 WIDE_WAITS = 2 * 6  # four, and two behind the last, for the parts of dQ
 
 
-def slopes_of(w: KernelArgs, entropy: bool = False, dO: Tensor | None = None) -> BackwardRows:
-    """What a backward pass of a work is given."""
+def rows_of(w: KernelArgs, entropy: bool = False, dO: Tensor | None = None) -> BackwardRows:
+    """The row statistics of a backward pass."""
     dO = w.value.new_zeros(*w.rows, w.value.shape[3]) if dO is None else dO
     level, log_row_sum, delta = (torch.zeros(w.rows) for _ in range(3))
     g, mean = (torch.zeros(w.rows), torch.zeros(w.rows)) if entropy else (None, None)
     return BackwardRows(dO, level, log_row_sum, delta, g, mean)
 
 
-def made_for(w: KernelArgs, entropy: bool = False, blocks: chip.Blocks | None = None) -> Any:
+def made_for(w: KernelArgs, entropy: bool = False, tile: chip.BackwardTile | None = None) -> Any:
     """The kernel for a work."""
-    blocks = blocks or chip.blocks_for(w)
+    tile = tile or chip.tile_for(w)
     seen = torch.ones(*w.rows[:2], w.m, dtype=torch.int8) if w.kind in (TENSOR, RELATIVE) else None
-    args, options = chip.backward_arguments(w, slopes_of(w, entropy), chip.memory_for(w, blocks), blocks, seen)
-    return chip.kernel_for(blocks).warmup(*args, grid=(1,), **options)
+    arguments, options = chip.backward_arguments(w, rows_of(w, entropy), chip.workspace_for(w, tile), tile, seen)
+    return chip.kernel_for(tile).warmup(**arguments, grid=(1,), **options)
 
 
 @lru_cache
@@ -105,26 +105,26 @@ def test_products_run_beside_what_comes_after_them(kind: str, dim: int, entropy:
     waits_as_written(compiled(kind, dim, entropy), dim)
 
 
-HELD, SHARED, WIDE = chip.Blocks(held=True), chip.Blocks(), chip.Blocks(wide=True)
-WORN: list[Any] = [
-    ("spans", {"scales": torch.ones(4)}, HELD),
+IN_REGISTERS, IN_SMEM, WIDE = chip.BackwardTile(kv_in_registers=True), chip.BackwardTile(), chip.BackwardTile(wide=True)
+OPERANDS: list[Any] = [
+    ("spans", {"scales": torch.ones(4)}, IN_REGISTERS),
     *(
-        pytest.param(kind, more, blocks, marks=pytest.mark.slow)
+        pytest.param(kind, more, tile, marks=pytest.mark.slow)
         for kind in ("none", "spans", "bits")
         for more in ({}, {"softcap": 9.0}, {"scales": torch.ones(4)})
-        for blocks in (HELD, SHARED, WIDE)
-        if (kind, "scales" in more, blocks) != ("spans", True, HELD)
+        for tile in (IN_REGISTERS, IN_SMEM, WIDE)
+        if (kind, "scales" in more, tile) != ("spans", True, IN_REGISTERS)
     ),
 ]
 
 
 @compiles
-@pytest.mark.parametrize(("kind", "more", "blocks"), WORN)
+@pytest.mark.parametrize(("kind", "more", "tile"), OPERANDS)
 def test_no_product_finds_its_operand_overwritten(
-    kind: str, more: dict[str, Any], blocks: chip.Blocks, hopper: None
+    kind: str, more: dict[str, Any], tile: chip.BackwardTile, hopper: None
 ) -> None:
     """The assembler of Triton 3.6 did so to keys that a group held in registers."""
-    kernel = made_for(work(256 if blocks.wide else 64, kind, **more), blocks=blocks)
+    kernel = made_for(work(256 if tile.wide else 64, kind, **more), tile=tile)
     code = machine_code(kernel)
     assert any("HGMMA" in line for loop in inner_loops(code) for line in loop)  # else nothing was looked at
     assert lost_operands(code) == []
@@ -164,7 +164,7 @@ def test_the_two_warps_that_add_take_every_other_block_of_rows_over_all_heads(
 @pytest.mark.slow
 def test_products_that_have_too_few_registers_are_found_by_their_waits(hopper: None) -> None:
     with pytest.raises(AssertionError, match="waits"):
-        waits_as_written(made_for(work(128), blocks=chip.Blocks(registers=152)), 128)
+        waits_as_written(made_for(work(128), tile=chip.BackwardTile(registers=152)), 128)
 
 
 DROPPED = DropoutArgs(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
@@ -207,17 +207,17 @@ def test_keys_and_values_may_have_dims_of_their_own(
     waits_as_written(kernel, max(dim, of_values))
 
 
-def test_as_many_heads_are_worked_on_together_as_fill_the_chip() -> None:
+def test_as_many_heads_are_scheduled_together_as_fill_the_chip() -> None:
     for m in (1, 300, 5000, 40000):
         q, k = torch.zeros(4, 8, 1, 8), torch.zeros(4, 4, m, 8)
-        for blocks in (chip.Blocks(), chip.Blocks(wide=True)):
-            section = chip._section(KernelArgs(q, k, k, BlockMask(1, m)), blocks)
-            programs = section * -(-m // blocks.BN)
-            assert section == 16 or 132 <= programs < 132 + -(-m // blocks.BN)
+        for tile in (chip.BackwardTile(), chip.BackwardTile(wide=True)):
+            swizzle = chip._swizzle(KernelArgs(q, k, k, BlockMask(1, m)), tile)
+            programs = swizzle * -(-m // tile.BN)
+            assert swizzle == 16 or 132 <= programs < 132 + -(-m // tile.BN)
 
 
 def reasons(w: KernelArgs, dO: Tensor | None = None) -> list[str]:
-    return [r for r in chip.refuses(w, slopes_of(w, dO=dO)) if not re.search("capability|interpreter", r)]
+    return [r for r in chip.refuses(w, rows_of(w, dO=dO)) if not re.search("capability|interpreter", r)]
 
 
 HALF = torch.zeros(2, 4, N, 72, dtype=torch.bfloat16)
@@ -273,9 +273,9 @@ def test_all_else_is_taken(w: KernelArgs) -> None:
     assert reasons(w, torch.zeros(2, N, 4, w.value.shape[3], dtype=torch.bfloat16).transpose(1, 2)) == []
 
 
-FINISH, HIDDEN = "regard.kernels.hopper.backward.finish", "regard.kernels.hopper.nonfinite.attended"
-OURS = {"regard.kernels.hopper.backward.backward", FINISH}
-WIDE_OURS = {"regard.kernels.hopper.backward_wide.backward", FINISH}
+POSTPROCESS, HIDDEN = "regard.kernels.hopper.backward.dq_postprocess", "regard.kernels.hopper.nonfinite.attended"
+OURS = {"regard.kernels.hopper.backward.backward", POSTPROCESS}
+WIDE_OURS = {"regard.kernels.hopper.backward_wide.backward", POSTPROCESS}
 QUERIES, KEYS = "regard.kernels.portable.backward.queries", "regard.kernels.portable.backward.keys"
 
 
@@ -320,7 +320,7 @@ def test_one_kernel_makes_all_gradients_and_the_portable_ones_those_of_one_side(
         ({"softcap": 1e4}, {QUERIES, KEYS}),  # refused
     ],
 )
-def test_who_makes_gradients_is_told_by_the_work(
+def test_the_problem_decides_which_kernel_computes_gradients(
     more: dict[str, Any], kernels: set[str], variants: set[tuple[str, str]]
 ) -> None:
     assert gradients(variants, **more) == kernels
@@ -331,7 +331,7 @@ def test_gradients_have_the_shapes_of_their_inputs_and_unscaled_ones_are_float32
     variants: set[tuple[str, str]],
 ) -> None:
     w = work(64, "spans", scales=torch.ones(4))
-    found = launch.slopes(w, slopes_of(w))
+    found = launch.slopes(w, rows_of(w))
     assert [x.shape for x in found[:3] if x is not None] == [w.query.shape, w.key.shape, w.value.shape]
     assert [x.dtype for x in found[:3] if x is not None] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert found.vector is None

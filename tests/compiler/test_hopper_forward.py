@@ -43,8 +43,8 @@ def compiled(w: KernelArgs, tile: Any = None, entropy: bool = True) -> Any:
     tile = tile or forward_launch.tile_for(w)
     rows = [torch.empty(w.rows) for _ in range(4)]
     found = Rows(w.value.new_empty(*w.rows, w.value.shape[3]), *rows)
-    args, options = forward_launch.forward_arguments(w, found, entropy, tile)
-    return forward_launch.forward.warmup(*args, grid=(1,), **options)
+    arguments, options = forward_launch.forward_arguments(w, found, entropy, tile)
+    return forward_launch.forward.warmup(**arguments, grid=(1,), **options)
 
 
 @compiles
@@ -150,47 +150,45 @@ def test_blocks_of_bits_have_no_more_keys_than_a_word_list() -> None:
 def argument(name: str, w: KernelArgs) -> Any:
     """What the forward is called with under a name."""
     found = Rows(w.value.new_empty(*w.rows, w.value.shape[3]), *(torch.empty(w.rows) for _ in range(4)))
-    return forward_launch.forward_arguments(w, found, False, forward_launch.tile_for(w))[0][
-        forward_launch.forward.arg_names.index(name)
-    ]
+    return forward_launch.forward_arguments(w, found, False, forward_launch.tile_for(w))[0][name]
 
 
 def test_where_three_groups_do_not_fit_the_first_block_of_rows_is_the_short_one() -> None:
     """300 rows are 64 too few for two blocks of 192: the first has 128, the second all others."""
-    bounds = argument("where", work(64, "spans")).bounds  # causal: the first block, the full ones, one behind the last
+    bounds = argument("lists", work(64, "spans")).bounds  # causal: the first block, the full ones, one behind the last
     assert bounds.flatten()[:8].tolist() == [0, 0, 0, 1, 0, 0, 1, 3]
 
 
 @pytest.mark.parametrize(("dim", "counts"), [(64, True), (128, True), (256, False)])
-def test_programs_that_take_many_blocks_of_rows_have_a_counter_of_zero(dim: int, counts: bool) -> None:
-    """And one for each head, where rows that leap are told of."""
+def test_persistent_programs_have_a_work_counter_of_zero(dim: int, counts: bool) -> None:
+    """And one retry counter per head."""
     w = work(dim, "spans")
-    counter = argument("counter", w)
-    assert counter.tolist() == [0] * (1 + math.prod(w.rows[:2])) if counts else counter is None
+    counters = argument("counters", w)
+    assert counters.tolist() == [0] * (1 + math.prod(w.rows[:2])) if counts else counters is None
 
 
 @compiles
 def test_in_a_full_block_nothing_goes_between_threads_and_exponentials_run_beside_a_product(hopper: None) -> None:
     kernel = compiled(work(128, "spans"))  # one that is compiled anyway
     loops = ("\n".join(loop) for loop in inner_loops(machine_code(kernel)))
-    blind, _, careful, *_ = sorted((loop for loop in loops if "HGMMA" in loop), key=len)  # of two groups
-    assert careful.count("SHFL") == 4  # for the max
-    assert not re.search(r"\b(SHFL|FMNMX)\b", blind)
-    assert blind.count("FMUL") < 60 < careful.count("FMUL")  # O, 64 numbers of a thread, is not rescaled
-    for full in (blind, careful):
+    fixed, _, safe, *_ = sorted((loop for loop in loops if "HGMMA" in loop), key=len)  # of two groups
+    assert safe.count("SHFL") == 4  # for the max
+    assert not re.search(r"\b(SHFL|FMNMX)\b", fixed)
+    assert fixed.count("FMUL") < 60 < safe.count("FMUL")  # O, 64 numbers per thread, is not rescaled
+    for full in (fixed, safe):
         assert not re.search(r"\b(LDS|STS|LDL|STL)\b", full)
         before, after = full.split("WARPGROUP.DEPBAR.LE gsb0, 0x0")
         assert before.count("MUFU.EX2") > 60 > after.count("MUFU.EX2")
 
 
 def test_every_tile_fits_the_chip() -> None:
-    for laden in (False, True):
+    for bias_or_dropout in (False, True):
         for dim in DIMS:
-            tile = configs.config(dim, laden)
-            rows = tile.BM + 2 * tile.stages * tile.BN + (tile.groups * tile.BN if laden else 0)
+            tile = configs.config(dim, bias_or_dropout)
+            rows = tile.BM + 2 * tile.stages * tile.BN + (tile.groups * tile.BN if bias_or_dropout else 0)
             assert rows * dim * 2 <= SHARED - 1024
             assert 128 % tile.BN == 0
-            assert configs.copying(tile.groups, tile.registers) >= 24
+            assert configs.producer_registers(tile.groups, tile.registers) >= 24
 
 
 def test_a_dim_is_padded_to_the_next_of_the_table() -> None:
@@ -201,11 +199,11 @@ def test_a_dim_is_padded_to_the_next_of_the_table() -> None:
 
 def test_another_tile_can_be_taken_to_measure_it() -> None:
     usual, other = configs.config(128), configs.Tile(2, 64, 3, 240)
-    configs.overridden(128, False, other)
+    configs.override(128, False, other)
     try:
         assert configs.config(100) == other
     finally:
-        configs.overridden(128, False, None)
+        configs.override(128, False, None)
     assert configs.config(100) == usual
 
 
@@ -233,15 +231,15 @@ def test_a_stride_that_says_nothing_is_no_reason_to_refuse() -> None:
     assert any("describe query" in r for r in forward_launch.refuses(w))
 
 
-def test_heads_are_worked_on_together_as_far_as_the_cache_holds_their_keys() -> None:
-    assert forward_launch.room(work(64)) == 2 * 4
+def test_heads_are_scheduled_together_as_far_as_the_cache_holds_their_keys() -> None:
+    assert forward_launch.heads_in_l2(work(64)) == 2 * 4
     q, k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 65536, 64, dtype=torch.bfloat16)
-    assert forward_launch.room(KernelArgs(q, k, k, BlockMask(1, 65536))) == 2 * 4
+    assert forward_launch.heads_in_l2(KernelArgs(q, k, k, BlockMask(1, 65536))) == 2 * 4
 
 
-def test_plain_and_laden_works_have_tiles_of_their_own() -> None:
+def test_a_bias_or_dropout_has_tiles_of_its_own() -> None:
     assert forward_launch.tile_for(work(128)) == configs.config(128)
-    assert forward_launch.tile_for(work(128, **biased(ALIBI))) == configs.config(128, laden=True)
+    assert forward_launch.tile_for(work(128, **biased(ALIBI))) == configs.config(128, bias_or_dropout=True)
     assert work(128).kind == PLAIN
 
 

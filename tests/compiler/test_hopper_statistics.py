@@ -1,4 +1,4 @@
-"""The Hopper kernels that look at the weights, without a GPU: they compile for sm_90, and no cell of a map is lost."""
+"""Hopper kernels for statistics of the weights, without a GPU: they compile for sm_90; no cell of a map is lost."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def looked_at(dim: int, kind: str, **more: Any) -> KernelArgs:
     return work(dim, **biased(TENSOR), **more) if kind == "bias" else work(dim, kind, **more)
 
 
-def compiled(which: str, w: KernelArgs, how: statistics_launch.Look | None = None) -> Any:
+def compiled(which: str, w: KernelArgs, tile: statistics_launch.StatisticsTile | None = None) -> Any:
     """A kernel for a work."""
-    how = how or statistics_launch.look_for(w)
+    tile = tile or statistics_launch.tile_for(w)
     rows = [torch.empty(w.rows) for _ in range(2)]
     if which == "received":
-        args, options = statistics_launch.received_arguments(w, torch.empty(2, 4, N), *rows, how)
-        return statistics_launch.received_kernel.warmup(*args, grid=(1,), **options)
-    grid = statistics_launch.grid_for(w, 7, 5, how)
-    args, options = statistics_launch.pooled_arguments(w, torch.empty(2, 4, 7, 5, grid.parts), *rows, grid, how)
-    return statistics_launch.pooled_kernel.warmup(*args, grid=(1,), **options)
+        arguments, options = statistics_launch.received_arguments(w, torch.empty(2, 4, N), *rows, tile)
+        return statistics_launch.received_kernel.warmup(**arguments, grid=(1,), **options)
+    grid = statistics_launch.grid_for(w, 7, 5, tile)
+    arguments, options = statistics_launch.pooled_arguments(w, torch.empty(2, 4, 7, 5, grid.parts), *rows, grid, tile)
+    return statistics_launch.pooled_kernel.warmup(**arguments, grid=(1,), **options)
 
 
 def every() -> Iterator[Any]:
@@ -90,13 +90,13 @@ def edge(x: int, cells: int, length: int) -> int:
     return -(-x * length // cells)
 
 
-def columns(w: KernelArgs, grid: statistics_launch.Grid, how: statistics_launch.Look) -> list[range]:
+def columns(w: KernelArgs, grid: statistics_launch.Grid, tile: statistics_launch.StatisticsTile) -> list[range]:
     """The keys of each column of programs."""
     found = []
     for column in range(grid.columns):
         x = column // grid.parts * grid.cells
-        start = edge(x, grid.width, w.m) + column % grid.parts * how.BN
-        found.append(range(start, min(start + how.BN, edge(min(x + grid.cells, grid.width), grid.width, w.m))))
+        start = edge(x, grid.width, w.m) + column % grid.parts * tile.BN
+        found.append(range(start, min(start + tile.BN, edge(min(x + grid.cells, grid.width), grid.width, w.m))))
     return found
 
 
@@ -105,12 +105,12 @@ def columns(w: KernelArgs, grid: statistics_launch.Grid, how: statistics_launch.
 def test_every_key_of_a_map_belongs_to_one_program(n: int, m: int, height: int, width: int) -> None:
     height, width = min(height, n), min(width, m)
     q, k = torch.zeros(1, 2, n, 64), torch.zeros(1, 2, m, 64)
-    w, how = KernelArgs(q, k, k, BlockMask(n, m)), statistics_launch.Look(128, 2)
-    grid = statistics_launch.grid_for(w, height, width, how)
-    keys = [j for part in columns(w, grid, how) for j in part]
+    w, tile = KernelArgs(q, k, k, BlockMask(n, m)), statistics_launch.StatisticsTile(128, 2)
+    grid = statistics_launch.grid_for(w, height, width, tile)
+    keys = [j for part in columns(w, grid, tile) for j in part]
     assert sorted(keys) == list(range(m))
     assert grid.bands * -(-height // grid.bands) >= height
-    for part in columns(w, grid, how):
+    for part in columns(w, grid, tile):
         assert len({j * width // m for j in part}) <= grid.cells
 
 
@@ -119,15 +119,15 @@ def test_every_key_of_a_map_belongs_to_one_program(n: int, m: int, height: int, 
 )
 @pytest.mark.parametrize(("n", "m"), [(300, 300), (700, 300), (300, 700), (1, 200)])
 @pytest.mark.parametrize("width", [1, 3, 64])
-def test_the_rows_that_a_column_of_programs_walks_are_all_that_see_it(
+def test_the_rows_that_a_column_of_programs_visits_are_all_that_see_it(
     mask: regard.Mask, n: int, m: int, width: int
 ) -> None:
     q, k = torch.zeros(1, 1, n, 64), torch.zeros(1, 1, m, 64)
-    w, how = KernelArgs(q, k, k, block_mask(mask, n, m, torch.device("cpu"))), statistics_launch.Look(128, 2)
-    grid = statistics_launch.grid_for(w, 1, width, how)
+    w, tile = KernelArgs(q, k, k, block_mask(mask, n, m, torch.device("cpu"))), statistics_launch.StatisticsTile(128, 2)
+    grid = statistics_launch.grid_for(w, 1, width, tile)
     seen = mask.dense(n, m)
     for part, (first, full, until, behind) in zip(
-        columns(w, grid, how), statistics_launch._bounds(w, grid, how)[0, 0].tolist(), strict=True
+        columns(w, grid, tile), statistics_launch._bounds(w, grid, tile)[0, 0].tolist(), strict=True
     ):
         pairs = seen[:, part.start : part.stop]
         assert not pairs[: first * 128].any()
@@ -137,10 +137,10 @@ def test_the_rows_that_a_column_of_programs_walks_are_all_that_see_it(
 
 def test_rows_are_cut_only_where_programs_are_few() -> None:
     k = torch.zeros(1, 1, 8192, 64)
-    how = statistics_launch.Look(128, 2)
-    few = statistics_launch.grid_for(KernelArgs(k, k, k, BlockMask(8192, 8192)), 64, 64, how)
+    tile = statistics_launch.StatisticsTile(128, 2)
+    few = statistics_launch.grid_for(KernelArgs(k, k, k, BlockMask(8192, 8192)), 64, 64, tile)
     k = k.expand(1, 32, 8192, 64)
-    many = statistics_launch.grid_for(KernelArgs(k, k, k, BlockMask(8192, 8192)), 64, 64, how)
+    many = statistics_launch.grid_for(KernelArgs(k, k, k, BlockMask(8192, 8192)), 64, 64, tile)
     assert few.bands < many.bands == 64
 
 

@@ -1,7 +1,7 @@
 """Small cases of the Hopper kernels under compute-sanitizer: `make sanitize-gpu`.
 
-Of memcheck every report is an error. racecheck knows neither mbarriers nor the copy engine, so it names pairs of places
-that wait for each other by these; KNOWN has them, and any other pair is an error.
+Every report of memcheck is an error. racecheck knows neither mbarriers nor TMA, so it reports pairs of places
+that these synchronise. KNOWN lists them, and any other pair is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from regard.kernels.hopper import forward_launch
 
 CHIP = Path(forward_launch.__file__).parent
 N, M, HEADS = 300, 1200, 2  # of two items
-PROGRAMS = 3  # so that each takes blocks of rows one after the other
+PROGRAMS = 3  # so that each takes one row block after the other
 DIMS = {"forward": (64, 96, 128, 256), "backward": (64, 128, 256), "passes": (64, 128)}
 MADE: dict[str, Any] = {
     "full": dict,
@@ -47,18 +47,18 @@ KNOWN = {
     # Triton's own switch between the warps of `warp_specialize`, in every kernel.
     *(frozenset({kernel}) for kernel in ("forward.forward", "backward.backward", "backward_wide.backward")),
     *(frozenset({kernel}) for kernel in ("statistics.received", "statistics.pooled")),
-    # The plan of the forward: written by the copying warp before `q_ready`, and by the groups before `q_free`.
-    frozenset({"tile_scheduler.note", "tile_scheduler.told"}),
-    # P of the backward of wide heads, which one group writes and the other reads behind `p_ready`.
-    frozenset({"backward_wide.weigh", "backward_wide.slope"}),
-    # Values, keys and queries that nobody sees: every group writes the same zeros to the same place.
-    frozenset({"forward.clean"}),
-    frozenset({"backward.blank"}),
+    # The tile info of the forward: written by the producer before `q_ready`, and by consumers before `q_free`.
+    frozenset({"tile_scheduler.write_info", "tile_scheduler.read_info"}),
+    # P of the wide backward, which one group writes and the other reads after `p_ready`.
+    frozenset({"backward_wide.p_consumer", "backward_wide.ds_consumer"}),
+    # Hidden values, and queries of rows that see nothing: every group writes the same zeros to the same place.
+    frozenset({"forward.zero_unseen"}),
+    frozenset({"backward.zero_empty_rows"}),
 }
 
 
 def run(case: str) -> None:
-    """One case: half of the rows of some heads leap, and each program has many blocks of rows."""
+    """One case: half of the rows of some heads have an outlier, and each program takes many row blocks."""
     what, d, name = case.split(", ")
     forward_launch.multiprocessors = lambda device: PROGRAMS
     tensors = with_profile(needle(30, 0.7)(M), N, int(d), torch.bfloat16, slice(None, None, 2), HEADS)
@@ -98,7 +98,7 @@ def main(tool: str) -> None:
 
 
 def watched(tool: str, case: str) -> str:
-    """What the sanitizer says of a case, in a process of its own where each tensor has memory of its own."""
+    """The sanitizer's log of a case, run in its own process, where each tensor has its own memory."""
     sanitizer = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--print-limit", "1000"]
     alone = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     said = subprocess.run(
@@ -112,13 +112,13 @@ def watched(tool: str, case: str) -> str:
 
 
 def reported(log: str) -> int:
-    """How many errors and warnings the sanitizer counted, told in full or not; −1 where it did not come to its end."""
+    """How many errors and warnings the sanitizer counted, printed or not; −1 if it did not finish."""
     counts = re.findall(r"SUMMARY: (\d+) errors|SUMMARY: (\d+) hazards? displayed", log)
     return int("".join(counts[-1])) if counts else -1
 
 
 def races(log: str) -> list[frozenset[str]]:
-    """The pairs of functions between which races are reported: one place of a report, and each of its others."""
+    """The pairs of functions between which races are reported: the first place of a report with each of the others."""
     found = []
     for report in re.findall(r"Race reported between (.*?)\n=+ *\n", log, re.DOTALL):
         places = re.findall(r"access at (\S+)(?: in (\S+):(\d+))?", report)

@@ -1,4 +1,4 @@
-"""Calls of the Hopper forward that are like one before, on their chip: the same bits as of a first call."""
+"""The launch cache of the Hopper forward on its chip: cached launches give the bits of a first one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seen_by(tensors: list[Tensor], look: bool, **kwargs: Any) -> list[Tensor]:
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 @pytest.mark.parametrize("name", LIKE)
-def test_calls_like_one_before_have_the_bits_of_a_first_call(name: str, d: int, look: bool, started: list[str]) -> None:
+def test_cached_launches_have_the_bits_of_a_first_one(name: str, d: int, look: bool, started: list[str]) -> None:
     tensors = [random(2, 8, size, d, seed=seed) for size, seed in ((N, 1), (M, 2), (M, 3))]
     others = [random(*x.shape, seed=seed) for x, seed in zip(tensors, (4, 5, 6), strict=True)]
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
@@ -44,11 +44,11 @@ def test_calls_like_one_before_have_the_bits_of_a_first_call(name: str, d: int, 
     assert started == [FORWARD] * 2  # one of them for other strides
     assert not same_bits(found[0], expected)
     assert all(same_bits(x, expected) for x in found[1:])
-    launch_cache._CALLS.clear()
+    launch_cache._LAUNCHES.clear()
     assert same_bits(seen_by(others, look, **LIKE[name]), found[0])
 
 
-def test_a_graph_captures_a_call_like_one_before() -> None:
+def test_a_graph_captures_a_cached_launch() -> None:
     tensors = [x.detach() for x in inputs(N, M, 128, heads=8)]
     expected = seen_by(tensors, True, mask=regard.causal())
     graph, static = captured(lambda: seen_by(tensors, True, mask=regard.causal()))
@@ -58,7 +58,7 @@ def test_a_graph_captures_a_call_like_one_before() -> None:
     assert same_bits(static, expected)
 
 
-def test_another_stream_waits_for_the_layout_of_a_call_like_one_before() -> None:
+def test_another_stream_waits_for_the_block_mask_of_a_cached_launch() -> None:
     tensors = [x.detach() for x in inputs(N, M, 128, heads=8)]
     expected = seen_by(tensors, True, mask=regard.window(170, 9))
     side = torch.cuda.Stream()

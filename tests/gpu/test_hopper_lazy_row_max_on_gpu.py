@@ -1,4 +1,4 @@
-"""Logits far above the level of their rows, on Hopper: such rows come launch_cache, and all others keep their bits."""
+"""Outlier logits, far above the row max, on Hopper: such rows get a retry, and all others keep their bits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from contract_cases import agree, plain_results, results, truth
 from gpu.test_hopper_on_gpu import N, of_bits, pytestmark  # noqa: F401
 from gpu.test_kernels_on_gpu import DEVICE, HALVES, ROWS, inputs, random, same_bits
 from regard.kernels.hopper import forward_launch, launch_cache
-from regard.kernels.hopper.configs import MUCH
+from regard.kernels.hopper.configs import OUTLIER_BITS
 
 SIZES = (600, 1150)
-MUCH_NATS = MUCH * math.log(2)
+OUTLIER_NATS = OUTLIER_BITS * math.log(2)
 
 
 def needle(height: float, at: float) -> Callable[[int], Tensor]:
@@ -33,7 +33,7 @@ def needle(height: float, at: float) -> Callable[[int], Tensor]:
 
 
 def stairs(m: int) -> Tensor:
-    """Up by more than a level bears in every block but the last, which is low."""
+    """Up by more than a lazy row max allows in every block but the last, which is low."""
     logits = 20.0 * (torch.arange(m) // 128)
     logits[-m % 128 - 128 :] = 0
     return logits
@@ -45,8 +45,8 @@ PROFILES: dict[str, Callable[[int], Tensor]] = {
     "steeply rising": lambda m: torch.linspace(-300, 300, m),
     "falling": lambda m: torch.linspace(60, 0, m),
     "up and down": lambda m: 40 * torch.linspace(0, 30, m).sin(),
-    "a needle": needle(MUCH_NATS + 4, 0.7),
-    "about as much as may be": needle(MUCH_NATS, 0.7),
+    "a needle": needle(OUTLIER_NATS + 4, 0.7),
+    "about as much as may be": needle(OUTLIER_NATS, 0.7),
     "a needle beyond float32": needle(200, 0.7),
     "a needle at the end": needle(30, 1),
     "stairs": stairs,
@@ -72,7 +72,7 @@ MASKS: dict[str, Callable[[int, int], Any]] = {
 def with_profile(
     profile: Tensor, n: int, d: int, dtype: torch.dtype, rows: slice = slice(None), heads: int = 2
 ) -> list[Tensor]:
-    """Query, key and value; of the rows named the profile is added to the logits, of others 0."""
+    """Query, key and value; the profile is added to the logits of the given rows, 0 to those of others."""
     query, key, value = (x.detach() for x in inputs(n, len(profile), d, 2, heads, heads, dtype))
     query *= d**-0.5
     query[..., 0], key[..., 0] = 0, profile.to(DEVICE, dtype)
@@ -89,7 +89,7 @@ def seen_by(tensors: list[Tensor], **kwargs: Any) -> list[Tensor]:
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("profile", PROFILES)
-def test_logits_that_leap_agree_with_float64(profile: str, mask: str, d: int, dtype: torch.dtype) -> None:
+def test_outlier_logits_agree_with_float64(profile: str, mask: str, d: int, dtype: torch.dtype) -> None:
     n, m = SIZES
     tensors = with_profile(PROFILES[profile](m), n, d, dtype)
     kwargs: dict[str, Any] = {"mask": MASKS[mask](n, m), "scale": 1.0}
@@ -104,8 +104,8 @@ def test_logits_that_leap_agree_with_float64(profile: str, mask: str, d: int, dt
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
-@pytest.mark.parametrize("height", [-1.0, MUCH - 0.0625, MUCH, MUCH + 0.0625, 40.0, 150.0])
-def test_what_is_told_of_a_needle_is_right_to_the_last_digits(height: float, d: int) -> None:
+@pytest.mark.parametrize("height", [-1.0, OUTLIER_BITS - 0.0625, OUTLIER_BITS, OUTLIER_BITS + 0.0625, 40.0, 150.0])
+def test_statistics_of_an_outlier_are_right_to_the_last_digits(height: float, d: int) -> None:
     """One logit of so many bits, all others 0: sums in closed form. Half of the rows are without; values are narrow."""
     n, m = SIZES
     query, key = torch.zeros(1, 4, n, d, device=DEVICE), torch.zeros(1, 2, m, d, device=DEVICE)
@@ -127,30 +127,28 @@ def test_what_is_told_of_a_needle_is_right_to_the_last_digits(height: float, d: 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("height", [MUCH_NATS - 0.1, MUCH_NATS + 0.1, 30.0, 200.0])
-def test_rows_that_do_not_leap_keep_their_bits(
+@pytest.mark.parametrize("height", [OUTLIER_NATS - 0.1, OUTLIER_NATS + 0.1, 30.0, 200.0])
+def test_rows_without_an_outlier_keep_their_bits(
     height: float, mask: str, d: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside rows of their own group that do, as an item's and a head's other rows. Random bits leave no full block."""
+    """Beside rows of the same group with one. Random bits leave no full block."""
     n, m = SIZES
-    leaping = slice(5, None, 50)
-    tensors = with_profile(needle(height, 0.7)(m), n, d, torch.bfloat16, leaping)
-    without = with_profile(torch.zeros(m), n, d, torch.bfloat16, leaping)
+    outliers = slice(5, None, 50)
+    tensors = with_profile(needle(height, 0.7)(m), n, d, torch.bfloat16, outliers)
+    without = with_profile(torch.zeros(m), n, d, torch.bfloat16, outliers)
     others = [i for i in range(n) if (i - 5) % 50]
     expected = seen_by(without, mask=MASKS[mask](n, m))
     counter = torch.zeros(5, dtype=torch.int32, device=DEVICE)
-    monkeypatch.setattr(forward_launch, "_counter", lambda w, tile: counter)
+    monkeypatch.setattr(forward_launch, "_counters", lambda w, tile: counter)
     found = seen_by(tensors, mask=MASKS[mask](n, m))
-    assert bool(counter[1:].all()) == (height >= 30 and mask != "bits") or abs(height - MUCH_NATS) < 1
+    assert bool(counter[1:].all()) == (height >= 30 and mask != "bits") or abs(height - OUTLIER_NATS) < 1
     assert not torch.equal(found[1], expected[1])
     assert same_bits([x[:, :, others] for x in found], [x[:, :, others] for x in expected])
 
 
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_logits_that_leap_have_the_same_bits_as_spans_as_a_tensor_and_with_nothing_observed(
-    profile: str, d: int
-) -> None:
+def test_outlier_logits_have_the_same_bits_as_spans_as_a_tensor_and_with_nothing_observed(profile: str, d: int) -> None:
     n, m = SIZES
     tensors = with_profile(PROFILES[profile](m), n, d, torch.bfloat16)
     spans = seen_by(tensors, mask=regard.causal(m - n))
@@ -164,16 +162,14 @@ def test_logits_that_leap_have_the_same_bits_as_spans_as_a_tensor_and_with_nothi
 @pytest.mark.parametrize("d", [64, 96, 128])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("rows", [slice(None), slice(3, None, 1111)], ids=["all", "some"])
-def test_programs_that_do_many_blocks_of_rows_again_change_no_bit(
-    rows: slice, mask: str, d: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many programs there are; so the first, the last and those between come again."""
+def test_many_retries_change_no_bit(rows: slice, mask: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many programs there are; so the first, the last and those between get a retry."""
     n = 4 * N
     tensors = with_profile(needle(25, 0.1)(n), n, d, torch.bfloat16, rows, heads=3)
 
     def by(programs: int) -> list[Tensor]:
         monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(launch_cache, "_CALLS", {})
+        monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
         return seen_by(tensors, mask=MASKS[mask](n, n))
 
     first = by(132)
@@ -187,28 +183,28 @@ def test_programs_that_do_many_blocks_of_rows_again_change_no_bit(
 
 @pytest.mark.parametrize("d", [64, 96, 128])
 @pytest.mark.parametrize("mask", ["full", "causal", "bits with full blocks"])
-def test_heads_whose_rows_leap_often_are_met_with_care_to_the_same_bits(
+def test_heads_with_many_retries_take_the_safe_loop_to_the_same_bits(
     mask: str, d: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only these are counted. If they are known from the start, none comes launch_cache, and behind others fewer do."""
+    """Only these are counted. If they are known from the start, there is no retry; after others there are fewer."""
     n, m = SIZES
     tensors = [x.detach() for x in with_profile(needle(30, 0.4)(m), n, d, torch.bfloat16, slice(5, None, 50), heads=3)]
     tensors[0][0, :2, :, 0], tensors[0][1, 1:, :, 0] = 0, 0
-    leaping = [2, 3]  # of two items with three heads
+    outliers = [2, 3]  # of two items with three heads
 
     def by(programs: int, before: int) -> tuple[list[Tensor], list[int]]:
-        """What is seen, and how many blocks of rows of each head came launch_cache, where so many had before."""
+        """What is observed, and how many row blocks of each head needed a retry, where so many had before."""
         counter = torch.full((7,), before, dtype=torch.int32, device=DEVICE)
         counter[0] = 0
         monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(forward_launch, "_counter", lambda w, tile: counter)
-        monkeypatch.setattr(launch_cache, "_CALLS", {})
+        monkeypatch.setattr(forward_launch, "_counters", lambda w, tile: counter)
+        monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
         return seen_by(tensors, mask=MASKS[mask](n, m)), [int(x) - before for x in counter[1:]]
 
     first, counted = by(132, 0)
-    assert [at for at, count in enumerate(counted) if count > 0] == leaping
+    assert [at for at, count in enumerate(counted) if count > 0] == outliers
     behind, fewer = by(1, 0)
-    assert all(0 < fewer[at] < counted[at] for at in leaping)
+    assert all(0 < fewer[at] < counted[at] for at in outliers)
     ahead, none = by(132, 1000)
     assert none == [0] * 6
     assert same_bits(behind, first)

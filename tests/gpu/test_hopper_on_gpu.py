@@ -103,7 +103,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run(self, *args, **options)
 
     monkeypatch.setattr(JITFunction, "run", noted)
-    monkeypatch.setattr(launch_cache, "_CALLS", {})  # calls like one before do not ask it
+    monkeypatch.setattr(launch_cache, "_LAUNCHES", {})  # cached launches do not call it
     return names
 
 
@@ -157,7 +157,7 @@ def test_programs_that_take_many_blocks_of_rows_change_no_bit(
 
     def found(programs: int) -> list[Tensor]:
         monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(launch_cache, "_CALLS", {})  # which know how many there were
+        monkeypatch.setattr(launch_cache, "_LAUNCHES", {})  # which keep the old number
         seen = regard.observe(*(x.detach() for x in tensors), **kwargs, backend="triton")
         return [getattr(seen, row) for row in ROWS]
 

@@ -1,4 +1,4 @@
-"""What ends the Hopper backward: dQ from its sums, which lie in parts of its columns, one block of rows a time."""
+"""The postprocess of the Hopper backward: dQ from its sums, which are stored by row block and part of the columns."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from regard.kernels.hopper import backward_launch
 def test_sums_become_rows(dim: int, n: int, scales: bool) -> None:
     q = torch.zeros(2, 3, n, dim, dtype=torch.float16)
     w = KernelArgs(q, q, q, BlockMask(n, n), scale=0.5, scales=torch.ones(3) if scales else None)
-    blocks = backward_launch.blocks_for(w)
-    memory = backward_launch.memory_for(w, blocks)
-    rows, parts, columns = -(-n // blocks.BM), blocks.parts, memory.sums.shape[1]
-    memory.sums.copy_(torch.randn(memory.sums.shape, generator=torch.Generator().manual_seed(0)))
-    memory.counters.fill_(1)
-    memory.counters[: blocks.counters] = 0  # nobody added to the first block of rows of the first head
-    dq = backward_launch.finished(w, memory, blocks)
-    X = memory.sums.view(2, 3, rows, parts, blocks.BM, columns).transpose(3, 4).reshape(2, 3, rows * blocks.BM, -1)
-    X[0, 0, : blocks.BM] = 0.0
+    tile = backward_launch.tile_for(w)
+    workspace = backward_launch.workspace_for(w, tile)
+    rows, parts, columns = -(-n // tile.BM), tile.parts, workspace.dq_sums.shape[1]
+    workspace.dq_sums.copy_(torch.randn(workspace.dq_sums.shape, generator=torch.Generator().manual_seed(0)))
+    workspace.semaphores.fill_(1)
+    workspace.semaphores[: tile.semaphores] = 0  # no key block added to the first row block of the first head
+    dq = backward_launch.postprocess_dq(w, workspace, tile)
+    X = workspace.dq_sums.view(2, 3, rows, parts, tile.BM, columns).transpose(3, 4).reshape(2, 3, rows * tile.BM, -1)
+    X[0, 0, : tile.BM] = 0.0
     expected = X[:, :, :n, :dim] if scales else (X[:, :, :n, :dim] * 0.5).half()
     assert torch.equal(dq, expected)

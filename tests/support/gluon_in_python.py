@@ -1,4 +1,4 @@
-"""Functions of kernels that walk over blocks, run in Python on the numbers that a kernel gets; and masks for them."""
+"""A kernel's scheduling functions, run in Python on the numbers that the kernel gets; and masks for them."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "barrier", "tma_add", "tma_load", "tma_store"]
+__all__ = ["TensorDescriptor", "group_barrier", "tma_add", "tma_load", "tma_store"]
 
 # Triton 3.6 has these under longer names.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 def _reduce_add():

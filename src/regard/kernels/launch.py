@@ -64,7 +64,7 @@ def attend(w: KernelArgs, entropy: bool) -> Rows:
         from .hopper import forward_launch as chip
 
         if not chip.refuses(w):
-            return chip.attend(w, entropy)
+            return chip.launch_forward(w, entropy)
     output = w.value.new_empty(L, H, N, w.value.shape[3])
     lse, row_max, log_row_sum = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
     found = Rows(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), row_max, log_row_sum)
@@ -202,7 +202,7 @@ def slopes(w: KernelArgs, s: BackwardRows, queries: bool = True, keys: bool = Tr
         from .hopper import backward_launch as chip
 
         if not chip.refuses(w, s):
-            return Gradients(*chip.slopes(w, s))
+            return Gradients(*chip.launch_backward(w, s))
     dq, vector = query_slopes(w, s) if queries else (None, None)
     dk, dv = key_slopes(w, s) if keys else (None, None)
     return Gradients(dq, dk, dv, vector)

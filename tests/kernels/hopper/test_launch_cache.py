@@ -1,4 +1,4 @@
-"""Calls of the Hopper forward that are like one before: the kernel is started with what a first call would give it."""
+"""The launch cache of the Hopper forward: a cached launch passes the arguments that a first one would."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from regard.kernels.block_mask import block_mask
 from regard.kernels.hopper import configs, forward_launch, launch_cache
 
 CPU = torch.device("cpu")
-STARTS: list[tuple[Any, tuple[Any, ...]]] = []  # by which way, and with what
+STARTS: list[tuple[Any, tuple[Any, ...]]] = []  # how, and with which arguments
 
 
 class Compiled:
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *args: STARTS.append((("again", grid), args))
+        return lambda *args: STARTS.append((("cached", grid), args))
 
 
 class Kernel:
-    """Stands for the kernel: notes what it is called with, and says that it was compiled."""
+    """Stands for the kernel: records its arguments, and returns a compiled one."""
 
     arg_names = forward_launch.forward.arg_names
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        def run(*args: Any, **options: Any) -> Compiled:
-            STARTS.append((("first", (*grid, 1, 1)), args + tuple(options[x] for x in self.arg_names[len(args) :])))
+        def run(**arguments: Any) -> Compiled:
+            STARTS.append((("first", (*grid, 1, 1)), tuple(arguments[name] for name in self.arg_names)))
             return Compiled()
 
         return run
@@ -42,7 +42,7 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_launch, "forward", Kernel())
-    monkeypatch.setattr(launch_cache, "_CALLS", {})
+    monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
     STARTS.clear()
 
 
@@ -64,37 +64,42 @@ def comparable(x: Any) -> Any:
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("mask", [None, regard.causal(), regard.window(9, 2), regard.strided(5)], ids=repr)
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
-def test_a_call_like_one_before_has_the_arguments_of_a_first_one(d: int, mask: Any, entropy: bool) -> None:
-    forward_launch.attend(work(d, mask), entropy)
+def test_a_cached_launch_has_the_arguments_of_a_first_one(d: int, mask: Any, entropy: bool) -> None:
+    forward_launch.launch_forward(work(d, mask), entropy)
     w = work(d, mask)
-    found = forward_launch.attend(w, entropy)
-    assert [how for (how, _), _ in STARTS] == ["first", "again"]
-    args, options = forward_launch.forward_arguments(w, found, entropy, forward_launch.tile_for(w))
-    expected = args + tuple(options[x] for x in Kernel.arg_names[len(args) :])
+    found = forward_launch.launch_forward(w, entropy)
+    assert [how for (how, _), _ in STARTS] == ["first", "cached"]
+    arguments, _ = forward_launch.forward_arguments(w, found, entropy, forward_launch.tile_for(w))
+    expected = tuple(arguments[name] for name in Kernel.arg_names)
     assert len(STARTS[1][1]) == len(Kernel.arg_names)
     assert tuple(map(comparable, STARTS[1][1])) == tuple(map(comparable, expected))
     assert STARTS[0][0][1] == STARTS[1][0][1]  # the grid
-    given = STARTS[1][1]
-    assert all(given[at].base is x for at, x in zip((0, 2, 4), (w.query, w.key, w.value), strict=True))
-    assert given[6] is None or given[6].base is found.output
-    outputs = (found.output, found.lse, found.max_logit, found.log_row_sum, found.entropy)
-    assert all(x is y for x, y in zip(given[8:13], outputs, strict=True))
+    given = dict(zip(Kernel.arg_names, STARTS[1][1], strict=True))
+    assert all(given[name].base is x for name, x in (("q", w.query), ("k", w.key), ("v", w.value)))
+    assert given["o"] is None or given["o"].base is found.output
+    assert given["output"] is found.output
+    assert given["lse"] is found.lse
+    assert given["row_max"] is found.max_logit
+    assert given["log_row_sum"] is found.log_row_sum
+    assert given["entropy"] is found.entropy
 
 
-def test_no_tensor_of_a_call_is_kept() -> None:
-    forward_launch.attend(work(), True)
-    (call,) = launch_cache._CALLS.values()
-    assert all(d is None or d.base is None for d in call.described)
-    assert not any(isinstance(x, torch.Tensor) for x in call.numbers + call.sizes)
+def test_the_cache_keeps_no_tensor_of_a_call() -> None:
+    forward_launch.launch_forward(work(), True)
+    (launch,) = launch_cache._LAUNCHES.values()
+    described = [x for x in launch.arguments.values() if hasattr(x, "block_shape")]
+    assert len(described) == 4
+    assert all(d.base is None for d in described)
+    assert not any(isinstance(x, torch.Tensor) for x in launch.arguments.values())
 
 
-def test_a_call_is_forgotten_with_its_mask() -> None:
+def test_a_launch_is_dropped_with_its_mask() -> None:
     mask = regard.padding(torch.tensor([5, 200]))
-    forward_launch.attend(replace(work(), block_mask=block_mask(mask, 300, 300, CPU)), True)
-    assert len(launch_cache._CALLS) == 1
+    forward_launch.launch_forward(replace(work(), block_mask=block_mask(mask, 300, 300, CPU)), True)
+    assert len(launch_cache._LAUNCHES) == 1
     del mask
     gc.collect()
-    assert not launch_cache._CALLS
+    assert not launch_cache._LAUNCHES
 
 
 CHANGES = {
@@ -109,17 +114,17 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_call_is_a_first_one(change: str) -> None:
-    forward_launch.attend(work(), True)
-    forward_launch.attend(work(**CHANGES[change]), True)
-    forward_launch.attend(work(), False)
+    forward_launch.launch_forward(work(), True)
+    forward_launch.launch_forward(work(**CHANGES[change]), True)
+    forward_launch.launch_forward(work(), False)
     assert [how for (how, _), _ in STARTS] == ["first"] * 3
 
 
 def test_other_strides_are_a_first_call() -> None:
     w = work()
-    forward_launch.attend(w, True)
-    forward_launch.attend(replace(w, key=w.key.transpose(1, 2).contiguous().transpose(1, 2)), True)
-    forward_launch.attend(replace(w, query=w.query.half(), key=w.key.half(), value=w.value.half()), True)
+    forward_launch.launch_forward(w, True)
+    forward_launch.launch_forward(replace(w, key=w.key.transpose(1, 2).contiguous().transpose(1, 2)), True)
+    forward_launch.launch_forward(replace(w, query=w.query.half(), key=w.key.half(), value=w.value.half()), True)
     assert [how for (how, _), _ in STARTS] == ["first"] * 3
 
 
@@ -132,9 +137,9 @@ def test_other_strides_are_a_first_call() -> None:
     ],
     ids=["sink", "scales", "dropout"],
 )
-def test_calls_with_other_parts_are_looked_at_each_time(part: dict[str, Any]) -> None:
+def test_calls_with_other_parts_are_not_cached(part: dict[str, Any]) -> None:
     for _ in range(2):
-        forward_launch.attend(work(**part), True)
+        forward_launch.launch_forward(work(**part), True)
     assert [how for (how, _), _ in STARTS] == ["first"] * 2
 
 
@@ -146,40 +151,40 @@ def test_a_changed_mask_is_a_first_call() -> None:
             lengths[0] = 7
         w = work()
         w = replace(w, block_mask=block_mask(mask, 300, 300, CPU))
-        forward_launch.attend(w, True)
-    assert [how for (how, _), _ in STARTS] == ["first", "again", "first"]
+        forward_launch.launch_forward(w, True)
+    assert [how for (how, _), _ in STARTS] == ["first", "cached", "first"]
 
 
 def test_another_tile_is_a_first_call() -> None:
     tile = configs.config(64)
     try:
         for other in (None, tile._replace(persistent=False), tile._replace(BN=64), None):
-            configs.overridden(64, False, other)
-            forward_launch.attend(work(), True)
+            configs.override(64, False, other)
+            forward_launch.launch_forward(work(), True)
     finally:
-        configs.overridden(64, False, None)
-    assert [how for (how, _), _ in STARTS] == ["first", "first", "first", "again"]
+        configs.override(64, False, None)
+    assert [how for (how, _), _ in STARTS] == ["first", "first", "first", "cached"]
 
 
 def test_a_call_whose_mask_is_another_one_in_the_same_place_is_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cache, "id", lambda x: 1, raising=False)
     for mask in (regard.causal(), regard.window(9, 2), regard.strided(5)):
-        forward_launch.attend(work(mask=mask), True)
+        forward_launch.launch_forward(work(mask=mask), True)
     assert [how for (how, _), _ in STARTS] == ["first"] * 3
 
 
-def test_a_call_that_comes_again_stays_longest() -> None:
-    forward_launch.attend(work(n=300), True)
-    for n in range(1, launch_cache._KEPT):
-        forward_launch.attend(work(n=n), True)
-    forward_launch.attend(work(n=300), True)
-    forward_launch.attend(work(n=200), True)  # one too many: the second of all goes
-    forward_launch.attend(work(n=300), True)
-    forward_launch.attend(work(n=1), True)
-    assert [how for (how, _), _ in STARTS[-4:]] == ["again", "first", "again", "first"]
+def test_a_launch_that_is_used_again_stays_longest() -> None:
+    forward_launch.launch_forward(work(n=300), True)
+    for n in range(1, launch_cache._SIZE):
+        forward_launch.launch_forward(work(n=n), True)
+    forward_launch.launch_forward(work(n=300), True)
+    forward_launch.launch_forward(work(n=200), True)  # one too many: the second of all goes
+    forward_launch.launch_forward(work(n=300), True)
+    forward_launch.launch_forward(work(n=1), True)
+    assert [how for (how, _), _ in STARTS[-4:]] == ["cached", "first", "cached", "first"]
 
 
-def test_few_calls_are_kept() -> None:
+def test_few_launches_are_cached() -> None:
     for n in range(1, 200):
-        forward_launch.attend(work(n=n), True)
-    assert len(launch_cache._CALLS) == launch_cache._KEPT
+        forward_launch.launch_forward(work(n=n), True)
+    assert len(launch_cache._LAUNCHES) == launch_cache._SIZE

@@ -1,4 +1,4 @@
-"""How the reports of compute-sanitizer are read, which itself runs on a GPU."""
+"""How the reports of compute-sanitizer are read; the tool itself runs on a GPU."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def line_in(function: str) -> int:
 
 
 def test_a_report_of_races_names_pairs_of_functions() -> None:
-    log = f"""========= Error: Race reported between Read access at f+0xd660 in tile_scheduler.py:{line_in("told")}
-=========     and Write access at forward+0xcb20 in tile_scheduler.py:{line_in("note")} [32 hazards]
-=========     and Write access at forward+0x1c4c0 in tile_scheduler.py:{line_in("place")} [32 hazards]
+    log = f"""========= Error: Race reported between Read access at f+0xd660 in tile_scheduler.py:{line_in("read_info")}
+=========     and Write access at forward+0xcb20 in tile_scheduler.py:{line_in("write_info")} [32 hazards]
+=========     and Write access at forward+0x1c4c0 in tile_scheduler.py:{line_in("work_tile")} [32 hazards]
 ========= \n========= Error: Race reported between Read access at forward+0x10
 =========     and Write access at forward+0x20 in elsewhere.py:7 [4 hazards]
 ========= \n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
     assert sanitized.reported(log) == 2
-    plan, other, nowhere = sanitized.races(log)
-    assert plan == {"tile_scheduler.told", "tile_scheduler.note"}
-    assert other == {"tile_scheduler.told", "tile_scheduler.place"}
+    tile_info, other, nowhere = sanitized.races(log)
+    assert tile_info == {"tile_scheduler.read_info", "tile_scheduler.write_info"}
+    assert other == {"tile_scheduler.read_info", "tile_scheduler.work_tile"}
     assert nowhere == {"forward+0x10", "elsewhere.py:7"}
-    assert plan in sanitized.KNOWN
+    assert tile_info in sanitized.KNOWN
     assert other not in sanitized.KNOWN
     assert nowhere not in sanitized.KNOWN
 

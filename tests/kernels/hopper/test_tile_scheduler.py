@@ -1,7 +1,7 @@
-"""Which blocks of keys a block of rows meets in the Hopper forward, and which of them each of its groups leaves out.
+"""Which key blocks a row block visits in the Hopper forward, and which of them each of its consumer groups skips.
 
-The kernel's own functions walk here in Python. A group that left out a key, or took a hidden one for visible, would be
-found by the GPU's tests as a wrong number; here it is found as a wrong block.
+The kernel's own scheduler runs here in Python. The GPU tests would show a group that skips a visible key, or reads a
+hidden one, as a wrong number; here it is a wrong block.
 """
 
 from __future__ import annotations
@@ -20,57 +20,58 @@ from gluon_in_python import MASKS, in_python, pointed
 from regard.kernels.block_lists import NONE, SPANS, BlockMask
 from regard.kernels.block_mask import _mask_bits, block_mask
 from regard.kernels.hopper import tile_scheduler
+from regard.kernels.hopper.aggregates import KeyBlocks
 from regard.kernels.hopper.configs import ROWS, Tile
 
 CPU = torch.device("cpu")
-walk_of, share_of, entry_at, row_of, blind_from, leap_often = (
+key_block_range, group_range, entry_at, first_row, fixed_max_from, retries_often = (
     in_python(x)
     for x in (
-        tile_scheduler.walk_of,
-        tile_scheduler.share_of,
+        tile_scheduler.key_block_range,
+        tile_scheduler.group_range,
         tile_scheduler.entry_at,
-        tile_scheduler.row_of,
-        tile_scheduler.blind_from,
-        tile_scheduler.leap_often,
+        tile_scheduler.first_row,
+        tile_scheduler.fixed_max_from,
+        tile_scheduler.retries_often,
     )
 )
 
 
 class Part(NamedTuple):
     row: int  # the first of a group
-    blocks: list[int]  # that the rows of its block meet, in the order of the kernel
-    start: int  # from which of them on the group looks at them …
-    entire: int  # … and takes them as they are
-    blind: int  # … and folds them without a look at their largest logit
+    blocks: list[int]  # key blocks that its row block visits, in the kernel's order
+    start: int  # the first of them that the group does not skip …
+    unmasked: int  # … the first without a mask …
+    fixed: int  # … and the first with a fixed row max
 
 
 def part_of(made: BlockMask, groups: int, BN: int, item: int, head: int, block: int, group: int) -> Part:
     tile = Tile(groups, BN, 2, 240)
-    where = pointed(made.by_rows(tile.BM, BN, tile.before(made.n)))
-    first, full, until, whole, total = walk_of(where, item, head, block, made.m, BN, made.kind)
-    row = row_of(block, made.n, -(-made.n // tile.BM), group, groups)
-    own = share_of(where, item, head, row, first, full, whole, total, made.n, BN, made.kind)
-    met = [entry_at(where, t, first, full, until, whole, total, made.kind)[0] for t in range(total)]
-    count = max(total, 1)
-    clear = max(min(own[0], count - 1) + 1, own[1])
-    assert blind_from(clear, count, whole, total, 1) == count  # with care, none
-    return Part(row, met, *own, blind_from(clear, count, whole, total, 0))
+    lists = pointed(made.by_rows(tile.BM, BN, tile.rows_before(made.n)))
+    key_blocks = KeyBlocks(*key_block_range(lists, item, head, block, made.m, BN, made.kind))
+    row = first_row(block, made.n, -(-made.n // tile.BM), group, groups)
+    start, unmasked = group_range(lists, item, head, row, key_blocks, made.n, BN, made.kind)
+    visited = [entry_at(lists, t, key_blocks, made.kind)[0] for t in range(key_blocks.total)]
+    count = max(key_blocks.total, 1)
+    clear = max(min(start, count - 1) + 1, unmasked)
+    assert fixed_max_from(clear, count, key_blocks.num_full, key_blocks.total, 1) == count  # the safe loop takes all
+    return Part(row, visited, start, unmasked, fixed_max_from(clear, count, key_blocks.num_full, key_blocks.total, 0))
 
 
 def parts_of(made: BlockMask, groups: int, BN: int, item: int = 0, head: int = 0) -> list[Part]:
-    """Of all groups of all blocks, in the order of their rows."""
+    """The parts of all groups of all row blocks, in the order of their rows."""
     blocks = range(-(-made.n // (groups * ROWS)))
     return sorted(part_of(made, groups, BN, item, head, block, group) for block in blocks for group in range(groups))
 
 
-def turns(blocks: list[int]) -> int:
-    """How often the order, which falls over the partial blocks and rises over the full ones, is another one."""
+def changes(blocks: list[int]) -> int:
+    """How often the order changes direction: it falls over the partial blocks and rises over the full ones."""
     rises = [a < b for a, b in pairwise(blocks)]
     return sum(a != b for a, b in pairwise(rises))
 
 
 def check(made: BlockMask, truth: Tensor, groups: int, BN: int) -> list[list[int]]:
-    """Hold a layout against its mask (items, heads, n, m): what each group of rows sees, in the order of the kernel."""
+    """Check a block mask against its mask (items, heads, n, m): what each group of rows sees, in the kernel's order."""
     every = []
     spotless = made.by_rows(groups * ROWS, BN).all_keys_visible
     assert spotless is None if made.kind == NONE else bool(spotless) == bool(truth.any(2).all())
@@ -78,27 +79,27 @@ def check(made: BlockMask, truth: Tensor, groups: int, BN: int) -> list[list[int
         for head in range(truth.shape[1]):
             parts = parts_of(made, groups, BN, item, head)
             assert [part.row for part in parts] == [at * ROWS for at in range(len(parts))]
-            for row, blocks, start, entire, blind in parts:
+            for row, blocks, start, unmasked, fixed in parts:
                 rows = truth[item, head, row : row + ROWS]
                 seen = {b for b, keys in enumerate(rows.split(BN, 1)) if keys.any()}
                 assert len(set(blocks)) == len(blocks)
-                assert turns(blocks) <= 1
-                assert 0 <= start <= entire <= blind <= max(len(blocks), 1)
+                assert changes(blocks) <= 1
+                assert 0 <= start <= unmasked <= fixed <= max(len(blocks), 1)
                 assert seen <= set(blocks[start:])
                 assert len(rows) or start == max(len(blocks), 1)
-                for b in blocks[entire:]:
+                for b in blocks[unmasked:]:
                     keys = rows[:, b * BN : (b + 1) * BN]
                     assert keys.shape[1] == BN
                     assert keys.all()
-                told = [rows[:, b * BN : (b + 1) * BN].any(1) for b in blocks[start:blind]]  # who has a level
-                assert not rows.any() or torch.stack(told).any(0).equal(rows.any(1))
+                safe = [rows[:, b * BN : (b + 1) * BN].any(1) for b in blocks[start:fixed]]  # rows that have a row max
+                assert not rows.any() or torch.stack(safe).any(0).equal(rows.any(1))
                 every.append([b for b in blocks if b in seen])
     return every
 
 
 @pytest.mark.parametrize(("groups", "BN"), [(3, 128), (2, 128), (2, 64)])
 @pytest.mark.parametrize(("mask", "n", "m"), MASKS, ids=lambda x: repr(x)[:60] if isinstance(x, regard.Mask) else None)
-def test_a_group_looks_at_all_that_it_sees_and_masks_all_that_is_hidden(
+def test_a_group_visits_every_block_it_sees_and_masks_every_hidden_pair(
     mask: regard.Mask, n: int, m: int, groups: int, BN: int
 ) -> None:
     truth = mask.dense(n, m).expand(*mask.lead, n, m)
@@ -108,23 +109,23 @@ def test_a_group_looks_at_all_that_it_sees_and_masks_all_that_is_hidden(
 
 
 @pytest.mark.parametrize("n", [192 * 5, 192 * 5 + 64, 192 * 5 + 100])
-def test_a_group_leaves_out_what_only_later_rows_see_and_masks_one_block_of_a_causal_mask(n: int) -> None:
+def test_a_group_skips_what_only_later_rows_see_and_masks_one_block_of_a_causal_mask(n: int) -> None:
     BN = 128
     made = block_mask(regard.causal(), n, n, CPU)
     assert made.kind == SPANS
     parts = [part for part in parts_of(made, 3, BN) if part.row < n]
-    looked = [(min(at * ROWS + ROWS, n) - 1) // BN + 1 for at in range(-(-n // ROWS))]
-    assert [len(p.blocks) - p.start for p in parts] == looked
-    assert [p.blocks[p.start] for p in parts] == [count - 1 for count in looked]
-    assert [p.entire - p.start for p in parts] == [1] * len(parts)
+    visited = [(min(at * ROWS + ROWS, n) - 1) // BN + 1 for at in range(-(-n // ROWS))]
+    assert [len(p.blocks) - p.start for p in parts] == visited
+    assert [p.blocks[p.start] for p in parts] == [count - 1 for count in visited]
+    assert [p.unmasked - p.start for p in parts] == [1] * len(parts)
 
 
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize(("n", "m"), [(4096, 4096), (1000, 1064), (500, 3000)])
-def test_the_first_block_of_a_causal_mask_is_never_folded_blindly(n: int, m: int, groups: int) -> None:
+def test_the_first_block_of_a_causal_mask_never_has_a_fixed_row_max(n: int, m: int, groups: int) -> None:
     parts = parts_of(block_mask(regard.causal(m - n), n, m, CPU), groups, 128)
-    assert any(part.blocks[part.blind :] for part in parts)
-    assert not any(0 in part.blocks[part.blind :] for part in parts)
+    assert any(part.blocks[part.fixed :] for part in parts)
+    assert not any(0 in part.blocks[part.fixed :] for part in parts)
 
 
 @pytest.mark.parametrize("n", [64, 200, 4096])
@@ -138,17 +139,17 @@ def test_all_groups_of_the_last_block_have_rows_if_there_are_enough(n: int) -> N
     assert longest == sorted(longest)
 
 
-def test_rows_beyond_the_last_meet_nothing() -> None:
+def test_groups_past_the_end_skip_all_blocks() -> None:
     made = block_mask(regard.everything(), 200, 500, CPU)
-    assert part_of(made, 3, 128, 0, 0, 0, 2) == (0, [3, 0, 1, 2], 0, 1, 2)  # the last rows have no level before
+    assert part_of(made, 3, 128, 0, 0, 0, 2) == (0, [3, 0, 1, 2], 0, 1, 2)  # the last rows have no row max before
     assert part_of(made, 3, 128, 0, 0, 0, 0) == (256, [3, 0, 1, 2], 4, 4, 4)
     assert part_of(made, 2, 128, 0, 0, 1, 1) == (192, [3, 0, 1, 2], 0, 1, 2)
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 100])
-def test_a_head_leaps_often_if_more_than_a_quarter_of_its_blocks_so_far_did(blocks: int) -> None:
+def test_a_head_takes_the_safe_loop_if_more_than_a_quarter_of_its_blocks_so_far_needed_a_retry(blocks: int) -> None:
     for begun in range(1, blocks + 1):
         block = blocks - begun  # the last rows come first
-        assert [leap_often(leaps, block, blocks) for leaps in range(begun + 1)] == [
-            int(leaps > begun / 4) for leaps in range(begun + 1)
+        assert [retries_often(retries, block, blocks) for retries in range(begun + 1)] == [
+            int(retries > begun / 4) for retries in range(begun + 1)
         ]

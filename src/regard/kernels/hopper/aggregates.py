@@ -1,4 +1,4 @@
-"""What the functions of a Hopper kernel share: the constants it is compiled for; of the forward, what a program is given and its rows."""
+"""Aggregates that the functions of a Hopper kernel share: compile-time constants, and the parameters of forward and backward."""
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
 
@@ -9,72 +9,280 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["Given", "Kind", "RowBlock", "kind_of"]
+__all__ = [
+    "BackwardBarriers",
+    "BackwardDescriptors",
+    "BackwardParams",
+    "BackwardSmem",
+    "ForwardBarriers",
+    "ForwardDescriptors",
+    "ForwardOutputs",
+    "ForwardParams",
+    "ForwardSmem",
+    "KeyBlocks",
+    "RowBlock",
+    "RowStats",
+    "SoftmaxState",
+    "TileIndex",
+    "Traits",
+    "ValueBlock",
+    "WideBarriers",
+    "WideSmem",
+    "traits_of",
+]
 
 
-class Kind:
-    """Constants by name. It holds no more than these, since Triton's cache does not know its code.
+class Traits:
+    """Compile-time constants by name. It holds nothing else, since Triton's cache does not hash its code.
 
-    >>> Kind(BN=128, FAST=True)
-    Kind(BN=128, FAST=True)
+    >>> Traits(BN=128, FAST=True)
+    Traits(BN=128, FAST=True)
     """
 
     def __init__(self, **constants: Any) -> None:
         vars(self).update((name, gl.constexpr(constant)) for name, constant in constants.items())
 
     def __repr__(self) -> str:
-        return f"Kind({', '.join(f'{name}={constant.value}' for name, constant in vars(self).items())})"
+        return f"Traits({', '.join(f'{name}={constant.value}' for name, constant in vars(self).items())})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kind) and repr(self) == repr(other)
+        return isinstance(other, Traits) and repr(self) == repr(other)
 
     def __hash__(self) -> int:
         return hash(repr(self))
 
 
 @gluon.constexpr_function
-def kind_of(**constants):
-    """These constants as one, whose parts are constants too."""
-    return Kind(**constants)
+def traits_of(**constants):
+    """These constants as one constant, whose fields are constants too."""
+    return Traits(**constants)
 
 
-class Given(NamedTuple):
-    """What every warp of a program of the forward is told."""
+class ForwardDescriptors(NamedTuple):
+    """TMA descriptors, each tensor in two chunks of its dim; None where one chunk is enough."""
 
-    described: Any  # q, k, v, o, each in two chunks
-    X: Any  # Q, K, V in shared memory, each in two chunks
+    q: Any
+    qb: Any
+    k: Any
+    kb: Any
+    v: Any
+    vb: Any
+    o: Any
+    ob: Any
+
+
+class ForwardSmem(NamedTuple):
+    """Buffers in shared memory, each tensor in two chunks of its dim."""
+
+    Q: Any  # [Q buffers · GROUPS, 1, 1, ROWS, DA]
+    QB: Any
+    K: Any  # [STAGES, 1, 1, BN, DA]
+    KB: Any
+    V: Any  # [STAGES, 1, 1, BN, EA], and with a bias one block of cleaned values per group
+    VB: Any
+
+
+class ForwardBarriers(NamedTuple):
+    """mbarriers, one per Q buffer or per stage."""
+
+    q_ready: Any
+    q_free: Any
+    k_ready: Any
+    k_free: Any
+    v_ready: Any
+    v_free: Any
+
+
+class ForwardOutputs(NamedTuple):
+    """Pointers to what the forward writes."""
+
+    output: Any
+    lse: Any
+    row_max: Any
+    log_row_sum: Any
+    entropy: Any
+
+
+class ForwardParams(NamedTuple):
+    """What every warp of a forward program gets."""
+
+    descriptors: Any
+    smem: Any
     barriers: Any
-    out: Any
+    outputs: Any
     strides: Any  # of the output
     scale: Any
-    scales: Any
+    scales: Any  # one per head, in place of `scale`
     cap: Any
     sinks: Any
     bias: Any
-    where: Any
+    lists: Any  # the mask's block lists
     drop: Any
     n: Any
     M: Any
     E: Any
-    blocks: Any
-    owners: Any
-    heads: Any
-    groups: Any  # heads that share keys
-    section: Any
-    counter: Any
-    plan: Any
+    row_blocks: Any
+    batch_heads: Any  # batch size times query heads
+    num_heads: Any
+    heads_per_kv: Any  # query heads that share a key head
+    swizzle: Any  # batch-heads that are scheduled together, so that they share the L2 cache
+    counters: Any  # the work counter, followed by one retry counter per batch-head
+    tile_info: Any  # in shared memory
+
+
+class KeyBlocks(NamedTuple):
+    """The key blocks that a row block visits. With lists, the first three are positions in these."""
+
+    first: Any  # the first one; with lists, the first partial one
+    full: Any  # the first full one
+    full_end: Any  # one past the last full one
+    num_full: Any
+    total: Any
 
 
 class RowBlock(NamedTuple):
-    """The rows of a warp group: whose they are, what they meet, and what their logits are made with."""
+    """The rows of one consumer group, and what their logits are computed with."""
 
     i: Any  # [ROWS]
-    mine: Any  # the place of their queries
-    item: Any
+    q_buffer: Any  # the index of their queries in shared memory
+    batch: Any
     h: Any
-    met_by: Any  # walk_of
-    at: Any  # their biases
-    keys: Any  # what decides their dropout
+    key_blocks: Any
+    bias_at: Any  # pointers to their biases
+    drop_keys: Any  # their keys of the dropout hash
     scale: Any
     unit: Any  # scale in log2 units
-    spotless: Any  # whether every key is seen by some row
+    all_seen: Any  # whether every key is visible to some row
+
+
+class SoftmaxState(NamedTuple):
+    """The running statistics of the online softmax."""
+
+    m: Any  # [ROWS] row max
+    l: Any  # [ROWS, 8] partial row sums
+    e: Any  # [ROWS, 8] partial sums of P·T, for the entropy
+    top: Any  # [ROWS, 8] the largest weights relative to m, as the bits of float32
+
+
+class ValueBlock(NamedTuple):
+    """The values of the previous key block, whose product is still to come."""
+
+    seen: Any  # [BN], with a bias: which keys some row of the group sees
+    dirty: Any  # whether some value must be set to 0 before the product
+    j0: Any  # the first key
+
+
+class BackwardDescriptors(NamedTuple):
+    """TMA descriptors of the backward; dk and dv are None where gradients are stored by pointers."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
+    g_entropy: Any
+    dq_sums: Any
+    dk: Any
+    dv: Any
+
+
+class BackwardSmem(NamedTuple):
+    """Buffers of the backward in shared memory."""
+
+    Q: Any  # [STAGES, 1, 1, BM, DA]
+    K: Any  # [GROUPS, 1, 1, ROWS, DA]
+    V: Any  # [GROUPS, 1, 1, ROWS, EA]
+    dO: Any  # [STAGES, 1, 1, BM, EA]
+    dS: Any  # [2 · GROUPS, ROWS, BM]
+    dQ: Any  # [2 · GROUPS, BM, DA / GROUPS]
+
+
+class BackwardBarriers(NamedTuple):
+    """mbarriers of the backward."""
+
+    k_ready: Any
+    ready: Any
+    free: Any
+    s_ready: Any
+    d_ready: Any
+    d_free: Any
+
+
+class WideSmem(NamedTuple):
+    """Buffers of the wide backward in shared memory."""
+
+    Q: Any  # [STAGES, 1, 1, BM, DA]
+    K: Any  # [1, 1, ROWS, DA]
+    V: Any  # [1, 1, ROWS, EA]
+    dO: Any  # [1, 1, BM, EA]
+    P: Any  # [ROWS, BM]
+    dS: Any  # [ROWS, BM]
+    dQ: Any  # [2, BM, columns of a part]
+
+
+class WideBarriers(NamedTuple):
+    """mbarriers of the wide backward."""
+
+    k_ready: Any
+    q_ready: Any
+    q_free: Any
+    o_ready: Any
+    o_free: Any
+    p_ready: Any
+    s_ready: Any
+    d_ready: Any
+    d_free: Any
+
+
+class RowStats(NamedTuple):
+    """Row statistics in shared memory, [STAGES, BM] or [BM]."""
+
+    lse: Any  # in the units of the exponent; +inf for a row that sees no key
+    delta: Any
+    g_entropy: Any  # the entropy's gradient, or any buffer without one
+
+
+class BackwardParams(NamedTuple):
+    """What every warp of a backward program gets.
+
+    The kernel builds it from separate arguments: Triton specialises a kernel for the numbers in a tuple that it is called with.
+    """
+
+    descriptors: Any
+    smem: Any
+    barriers: Any
+    row_stats: Any
+    dk: Any
+    dv: Any
+    dk_strides: Any
+    dv_strides: Any
+    scale: Any
+    cap: Any
+    bias: Any
+    scales: Any  # one per query head, in place of `scale`
+    lists: Any  # the mask's block lists
+    dq_order: Any
+    drop: Any
+    seen: Any  # int8 (batch, heads, M), where a bias may hide keys
+    semaphores: Any  # of dQ
+    n: Any
+    M: Any
+    D: Any
+    E: Any
+    padded_n: Any  # n, rounded up to whole row blocks
+    key_blocks: Any
+    batch_kv_heads: Any  # batch size times key heads
+    num_heads: Any  # of queries
+    heads_per_kv: Any  # query heads that share a key head
+    swizzle: Any  # key heads that are scheduled together
+
+
+class TileIndex(NamedTuple):
+    """Which tile of the weights a consumer group works on in the backward."""
+
+    batch: Any
+    h: Any
+    b: Any  # row block
+    j: Any  # [ROWS] keys
+    slot: Any  # of the mask's bits

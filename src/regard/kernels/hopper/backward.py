@@ -1,12 +1,12 @@
-"""The backward pass on Hopper, in Gluon: all gradients by one kernel, five products a tile, the same bits every time.
+"""The backward pass on Hopper, in Gluon: all gradients by one kernel, five products per tile, the same bits every time.
 
-A program holds a block of keys, ROWS for each warp group, and walks over the blocks of rows that see them. One warp copies
-Q, dO and the facts of the rows into shared memory; each group multiplies Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in
-registers, where they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS goes to shared memory too: dQ = dS K needs
-those of all groups, and each group makes its share of dQ's columns. Two more warps add dQ to memory. The blocks of keys
-that add to a block of rows take turns, the last keys first; a program waits only for those that were launched before it.
+A program holds one key block, ROWS keys per consumer group, and loops over the row blocks that see them. A producer warp loads Q,
+dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
+they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and
+each group computes its share of dQ's columns. Two dQ warps add dQ to memory. The key blocks that add to the same row block do so
+in one order, the last keys first; a program waits only for programs that were launched before it.
 
-Letters and units are those of `kernels/backward.py`.
+Letters and units are those of `portable/backward.py`.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -25,373 +25,399 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store
 from ..portable.tile_ops import _ALIBI, _NONE, _PLAIN, DEEP, LN2, LOG2E, seats
-from .dq_semaphore import await_turn, next_turn, tma_add
-from .dropout import dropped, survive, survivors
-from .forward import PIECE, flat, group_barrier, tma_store
-from .key_blocks import Task, added, common, hides, place, rows_at, turn_at, veil, walk_of
-from .online_softmax import log2, saturation
-from .register_layouts import product
-from .register_layouts import turned as turned_layout
-from .tile_scheduler import ROWS, advance, new_barriers, tma_load
+from .aggregates import (
+    BackwardBarriers,
+    BackwardDescriptors,
+    BackwardParams,
+    BackwardSmem,
+    RowStats,
+    TileIndex,
+    traits_of,
+)
+from .dq_semaphore import acquire, release
+from .dropout import dropout_backward, keep_bits, keep_mask
+from .forward import CLEANED, flat
+from .key_blocks import (
+    apply_mask,
+    common_rows,
+    dq_position,
+    is_partial,
+    key_tile,
+    load_bias,
+    row_block_at,
+    row_block_range,
+)
+from .online_softmax import capped_tanh, log2
+from .register_layouts import mma_layout, transposed_layout
+from .tile_scheduler import ROWS, advance, new_barriers
 
-GROUPS = gl.constexpr(2)  # of warps, each with ROWS keys
+GROUPS = gl.constexpr(2)  # consumer groups, each with ROWS keys
 
 
 @gluon.jit
-def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-         ENTROPY: gl.constexpr):
-    """The warp that copies: K and V once, then of each block of rows Q, dO and the facts."""
-    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
-    q, k, v, do, level, delta, g_entropy, _, _, _ = described
-    FACTS: gl.constexpr = 3 if ENTROPY else 2
-    Q, K, V, dO, dS, dQ = X
-    k_ready, ready, free, s_ready, d_ready, d_free = barriers
-    block, item, kv = place(task)
+def producer(params, TRAITS: gl.constexpr):
+    """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block."""
+    descriptors, smem, barriers, row_stats = params.descriptors, params.smem, params.barriers, params.row_stats
+    DA: gl.constexpr = TRAITS.DA
+    EA: gl.constexpr = TRAITS.EA
+    BM: gl.constexpr = TRAITS.BM
+    STATS: gl.constexpr = 3 if TRAITS.ENTROPY else 2
+    block, batch, kv_head = key_tile(params)
+    k_ready = barriers.k_ready
     mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA) * 2)
     for g in gl.static_range(GROUPS):
-        row = (block * GROUPS + g) * ROWS
-        tma_load(k, [item, kv, row, 0], k_ready, K.index(g))
-        tma_load(v, [item, kv, row, 0], k_ready, V.index(g))
+        key = (block * GROUPS + g) * ROWS
+        tma_load(descriptors.k, [batch, kv_head, key, 0], k_ready, smem.K.index(g))
+        tma_load(descriptors.v, [batch, kv_head, key, 0], k_ready, smem.V.index(g))
     stage = 0
-    parity = 1
-    for u in range(task.groups):
-        h = kv * task.groups + u
-        first, count = walk_of(task, item, h, block, BM, MASK)
-        at = (item * task.heads + h) * task.NP
+    phase = 1
+    for u in range(params.heads_per_kv):
+        h = kv_head * params.heads_per_kv + u
+        first, count = row_block_range(params, batch, h, block, BM, TRAITS.MASK)
+        at = (batch * params.num_heads + h) * params.padded_n
         for t in range(count):
-            b, slot = rows_at(task, t, first, MASK)
-            now = ready.index(stage)
-            mbarrier.wait(free.index(stage), parity)
-            mbarrier.expect(now, BM * (DA + EA) * 2 + BM * 4 * FACTS)
-            tma_load(q, [item, h, b * BM, 0], now, Q.index(stage))
-            tma_load(level, [at + b * BM], now, facts[0].index(stage))
-            tma_load(do, [item, h, b * BM, 0], now, dO.index(stage))
-            tma_load(delta, [at + b * BM], now, facts[1].index(stage))
-            if ENTROPY:
-                tma_load(g_entropy, [at + b * BM], now, facts[2].index(stage))
-            stage, parity = advance(stage, parity, STAGES)
+            b, slot = row_block_at(params, t, first, TRAITS.MASK)
+            ready = barriers.ready.index(stage)
+            mbarrier.wait(barriers.free.index(stage), phase)
+            mbarrier.expect(ready, BM * (DA + EA) * 2 + BM * 4 * STATS)
+            tma_load(descriptors.q, [batch, h, b * BM, 0], ready, smem.Q.index(stage))
+            tma_load(descriptors.lse, [at + b * BM], ready, row_stats.lse.index(stage))
+            tma_load(descriptors.do, [batch, h, b * BM, 0], ready, smem.dO.index(stage))
+            tma_load(descriptors.delta, [at + b * BM], ready, row_stats.delta.index(stage))
+            if TRAITS.ENTROPY:
+                tma_load(descriptors.g_entropy, [at + b * BM], ready, row_stats.g_entropy.index(stage))
+            stage, phase = advance(stage, phase, TRAITS.STAGES)
 
 
 @gluon.jit
-def add(given, ODD: gl.constexpr, BM: gl.constexpr, MASK: gl.constexpr):
-    """One of two warps that add dQ to memory when its turn has come: this one every other block of rows."""
-    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
-    sums = described[7]
-    dQ = X[5]
-    d_ready, d_free = barriers[4], barriers[5]
-    block, item, kv = place(task)
-    parity = 0
-    spot = 0  # of dQ, which has two (Triton 3.6 loses a count that both loops carry; a bit that flips stays)
-    for u in range(task.groups):
-        h = kv * task.groups + u
-        first, count = walk_of(task, item, h, block, BM, MASK)
+def dq_warp(params, ODD: gl.constexpr, TRAITS: gl.constexpr):
+    """One of two warps that add dQ to memory, once the semaphore allows it: this one takes every other row block."""
+    dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
+    BM: gl.constexpr = TRAITS.BM
+    block, batch, kv_head = key_tile(params)
+    phase = 0
+    buffer = 0  # of dQ's two (Triton 3.6 loses a count that both loops carry; a bit that flips survives)
+    for u in range(params.heads_per_kv):
+        h = kv_head * params.heads_per_kv + u
+        first, count = row_block_range(params, batch, h, block, BM, TRAITS.MASK)
         for t in range(count):
-            if spot == ODD:
-                b, slot = rows_at(task, t, first, MASK)
-                turn = turn_at(task, t, b, first, item, h, block, MASK)
-                at = (item * task.heads + h) * gl.cdiv(task.n, BM) + b
-                await_turn(task.counters + at, turn)
-                mbarrier.wait(d_ready.index(ODD), parity)
-                parity ^= 1
+            if buffer == ODD:
+                b, slot = row_block_at(params, t, first, TRAITS.MASK)
+                position = dq_position(params, t, b, first, batch, h, block, TRAITS.MASK)
+                at = (batch * params.num_heads + h) * gl.cdiv(params.n, BM) + b
+                acquire(params.semaphores + at, position)
+                mbarrier.wait(d_ready.index(ODD), phase)
+                phase ^= 1
                 for g in gl.static_range(GROUPS):
-                    if turn == 0:
-                        tma_store(sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
+                    if position == 0:
+                        tma_store(dq_sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
                     else:
-                        tma_add(sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
+                        tma_add(dq_sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(d_free.index(ODD))
-                next_turn(task.counters + at, turn)
-            spot ^= 1
+                release(params.semaphores + at, position)
+            buffer ^= 1
 
 
 @gluon.jit
-def turned(X, L: gl.constexpr):
-    """A product [ROWS, BM] as the paper has it, [BM, ROWS]; nothing moves."""
-    return gl.convert_layout(X.permute((1, 0)), L, assert_trivial=True)
+def transposed(X, BM: gl.constexpr):
+    """A product [ROWS, BM] as the paper has it, [BM, ROWS]; no number moves."""
+    return gl.convert_layout(X.permute((1, 0)), transposed_layout(BM), assert_trivial=True)
 
 
 @gluon.jit
-def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, task, partial, BM: gl.constexpr, MASK: gl.constexpr,
-            BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, TL: gl.constexpr):
-    """P [BM, ROWS] of products S; 0 where the pair is hidden."""
-    if CAP:
-        S = cap * saturation(S, scale, cap)
-    elif not FAST:
+def compute_P(S, lse, tile, scale, unit, partial, params, TRAITS: gl.constexpr):
+    """Weights P [BM, ROWS] from products S; 0 where the pair is hidden."""
+    if TRAITS.CAP:
+        S = params.cap * capped_tanh(S, scale, params.cap)
+    elif not TRAITS.FAST:
         S *= scale
-    if BIAS != _PLAIN:
-        X = added(bias, item, h, b, j, task, BM, BIAS, TL)
+    if TRAITS.BIAS != _PLAIN:
+        X = load_bias(tile, params, TRAITS)
         S = gl.where(X != float("-inf"), S + X, float("-inf"))  # by the bias and not by the sum, which a hidden key may make NaN
     if partial:
-        S = veil(S, b, j, slot, item, h, task, BM, MASK, TL)
-    T = S * unit - level[:, None] if FAST else (S - level[:, None]) * LOG2E
+        S = apply_mask(S, tile, params, TRAITS)
+    T = S * unit - lse[:, None] if TRAITS.FAST else (S - lse[:, None]) * LOG2E
     return gl.exp2(T)
 
 
 @gluon.jit
-def slopes(P, dP, level, g, item, h, b, j, cap, bias, task, partial, BM: gl.constexpr, BIAS: gl.constexpr, ENTROPY: gl.constexpr,
-           CAP: gl.constexpr, TL: gl.constexpr):
-    """dS [BM, ROWS] of the scaled products from dP − δ. What a cap has left of a logit is told from P."""
+def compute_dS(P, dP, lse, g, tile, partial, params, TRAITS: gl.constexpr):
+    """dS [BM, ROWS] of the scaled products, from dP − δ. The slope of a cap is computed from P."""
+    BIAS: gl.constexpr = TRAITS.BIAS
     if BIAS != _PLAIN and BIAS != _ALIBI:
         dP = gl.where(P > 0.0, dP, 0.0)
     else:
         if partial:
             dP = gl.where(P > 0.0, dP, 0.0)  # a hidden value may be NaN
-    if ENTROPY:
+    if TRAITS.ENTROPY:
         dP -= g[:, None] * gl.maximum(log2(P), DEEP)
     dS = P * dP
-    if CAP:
-        S = log2(P) * LN2 + level[:, None]
+    if TRAITS.CAP:
+        S = log2(P) * LN2 + lse[:, None]
         if BIAS != _PLAIN:
-            S -= added(bias, item, h, b, j, task, BM, BIAS, TL)
-        t = S * (1.0 / cap)
+            S -= load_bias(tile, params, TRAITS)
+        t = S * (1.0 / params.cap)
         dS = gl.where(P > 0.0, dS * (1.0 - t * t), 0.0)
     return dS
 
 
 @gluon.jit
-def blank(X, levels, BM: gl.constexpr, C: gl.constexpr):
-    """Zeros for the queries X [BM, C] of rows that see nothing, which may be NaN. Every group writes the same to the same place."""
+def zero_empty_rows(X, lse, BM: gl.constexpr, C: gl.constexpr):
+    """Set the queries X [BM, C] of rows that see nothing to 0, since they may be NaN. Every group writes the same to the same place."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    for r in gl.static_range(0, BM, PIECE):
-        part = X.slice(r, PIECE)
-        see = levels.slice(r, PIECE).load(gl.SliceLayout(1, L)) < float("inf")
+    for r in gl.static_range(0, BM, CLEANED):
+        part = X.slice(r, CLEANED)
+        see = lse.slice(r, CLEANED).load(gl.SliceLayout(1, L)) < float("inf")
         part.store(gl.where(see[:, None], part.load(L), 0.0))
 
 
 @gluon.jit
-def lost(levels, BM: gl.constexpr):
+def has_empty_row(lse, BM: gl.constexpr):
     """Whether some row of a block sees nothing."""
-    return gl.max(levels.load(gl.BlockedLayout([BM // 32], [32], [4], [0])), 0) == float("inf")  # each warp has them all
+    return gl.max(lse.load(gl.BlockedLayout([BM // 32], [32], [4], [0])), 0) == float("inf")  # each warp has them all
 
 
 @gluon.jit
-def seen_by_some(task, item, kv, j, HIDING: gl.constexpr):
-    """Of keys j, which some row of some head may attend, int32; of those beyond the last, all."""
-    where = task.where
+def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
+    """Which keys j some row of some query head may attend to, int32; all of those past the end."""
+    lists = params.lists
     some = j * 0
-    for u in range(task.groups):
-        h = kv * task.groups + u
+    for u in range(params.heads_per_kv):
+        h = kv_head * params.heads_per_kv + u
         if HIDING:
-            at = task.seen + (item * task.heads + h).to(gl.int64) * task.M
+            at = params.seen + (batch * params.num_heads + h).to(gl.int64) * params.M
         else:
-            at = where.seen + (item // gl.load(where.inner)).to(gl.int64) * where.seen_item + h * where.seen_head
-        some = some | gl.load(at + j, mask=j < task.M, other=1).to(gl.int32)
+            at = lists.seen + (batch // gl.load(lists.inner)).to(gl.int64) * lists.seen_item + h * lists.seen_head
+        some = some | gl.load(at + j, mask=j < params.M, other=1).to(gl.int32)
     return some
 
 
 @gluon.jit
-def clean(X, task, item, kv, j0, C: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr):
-    """Zeros for keys X [ROWS, C] that no row may attend, which may be NaN. What a bias hides by −inf is told by `seen`."""
-    HIDING: gl.constexpr = BIAS != _PLAIN and BIAS != _ALIBI
-    if MASK != _NONE or HIDING:
+def zero_unseen_keys(X, batch, kv_head, j0, params, TRAITS: gl.constexpr):
+    """Set keys X [ROWS, DA] that no row may attend to to 0, since they may be NaN. `params.seen` says what a bias hides by −inf."""
+    C: gl.constexpr = TRAITS.DA
+    HIDING: gl.constexpr = TRAITS.BIAS != _PLAIN and TRAITS.BIAS != _ALIBI
+    if TRAITS.MASK != _NONE or HIDING:
         j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
-        if gl.min(seen_by_some(task, item, kv, j, HIDING), 0) == 0:
+        if gl.min(seen_by_some(params, batch, kv_head, j, HIDING), 0) == 0:
             L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-            for r in gl.static_range(0, ROWS, PIECE):
-                some = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, L))
-                part = X.slice(r, PIECE)
-                part.store(gl.where((seen_by_some(task, item, kv, some, HIDING) != 0)[:, None], part.load(L), 0.0))
+            for r in gl.static_range(0, ROWS, CLEANED):
+                some = j0 + r + gl.arange(0, CLEANED, gl.SliceLayout(1, L))
+                part = X.slice(r, CLEANED)
+                part.store(gl.where((seen_by_some(params, batch, kv_head, some, HIDING) != 0)[:, None], part.load(L), 0.0))
             fence_async_shared()
             group_barrier()
 
 
 @gluon.jit
-def blanked(X, levels, partial, BM: gl.constexpr, C: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr):
-    """`blank`, where the mask or the bias may hide all keys from a row."""
-    if MASK != _NONE or BIAS != _PLAIN:
+def clean_queries(X, lse, partial, TRAITS: gl.constexpr):
+    """`zero_empty_rows`, where the mask or the bias may hide all keys from a row."""
+    BIAS: gl.constexpr = TRAITS.BIAS
+    if TRAITS.MASK != _NONE or BIAS != _PLAIN:
         empty = partial
         if BIAS != _PLAIN and BIAS != _ALIBI:
-            empty = partial | lost(levels, BM)
+            empty = partial | has_empty_row(lse, TRAITS.BM)
         if empty:
-            blank(X, levels, BM, C)
+            zero_empty_rows(X, lse, TRAITS.BM, TRAITS.DA)
 
 
 @gluon.jit
-def fresh(X, zero):
-    """X, in registers of its own. The assembler of Triton 3.6 overwrites an operand in registers that a loop uses again."""
+def copied(X, zero):
+    """X, copied to other registers: ptxas of Triton 3.6 overwrites a register operand that a loop uses again."""
     return gl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r,r", [X, zero], X.dtype, True, 2)
 
 
 @gluon.jit
-def compared(K, X, stage, none, DA: gl.constexpr, BM: gl.constexpr):
-    """Sᵀ = K Qᵀ [ROWS, BM], begun."""
-    return warpgroup_mma(K, flat(X[0].index(stage), BM, DA).permute((1, 0)), none, use_acc=False, is_async=True)
+def start_S(K, Q, zero, DA: gl.constexpr, BM: gl.constexpr):
+    """Start Sᵀ = K Qᵀ [ROWS, BM]."""
+    return warpgroup_mma(K, flat(Q, BM, DA).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def valued(V, dO, delta, none, EA: gl.constexpr, BM: gl.constexpr, DROP: gl.constexpr, SL: gl.constexpr):
-    """dPᵀ − δ = V dOᵀ − δ [ROWS, BM], begun; without δ where dropout comes between."""
-    dO = flat(dO, BM, EA).permute((1, 0))
-    if DROP:
-        dP = warpgroup_mma(V, dO, none, use_acc=False, is_async=True)
+def start_dP(V, dO, delta, zero, TRAITS: gl.constexpr):
+    """Start dPᵀ − δ = V dOᵀ − δ [ROWS, BM]; without δ if dropout comes between."""
+    dO = flat(dO, TRAITS.BM, TRAITS.EA).permute((1, 0))
+    if TRAITS.DROP:
+        dP = warpgroup_mma(V, dO, zero, use_acc=False, is_async=True)
     else:
-        dP = warpgroup_mma(V, dO, none - delta.load(gl.SliceLayout(0, SL))[None, :], is_async=True)
+        dP = warpgroup_mma(V, dO, zero - delta.load(gl.SliceLayout(0, mma_layout(TRAITS.BM)))[None, :], is_async=True)
     return dP
 
 
 @gluon.jit
-def shared_out(X, at, none, G: gl.constexpr, DA: gl.constexpr):
-    """dQ = dS K, the group's share of its columns [BM, DA / GROUPS], begun."""
-    K, dS = X[1], X[4]
+def start_dQ(smem, buffer, zero, G: gl.constexpr, DA: gl.constexpr):
+    """Start dQ = dS K, the group's share of its columns [BM, DA / GROUPS]."""
+    K, dS = smem.K, smem.dS
     SHARE: gl.constexpr = DA // GROUPS
-    share = warpgroup_mma(dS.index(at * GROUPS).permute((1, 0)), flat(K.index(0), ROWS, DA).slice(G * SHARE, SHARE, dim=1), none, use_acc=False,
+    share = warpgroup_mma(dS.index(buffer * GROUPS).permute((1, 0)), flat(K.index(0), ROWS, DA).slice(G * SHARE, SHARE, dim=1), zero, use_acc=False,
                           is_async=True)
     for g in gl.static_range(1, GROUPS):
-        share = warpgroup_mma(dS.index(at * GROUPS + g).permute((1, 0)), flat(K.index(g), ROWS, DA).slice(G * SHARE, SHARE, dim=1), share,
+        share = warpgroup_mma(dS.index(buffer * GROUPS + g).permute((1, 0)), flat(K.index(g), ROWS, DA).slice(G * SHARE, SHARE, dim=1), share,
                               is_async=True)
     return share
 
 
 @gluon.jit
-def hand_over(share, dQ, at, d_free, d_ready, phase, G: gl.constexpr):
-    """A share of dQ to the warp that adds it."""
-    mbarrier.wait(d_free.index(at), phase)
-    dQ.index(at * GROUPS + G).store(share)
+def pass_dQ(share, buffer, phase, params, G: gl.constexpr):
+    """Pass a share of dQ to the dQ warp."""
+    mbarrier.wait(params.barriers.d_free.index(buffer), phase)
+    params.smem.dQ.index(buffer * GROUPS + G).store(share)
     fence_async_shared()
     group_barrier()
-    mbarrier.arrive(d_ready.index(at))
+    mbarrier.arrive(params.barriers.d_ready.index(buffer))
 
 
 @gluon.jit
-def put(X, desc, out, strides, item, kv, row, M, D, scale, into, C: gl.constexpr, DESCRIBED: gl.constexpr, XL: gl.constexpr):
-    """X [ROWS, C] times a number to memory, through the shared block `into` or by pointers."""
-    X = (X * scale).to(into.dtype)
-    if DESCRIBED:
-        flat(into, ROWS, C).store(X)
+def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale, smem, TMA_STORE: gl.constexpr):
+    """Store X [ROWS, C] times a number, through the shared block `smem` or by pointers."""
+    C: gl.constexpr = X.shape[1]
+    XL: gl.constexpr = X.type.layout
+    X = (X * scale).to(smem.dtype)
+    if TMA_STORE:
+        flat(smem, ROWS, C).store(X)
         fence_async_shared()
         group_barrier()
-        tma_store(desc, [item, kv, row, 0], into)
+        tma_store(descriptor, [batch, kv_head, key, 0], smem)
         tma.store_wait(0)
         group_barrier()
     else:
-        j = row + gl.arange(0, ROWS, gl.SliceLayout(1, XL))
+        j = key + gl.arange(0, ROWS, gl.SliceLayout(1, XL))
         c = gl.arange(0, C, gl.SliceLayout(0, XL))
-        at = out + item.to(gl.int64) * strides[0] + kv.to(gl.int64) * strides[1] + j.to(gl.int64)[:, None] * strides[2] + c[None, :]
+        at = out + batch.to(gl.int64) * strides[0] + kv_head.to(gl.int64) * strides[1] + j.to(gl.int64)[:, None] * strides[2] + c[None, :]
         gl.store(at, X, mask=(j < M)[:, None] & (c < D)[None, :])
 
 
 @gluon.jit
-def compute(given, G: gl.constexpr, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-            HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
-            DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
-    """A warp group: its ROWS keys against all rows that see the block. dQ of a block is made in the next block's step."""
-    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
-    Q, K, V, dO, dS, dQ = X
-    k_ready, ready, free, s_ready, d_ready, d_free = barriers
-    SHARE: gl.constexpr = DA // GROUPS  # columns of dQ that the group makes
-    SL: gl.constexpr = product(BM)
-    KL: gl.constexpr = product(DA)
-    VL: gl.constexpr = product(EA)
-    QL: gl.constexpr = product(SHARE)
-    TL: gl.constexpr = turned_layout(BM)
-    block, item, kv = place(task)
-    row = (block * GROUPS + G) * ROWS
-    beyond = row + ROWS > task.M
+def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
+    """Consumer group G: its ROWS keys against all rows that see the block. dQ of a row block is computed one iteration late."""
+    smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
+    ready, free, s_ready = barriers.ready, barriers.free, barriers.s_ready
+    DA: gl.constexpr = TRAITS.DA
+    EA: gl.constexpr = TRAITS.EA
+    BM: gl.constexpr = TRAITS.BM
+    MASK: gl.constexpr = TRAITS.MASK
+    DROP: gl.constexpr = TRAITS.DROP
+    SHARE: gl.constexpr = DA // GROUPS  # columns of dQ that the group computes
+    SL: gl.constexpr = mma_layout(BM)
+    KL: gl.constexpr = mma_layout(DA)
+    VL: gl.constexpr = mma_layout(EA)
+    QL: gl.constexpr = mma_layout(SHARE)
+    TL: gl.constexpr = transposed_layout(BM)
+    block, batch, kv_head = key_tile(params)
+    key = (block * GROUPS + G) * ROWS
+    past_end = key + ROWS > params.M
     dK = gl.zeros([ROWS, DA], gl.float32, KL)
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
-    none = gl.zeros([ROWS, BM], gl.float32, SL)
-    no_dQ = gl.zeros([BM, SHARE], gl.float32, QL)
-    mbarrier.wait(k_ready, 0)
-    clean(flat(K.index(G), ROWS, DA), task, item, kv, row, DA, MASK, BIAS)
-    own_k = flat(K.index(G), ROWS, DA)
-    own_v = flat(V.index(G), ROWS, EA)
-    if HELD:
-        own_k = own_k.load(gl.DotOperandLayout(0, SL, 2))
-        own_v = own_v.load(gl.DotOperandLayout(0, SL, 2))
+    zero = gl.zeros([ROWS, BM], gl.float32, SL)
+    zero_dQ = gl.zeros([BM, SHARE], gl.float32, QL)
+    mbarrier.wait(barriers.k_ready, 0)
+    zero_unseen_keys(flat(smem.K.index(G), ROWS, DA), batch, kv_head, key, params, TRAITS)
+    K = flat(smem.K.index(G), ROWS, DA)
+    V = flat(smem.V.index(G), ROWS, EA)
+    if TRAITS.KV_IN_REGISTERS:
+        K = K.load(gl.DotOperandLayout(0, SL, 2))
+        V = V.load(gl.DotOperandLayout(0, SL, 2))
     stage = 0
-    parity = 0
-    turn = 0  # of dS and dQ, which have two places
-    phase = 1  # of the dS before
-    late = False  # whether there is a dS before
-    for u in range(task.groups):
-        h = kv * task.groups + u
-        if SCALES:
-            scale = gl.load(task.scales + h)
+    phase = 0
+    buffer = 0  # of dS and dQ, which have two
+    ds_phase = 1  # of the previous dS
+    late = False  # whether there is a previous dS
+    scale = params.scale
+    for u in range(params.heads_per_kv):
+        h = kv_head * params.heads_per_kv + u
+        if TRAITS.SCALES:
+            scale = gl.load(params.scales + h)
         unit = scale * LOG2E
-        first, count = walk_of(task, item, h, block, BM, MASK)
-        begin, behind = common(task, item, h, row, MASK)
+        first, count = row_block_range(params, batch, h, block, BM, MASK)
+        begin, end = common_rows(params, batch, h, key, MASK)
         for t in range(count):
-            b, slot = rows_at(task, t, first, MASK)
-            partial = hides(b, slot, begin, behind, task.n, BM, MASK) | beyond
-            q = flat(Q.index(stage), BM, DA)
-            do = flat(dO.index(stage), BM, EA)
-            j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            b, slot = row_block_at(params, t, first, MASK)
+            partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
+            q = flat(smem.Q.index(stage), BM, DA)
+            do = flat(smem.dO.index(stage), BM, EA)
+            j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            tile = TileIndex(batch, h, b, j, slot)
             if DROP:
-                bits = survivors(task, item, h, b, j, BM, TL)
-            mbarrier.wait(s_ready.index(turn ^ 1), phase, pred=late)
-            share = shared_out(X, turn ^ 1, no_dQ, G, DA)
-            mbarrier.wait(ready.index(stage), parity)
-            keys, values = own_k, own_v
-            if HELD:
-                zero = (t + task.NP) >> 30
-                keys, values = fresh(own_k, zero), fresh(own_v, zero)
-            S = compared(keys, X, stage, none, DA, BM)
+                bits = keep_bits(tile, params, BM)
+            mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
+            share = start_dQ(smem, buffer ^ 1, zero_dQ, G, DA)
+            mbarrier.wait(ready.index(stage), phase)
+            keys, values = K, V
+            if TRAITS.KV_IN_REGISTERS:
+                nothing = (t + params.padded_n) >> 30
+                keys, values = copied(K, nothing), copied(V, nothing)
+            S = start_S(keys, smem.Q.index(stage), zero, DA, BM)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
-                hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G)
-            dP = valued(values, dO.index(stage), facts[1].index(stage), none, EA, BM, DROP, SL)
-            level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
-            S = turned(warpgroup_mma_wait(1, deps=[S]), TL)
-            P = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, task, partial, BM, MASK, BIAS, CAP, FAST, TL)
-            Pd = P
+                pass_dQ(share, buffer ^ 1, ds_phase ^ 1, params, G)
+            dP = start_dP(values, smem.dO.index(stage), row_stats.delta.index(stage), zero, TRAITS)
+            lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
+            S = transposed(warpgroup_mma_wait(1, deps=[S]), BM)
+            P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
+            P_kept = P
             if DROP:
-                P = gl.where(survive(bits, BM, TL), P, -P)  # the sign says who was dropped
-                Pd = gl.where(P < 0.0, 0.0, P * task.drop.factor)
-            dV = warpgroup_mma(gl.convert_layout(Pd.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
-            slope = turned(warpgroup_mma_wait(1, deps=[dP]), TL)
+                P = gl.where(keep_mask(bits, BM), P, -P)  # a negative sign means dropped
+                P_kept = gl.where(P < 0.0, 0.0, P * params.drop.factor)
+            dV = warpgroup_mma(gl.convert_layout(P_kept.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
+            dS = transposed(warpgroup_mma_wait(1, deps=[dP]), BM)
             if DROP:
-                P, slope = dropped(P, slope, facts[1].index(stage).load(gl.SliceLayout(1, TL)), task.drop)
-            g = level
-            if ENTROPY:
-                g = facts[2].index(stage).load(gl.SliceLayout(1, TL))
-            if CAP:
-                level = facts[0].index(stage).load(gl.SliceLayout(1, TL))
-            slope = slopes(P, slope, level, g, item, h, b, j, cap, bias, task, partial, BM, BIAS, ENTROPY, CAP, TL)
-            of_keys = slope
-            if SCALES:  # each query head has its own, and dK is of them all
-                of_keys = slope * scale
-            slope = gl.convert_layout(slope.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
-            dS.index(turn * GROUPS + G).store(slope)
-            of_keys = gl.convert_layout(of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
-            blanked(q, facts[0].index(stage), partial, BM, DA, MASK, BIAS)
+                P, dS = dropout_backward(P, dS, row_stats.delta.index(stage).load(gl.SliceLayout(1, TL)), params.drop)
+            g = lse
+            if TRAITS.ENTROPY:
+                g = row_stats.g_entropy.index(stage).load(gl.SliceLayout(1, TL))
+            if TRAITS.CAP:
+                lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))
+            dS = compute_dS(P, dS, lse, g, tile, partial, params, TRAITS)
+            dS_of_keys = dS
+            if TRAITS.SCALES:  # each query head has its own, and dK sums over them
+                dS_of_keys = dS * scale
+            dS = gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
+            smem.dS.index(buffer * GROUPS + G).store(dS)
+            dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
+            clean_queries(q, row_stats.lse.index(stage), partial, TRAITS)
             fence_async_shared()
             group_barrier()
-            mbarrier.arrive(s_ready.index(turn))
-            dK = warpgroup_mma(of_keys, q, dK, is_async=True)
+            mbarrier.arrive(s_ready.index(buffer))
+            dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
             dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
             mbarrier.arrive(free.index(stage))
             late = True
-            phase = gl.where(turn == 0, phase ^ 1, phase)
-            turn ^= 1
-            stage, parity = advance(stage, parity, STAGES)
+            ds_phase = gl.where(buffer == 0, ds_phase ^ 1, ds_phase)
+            buffer ^= 1
+            stage, phase = advance(stage, phase, TRAITS.STAGES)
     if late:
-        mbarrier.wait(s_ready.index(turn ^ 1), phase)
-        share = shared_out(X, turn ^ 1, no_dQ, G, DA)
+        mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase)
+        share = start_dQ(smem, buffer ^ 1, zero_dQ, G, DA)
         share = warpgroup_mma_wait(0, deps=[share])
-        hand_over(share, dQ, turn ^ 1, d_free, d_ready, phase ^ 1, G)
-    put(dV, described[9], dv, strides[1], item, kv, row, task.M, task.E, 1.0, V.index(G), EA, DESCRIBED, VL)
-    put(dK, described[8], dk, strides[0], item, kv, row, task.M, task.D, 1.0 if SCALES else scale, V.index(G), DA, DESCRIBED, KL)
+        pass_dQ(share, buffer ^ 1, ds_phase ^ 1, params, G)
+    descriptors, into = params.descriptors, smem.V.index(G)
+    store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE)
+    store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, 1.0 if TRAITS.SCALES else scale, into,
+                   TRAITS.TMA_STORE)
 
 
-@gluon.jit(do_not_specialize=["where", "turns", "drop", "n", "M", "D", "E", "NP", "blocks", "owners", "heads", "groups", "section"])
-def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
-             seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section,
+@gluon.jit(do_not_specialize=["lists", "dq_order", "drop", "n", "M", "D", "E", "padded_n", "key_blocks", "batch_kv_heads", "num_heads", "heads_per_kv",
+                              "swizzle"])
+def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, dv, dk_strides, dv_strides, scale, scales, cap, bias, lists, dq_order,
+             drop, seen, semaphores, n, M, D, E, padded_n, key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle,
              DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-             HELD: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
-             DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
-    """A program has one block of keys of one key head; its query heads come one after the other."""
+             KV_IN_REGISTERS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
+             DROP: gl.constexpr, SCALES: gl.constexpr, TMA_STORE: gl.constexpr):
+    """A program takes one key block of one key head; its query heads follow one after the other."""
     K = gl.allocate_shared_memory(k.dtype, [GROUPS, 1, 1, ROWS, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [GROUPS, 1, 1, ROWS, EA], v.layout)
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
     dO = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, EA], do.layout)
     dS = gl.allocate_shared_memory(q.dtype, [2 * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
-    dQ = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BM, DA // GROUPS], sums.layout)
-    levels = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
-    third = deltas
+    dQ = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BM, DA // GROUPS], dq_sums.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
+    g_smem = delta_smem
     if ENTROPY:
-        third = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
+        g_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     k_ready = new_barriers(1, 1).index(0)
     d_ready = new_barriers(2, GROUPS)
     d_free = new_barriers(2, 1)
@@ -399,32 +425,34 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
     ready = new_barriers(STAGES, 1)
     free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
-    described = (q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc)
-    X = (Q, K, V, dO, dS, dQ)
-    barriers = (k_ready, ready, free, s_ready, d_ready, d_free)
-    facts = (levels, deltas, third)  # then g_H of the entropy
-    task = Task(scales, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section)
-    given = (described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task)
+    params = BackwardParams(
+        BackwardDescriptors(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc), BackwardSmem(Q, K, V, dO, dS, dQ),
+        BackwardBarriers(k_ready, ready, free, s_ready, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
+        key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
+    TRAITS: gl.constexpr = traits_of(
+        DA=DA, EA=EA, BM=BM, STAGES=STAGES, KV_IN_REGISTERS=KV_IN_REGISTERS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     gl.warp_specialize([
-        (compute, (given, 0, DA, EA, BM, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
-        (compute, (given, 1, DA, EA, BM, STAGES, HELD, MASK, BIAS, CAP, FAST, ENTROPY, DROP, SCALES, DESCRIBED)),
-        (copy, (given, DA, EA, BM, STAGES, MASK, ENTROPY)),
-        (add, (given, 0, BM, MASK)),
-        (add, (given, 1, BM, MASK)),
+        (consumer, (params, 0, TRAITS)),
+        (consumer, (params, 1, TRAITS)),
+        (producer, (params, TRAITS)),
+        (dq_warp, (params, 0, TRAITS)),
+        (dq_warp, (params, 1, TRAITS)),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
 
 
 @triton.jit(do_not_specialize=["n", "D"])
-def finish(sums, counters, dq, scale, n, D, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, COUNTERS: tl.constexpr):
-    """A block of rows of dQ from its sums, in PARTS of C columns; zeros if nothing was added."""
-    block, own = seats(tl.cdiv(n, BM))
+def dq_postprocess(dq_sums, semaphores, dq, scale, n, D, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, SEMAPHORES: tl.constexpr):
+    """A row block of dQ from its sums, in PARTS of C columns; zeros if no key block added to it."""
+    block, batch_head = seats(tl.cdiv(n, BM))
     at = tl.program_id(0)
-    some = tl.load(counters + at * COUNTERS) > 0
+    some = tl.load(semaphores + at * SEMAPHORES) > 0
     r = tl.arange(0, BM)
     i = block * BM + r
     for g in tl.static_range(PARTS):
         c = tl.arange(0, C)
-        X = tl.load(sums + ((at.to(tl.int64) * PARTS + g) * BM + r)[:, None] * C + c[None, :])  # [BM, C]
+        X = tl.load(dq_sums + ((at.to(tl.int64) * PARTS + g) * BM + r)[:, None] * C + c[None, :])  # [BM, C]
         X = tl.where(some, X, 0.0) * scale
-        to = (own.to(tl.int64) * n + i)[:, None] * D + (g * C + c)[None, :]
+        to = (batch_head.to(tl.int64) * n + i)[:, None] * D + (g * C + c)[None, :]
         tl.store(dq + to, X.to(dq.dtype.element_ty), mask=(i < n)[:, None] & (g * C + c < D)[None, :])

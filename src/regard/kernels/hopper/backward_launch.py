@@ -1,4 +1,4 @@
-"""From a `KernelArgs` to the Hopper backward: what it refuses, its memory, and its start."""
+"""Launch the Hopper backward for a `KernelArgs`: what it refuses, its tile, its workspace, its arguments."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from ..arguments import RELATIVE, TENSOR, BackwardRows, KernelArgs
 from ..portable.configs import padded
 from . import backward_wide
 from . import forward_launch as forward
-from .backward import backward, finish
+from .backward import backward, dq_postprocess
 from .configs import ROWS, cdiv
-from .descriptors import KINDS, describable, described, in_a_row, of_matrix
+from .descriptors import GLUON_DTYPES, describable, descriptors, matrix_descriptor, vector_descriptor
 from .dq_order import dq_order
 from .nonfinite import attended
 
-__all__ = ["Blocks", "backward_arguments", "blocks_for", "kernel_for", "memory_for", "refuses", "seen_keys", "slopes"]
+__all__ = [
+    "BackwardTile", "BackwardWorkspace", "backward_arguments", "kernel_for", "launch_backward", "postprocess_dq", "refuses", "seen_keys", "tile_for",
+    "workspace_for",
+]  # fmt: skip
 
 _NARROW = 128  # dims up to which a group holds dK and dV of its keys
 
 
-# Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal: d128 522 and 498; d64, held, 431 and 447; d256, wide, 415 and 374
-# (bench/results/gpu_backward.md). Before masks were read by keys, d64 held 434 and 419, from shared memory 398 and 382.
-class Blocks(NamedTuple):
-    """Rows of a block, blocks in flight, registers a thread of the two warp groups."""
+# Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal: d128 522 and 498; d64, K and V in registers, 431 and 447; d256, wide,
+# 415 and 374 (bench/results/gpu_backward.md). Before masks were read by keys, d64 had 434 and 419, with K and V in smem 398 and 382.
+class BackwardTile(NamedTuple):
+    """Rows per block, blocks in flight, registers per thread of the two consumer groups."""
 
     BM: int = 64
     stages: int = 2
     registers: int = 240
-    held: bool = False  # whether a group has its keys and values in registers
-    wide: bool = False  # whether both groups work for the same keys: one weighs, one slopes
-    section: int = 0  # key heads that are worked on together; 0: as many as fill the chip
+    kv_in_registers: bool = False  # whether a group holds its keys and values in registers
+    wide: bool = False  # whether both groups work on the same keys: one computes P, the other dS
+    swizzle: int = 0  # key heads that are scheduled together; 0: as many as fill the chip
 
     @property
     def BN(self) -> int:
@@ -46,94 +49,96 @@ class Blocks(NamedTuple):
         return 4 if self.wide else 2
 
     @property
-    def counters(self) -> int:
-        """Of a block of rows: halves of dQ that take turns each on its own."""
+    def semaphores(self) -> int:
+        """Semaphores per row block: one per half of dQ that is added on its own."""
         return 2 if self.wide else 1
 
     def widths(self, w: KernelArgs) -> tuple[int, int]:
-        """The dims of queries and keys, and of values, as the kernel has them."""
+        """The padded dims of queries and keys, and of values."""
         D, E = (64 if dim <= 64 else 128 if dim <= 128 else 256 for dim in (w.query.shape[3], w.value.shape[3]))
         return (256, E) if self.wide else (D, E)
 
 
-class Memory(NamedTuple):
-    """What the kernel writes."""
+class BackwardWorkspace(NamedTuple):
+    """The tensors that the kernel writes."""
 
     dk: Tensor
     dv: Tensor
-    sums: Tensor  # float32 (blocks of rows · parts · BM, columns of a part): dQ, unscaled
-    counters: Tensor  # int32 (blocks of rows · counters,): how many blocks of keys have added
+    dq_sums: Tensor  # float32 (row blocks · parts · BM, columns of a part): dQ, unscaled
+    semaphores: Tensor  # int32 (row blocks · semaphores,): how many key blocks have added
 
 
 def refuses(w: KernelArgs, s: BackwardRows) -> list[str]:
-    """Why the kernel cannot do this work; empty if it can."""
+    """Why the kernel cannot compute these gradients; empty if it can."""
     reasons = forward.refuses(w)
-    if w.kind in (TENSOR, RELATIVE) and w.bias.at is not None and w.bias.at.dtype not in KINDS:
+    if w.kind in (TENSOR, RELATIVE) and w.bias.at is not None and w.bias.at.dtype not in GLUON_DTYPES:
         reasons.append(f"a bias has float32, float16 or bfloat16 numbers; got {w.bias.at.dtype}")
     if w.kind == TENSOR and max(w.bias.row, w.bias.key, (w.n - 1) * w.bias.row + (w.m - 1) * w.bias.key) >= 2**31:
         reasons.append(f"the numbers of a bias are counted in 31 bits; got strides of {w.bias.row} and {w.bias.key}")
     if s.dO.dtype != w.query.dtype or not describable(s.dO):
-        reasons.append(f"the copy engine cannot describe the output's gradient: {s.dO.dtype}, strides {tuple(s.dO.stride())}")
-    if w.query.shape[0] * w.heads * max(blocks_for(w).parts * (w.n + 127), w.m + 15) >= 2**31:
+        reasons.append(f"TMA cannot describe the output's gradient: {s.dO.dtype}, strides {tuple(s.dO.stride())}")
+    if w.query.shape[0] * w.heads * max(tile_for(w).parts * (w.n + 127), w.m + 15) >= 2**31:
         reasons.append(f"rows and keys are counted in 31 bits; got {tuple(w.query.shape[:3])}, and {w.m} keys")
     return reasons
 
 
-def blocks_for(w: KernelArgs) -> Blocks:
-    """By the larger dim: up to 64, a group has registers enough for its keys and values; above 128, not for dK and dV together."""
+def tile_for(w: KernelArgs) -> BackwardTile:
+    """By the larger dim: up to 64, a group's registers hold its keys and values; above 128, they do not hold both dK and dV."""
     dim = max(w.query.shape[3], w.value.shape[3])
-    return Blocks(held=dim <= 64, wide=dim > _NARROW)
+    return BackwardTile(kv_in_registers=dim <= 64, wide=dim > _NARROW)
 
 
-def slopes(w: KernelArgs, s: BackwardRows, blocks: Blocks | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def launch_backward(w: KernelArgs, s: BackwardRows, tile: BackwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (in float32 and not yet scaled where there is a tensor of scales), dK and dV."""
-    blocks = blocks or blocks_for(w)
-    memory = memory_for(w, blocks)
-    seen = seen_keys(w, blocks.BM, blocks.BN) if w.kind in (TENSOR, RELATIVE) else None
-    args, options = backward_arguments(w, s, memory, blocks, seen)
+    tile = tile or tile_for(w)
+    workspace = workspace_for(w, tile)
+    seen = seen_keys(w, tile.BM, tile.BN) if w.kind in (TENSOR, RELATIVE) else None
+    arguments, options = backward_arguments(w, s, workspace, tile, seen)
     L, K, M, _ = w.key.shape
-    kernel_for(blocks)[(cdiv(M, blocks.BN) * L * K,)](*args, **options)
-    return finished(w, memory, blocks), memory.dk, memory.dv
+    kernel_for(tile)[(cdiv(M, tile.BN) * L * K,)](**arguments, **options)
+    return postprocess_dq(w, workspace, tile), workspace.dk, workspace.dv
 
 
-def kernel_for(blocks: Blocks) -> Any:
-    return backward_wide.backward if blocks.wide else backward
+def kernel_for(tile: BackwardTile) -> Any:
+    return backward_wide.backward if tile.wide else backward
 
 
-def memory_for(w: KernelArgs, blocks: Blocks) -> Memory:
+def workspace_for(w: KernelArgs, tile: BackwardTile) -> BackwardWorkspace:
     L, H, N = w.rows
-    rows = L * H * cdiv(N, blocks.BM)
-    sums = w.query.new_empty(rows * blocks.parts * blocks.BM, blocks.widths(w)[0] // blocks.parts, dtype=torch.float32)
-    counters = torch.zeros(rows * blocks.counters, dtype=torch.int32, device=w.query.device)
-    return Memory(torch.empty_like(w.key, memory_format=torch.contiguous_format), torch.empty_like(w.value, memory_format=torch.contiguous_format), sums, counters)
+    row_blocks = L * H * cdiv(N, tile.BM)
+    sums = w.query.new_empty(row_blocks * tile.parts * tile.BM, tile.widths(w)[0] // tile.parts, dtype=torch.float32)
+    semaphores = torch.zeros(row_blocks * tile.semaphores, dtype=torch.int32, device=w.query.device)
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (w.key, w.value))
+    return BackwardWorkspace(dk, dv, sums, semaphores)
 
 
 def backward_arguments(
-    w: KernelArgs, s: BackwardRows, memory: Memory, blocks: Blocks, seen: Tensor | None = None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the kernel is called with; `seen`, where a bias may hide keys."""
+    w: KernelArgs, s: BackwardRows, workspace: BackwardWorkspace, tile: BackwardTile, seen: Tensor | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The kernel's arguments by name, and the options of its launch; `seen` (L, H, M) where a bias may hide keys."""
     (L, H, N), D, E = w.rows, w.query.shape[3], w.value.shape[3]
-    DA, EA = blocks.widths(w)
-    BM, BN = blocks.BM, blocks.BN
-    NP = -(-N // BM) * BM
-    entropy = s.g_entropy is not None
-    stored = (blocks.wide or DA == EA) and describable(memory.dk) and describable(memory.dv)  # by the copy engine
-    where = w.block_mask.by_keys(BM, BN)
-    q, k, v, do = (described(x, rows, width)[0] for x, rows, width in (
+    DA, EA = tile.widths(w)
+    BM, BN = tile.BM, tile.BN
+    padded_n = -(-N // BM) * BM
+    dk, dv = workspace.dk, workspace.dv
+    tma_store = (tile.wide or DA == EA) and describable(dk) and describable(dv)
+    (q,), (k,), (v,), (do,) = (descriptors(x, rows, width) for x, rows, width in (
         (w.query, BM, DA), (w.key, ROWS, DA), (w.value, ROWS, EA), (s.dO, BM, EA)))
-    facts = [in_a_row(_rows(x, NP, beyond), BM) for x, beyond in zip(_facts(s), (torch.inf, 0.0, 0.0), strict=True)]
-    out = [described(x, ROWS, width)[0] if stored else None for x, width in ((memory.dk, DA), (memory.dv, EA))]
-    args = (
-        q, k, v, do, *facts, of_matrix(memory.sums, BM), *out, memory.dk, memory.dv, (memory.dk.stride()[:3], memory.dv.stride()[:3]),
-        w.scale, w.scales, w.softcap or 0.0, w.bias, where, dq_order(w.block_mask, BM, BN), w.drop, seen, memory.counters, N, w.m, D, E, NP,
-        cdiv(w.m, BN), L * H // w.groups, H, w.groups, _section(w, blocks),
-    )  # fmt: skip
-    options = {
-        "DA": DA, "EA": EA, "BM": BM, "STAGES": blocks.stages, "REGISTERS": blocks.registers, **({} if blocks.wide else {"HELD": blocks.held}),
-        **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": entropy,
-        "DROP": w.drop.keys is not None, "DESCRIBED": stored, "num_warps": 4, "enable_fp_fusion": True,
+    (dk_desc,), (dv_desc,) = (descriptors(x, ROWS, width) if tma_store else (None,) for x, width in ((dk, DA), (dv, EA)))
+    lse, delta, g_entropy = (vector_descriptor(_padded(x, padded_n, beyond), BM) for x, beyond in zip(_row_stats(s), (torch.inf, 0.0, 0.0), strict=True))
+    arguments = {
+        "q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "g_entropy": g_entropy, "dq_sums": matrix_descriptor(workspace.dq_sums, BM),
+        "dk_desc": dk_desc, "dv_desc": dv_desc, "dk": dk, "dv": dv, "dk_strides": dk.stride()[:3], "dv_strides": dv.stride()[:3],
+        "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "bias": w.bias, "lists": w.block_mask.by_keys(BM, BN),
+        "dq_order": dq_order(w.block_mask, BM, BN), "drop": w.drop, "seen": seen, "semaphores": workspace.semaphores,
+        "n": N, "M": w.m, "D": D, "E": E, "padded_n": padded_n, "key_blocks": cdiv(w.m, BN), "batch_kv_heads": L * H // w.groups,
+        "num_heads": H, "heads_per_kv": w.groups, "swizzle": _swizzle(w, tile),
+        "DA": DA, "EA": EA, "BM": BM, "STAGES": tile.stages, "REGISTERS": tile.registers,
+        **({} if tile.wide else {"KV_IN_REGISTERS": tile.kv_in_registers}),
+        **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": s.g_entropy is not None,
+        "DROP": w.drop.keys is not None, "TMA_STORE": tma_store,
     }  # fmt: skip
-    return args, options
+    return arguments, {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def seen_keys(w: KernelArgs, BM: int, BN: int) -> Tensor:
@@ -148,32 +153,32 @@ def seen_keys(w: KernelArgs, BM: int, BN: int) -> Tensor:
     return seen
 
 
-def finished(w: KernelArgs, memory: Memory, blocks: Blocks) -> Tensor:
-    """dQ from its sums."""
+def postprocess_dq(w: KernelArgs, workspace: BackwardWorkspace, tile: BackwardTile) -> Tensor:
+    """dQ from its sums: scaled and rounded, once."""
     (L, H, N), D = w.rows, w.query.shape[3]
-    exact = w.scales is not None
-    dq = w.query.new_empty(L, H, N, D, dtype=torch.float32 if exact else w.query.dtype)
-    scale = 1.0 if exact else w.scale
-    finish[(cdiv(N, blocks.BM) * L * H,)](
-        memory.sums, memory.counters, dq, scale, N, D,
-        BM=blocks.BM, PARTS=blocks.parts, C=memory.sums.shape[1], COUNTERS=blocks.counters, num_warps=4,
+    unscaled = w.scales is not None
+    dq = w.query.new_empty(L, H, N, D, dtype=torch.float32 if unscaled else w.query.dtype)
+    scale = 1.0 if unscaled else w.scale
+    dq_postprocess[(cdiv(N, tile.BM) * L * H,)](
+        workspace.dq_sums, workspace.semaphores, dq, scale, N, D,
+        BM=tile.BM, PARTS=tile.parts, C=workspace.dq_sums.shape[1], SEMAPHORES=tile.semaphores, num_warps=4,
     )  # fmt: skip
     return dq
 
 
-def _section(w: KernelArgs, blocks: Blocks) -> int:
-    """How many key heads are worked on together: enough for a program on every multiprocessor."""
-    owners = w.key.shape[0] * w.key.shape[1]
-    return min(owners, blocks.section or cdiv(forward.multiprocessors(w.query.device), cdiv(w.m, blocks.BN)))
+def _swizzle(w: KernelArgs, tile: BackwardTile) -> int:
+    """How many key heads are scheduled together: enough for a program on every multiprocessor."""
+    batch_kv_heads = w.key.shape[0] * w.key.shape[1]
+    return min(batch_kv_heads, tile.swizzle or cdiv(forward.multiprocessors(w.query.device), cdiv(w.m, tile.BN)))
 
 
-def _facts(s: BackwardRows) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of each row its level, δ, and g_H by the units of the exponent: dS = P ∘ (dP − (δ − g_H·mean) − g_H·(S − level))."""
+def _row_stats(s: BackwardRows) -> tuple[Tensor, Tensor, Tensor | None]:
+    """lse, δ, and g_H per unit of the exponent: dS = P ∘ (dP − (δ − g_H·mean) − g_H·(S − lse))."""
     if s.g_entropy is None or s.mean is None:
         return s.row_max, s.delta, None
     return s.row_max, s.delta - s.g_entropy * s.mean, s.g_entropy * math.log(2)
 
 
-def _rows(x: Tensor | None, rows: int, beyond: float = 0.0) -> Tensor | None:
-    """A number for each of so many rows; those beyond the last have `beyond`."""
+def _padded(x: Tensor | None, rows: int, beyond: float = 0.0) -> Tensor | None:
+    """One number per row, for so many rows; those past the end get `beyond`."""
     return x if x is None or x.shape[-1] == rows else pad(x, (0, rows - x.shape[-1]), value=beyond)

@@ -1,7 +1,7 @@
-"""The backward pass on Hopper for dims above 128, where one warp group cannot hold dK and dV of its keys together.
+"""The backward pass on Hopper for dims above 128, where one consumer group cannot hold both dK and dV of its keys.
 
-A program has ROWS keys. One group weighs: S, P, and dV. The other slopes: dP, dS, and dK; it gets P through shared memory.
-Each makes half of dQ = dS K, in two parts, and has a warp that adds these to memory in turns. All else is as in `backward.py`.
+A program has ROWS keys. One group computes S, P and dV, the other dP, dS and dK; it gets P through shared memory. Each computes
+half of dQ = dS K, in two parts, and has a dQ warp that adds these to memory. All else is as in `backward.py`.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -18,279 +18,299 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store
 from ..portable.tile_ops import LOG2E
-from .backward import blanked, clean, put, slopes, turned, valued, weights
-from .dq_semaphore import await_turn, next_turn, tma_add
-from .dropout import dropped, survive, survivors
-from .forward import flat, group_barrier, tma_store
-from .key_blocks import Task, common, hides, place, rows_at, turn_at, walk_of
-from .register_layouts import product
-from .register_layouts import turned as turned_layout
-from .tile_scheduler import ROWS, advance, new_barriers, tma_load
+from .aggregates import BackwardDescriptors, BackwardParams, RowStats, TileIndex, WideBarriers, WideSmem, traits_of
+from .backward import (
+    clean_queries,
+    compute_dS,
+    compute_P,
+    start_dP,
+    start_S,
+    store_gradient,
+    transposed,
+    zero_unseen_keys,
+)
+from .dq_semaphore import acquire, release
+from .dropout import dropout_backward, keep_bits, keep_mask
+from .forward import flat
+from .key_blocks import common_rows, dq_position, is_partial, key_tile, row_block_at, row_block_range
+from .register_layouts import mma_layout, transposed_layout
+from .tile_scheduler import ROWS, advance, new_barriers
 
-HALVES = gl.constexpr(2)  # of dQ, one for each group
-PARTS = gl.constexpr(2)  # of each half, which are made one after the other
+HALVES = gl.constexpr(2)  # of dQ, one per group
+PARTS = gl.constexpr(2)  # of each half, which are computed one after the other
 PART = gl.constexpr(64)  # columns of a part
 
 
 @gluon.jit
-def copy(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, ENTROPY: gl.constexpr):
-    """The warp that copies: K and V once, then of each block of rows Q, and dO as soon as the one before it is done with."""
-    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
-    q, k, v, do, level, delta, g_entropy, _, _, _ = described
-    Q, K, V, dO, P, dS, dQ = X
-    k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free = barriers
-    block, item, kv = place(task)
+def producer(params, TRAITS: gl.constexpr):
+    """The producer warp: it loads K and V once, then Q of each row block, and dO as soon as the previous one is free."""
+    descriptors, smem, barriers, row_stats = params.descriptors, params.smem, params.barriers, params.row_stats
+    k_ready, o_ready = barriers.k_ready, barriers.o_ready
+    DA: gl.constexpr = TRAITS.DA
+    EA: gl.constexpr = TRAITS.EA
+    BM: gl.constexpr = TRAITS.BM
+    block, batch, kv_head = key_tile(params)
     mbarrier.expect(k_ready, ROWS * (DA + EA) * 2)
-    tma_load(k, [item, kv, block * ROWS, 0], k_ready, K)
-    tma_load(v, [item, kv, block * ROWS, 0], k_ready, V)
+    tma_load(descriptors.k, [batch, kv_head, block * ROWS, 0], k_ready, smem.K)
+    tma_load(descriptors.v, [batch, kv_head, block * ROWS, 0], k_ready, smem.V)
     stage = 0
-    parity = 1
-    o_parity = 1
-    for u in range(task.groups):
-        h = kv * task.groups + u
-        first, count = walk_of(task, item, h, block, BM, MASK)
-        at = (item * task.heads + h) * task.NP
+    phase = 1
+    o_phase = 1
+    for u in range(params.heads_per_kv):
+        h = kv_head * params.heads_per_kv + u
+        first, count = row_block_range(params, batch, h, block, BM, TRAITS.MASK)
+        at = (batch * params.num_heads + h) * params.padded_n
         for t in range(count):
-            b, slot = rows_at(task, t, first, MASK)
-            now = q_ready.index(stage)
-            mbarrier.wait(q_free.index(stage), parity)
-            mbarrier.expect(now, BM * DA * 2 + BM * 4)
-            tma_load(q, [item, h, b * BM, 0], now, Q.index(stage))
-            tma_load(level, [at + b * BM], now, facts[0].index(stage))
-            mbarrier.wait(o_free, o_parity)
-            mbarrier.expect(o_ready, BM * EA * 2 + BM * 4 * (2 if ENTROPY else 1))
-            tma_load(do, [item, h, b * BM, 0], o_ready, dO)
-            tma_load(delta, [at + b * BM], o_ready, facts[1])
-            if ENTROPY:
-                tma_load(g_entropy, [at + b * BM], o_ready, facts[2])
-            o_parity ^= 1
-            stage, parity = advance(stage, parity, STAGES)
+            b, slot = row_block_at(params, t, first, TRAITS.MASK)
+            q_ready = barriers.q_ready.index(stage)
+            mbarrier.wait(barriers.q_free.index(stage), phase)
+            mbarrier.expect(q_ready, BM * DA * 2 + BM * 4)
+            tma_load(descriptors.q, [batch, h, b * BM, 0], q_ready, smem.Q.index(stage))
+            tma_load(descriptors.lse, [at + b * BM], q_ready, row_stats.lse.index(stage))
+            mbarrier.wait(barriers.o_free, o_phase)
+            mbarrier.expect(o_ready, BM * EA * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
+            tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO)
+            tma_load(descriptors.delta, [at + b * BM], o_ready, row_stats.delta)
+            if TRAITS.ENTROPY:
+                tma_load(descriptors.g_entropy, [at + b * BM], o_ready, row_stats.g_entropy)
+            o_phase ^= 1
+            stage, phase = advance(stage, phase, TRAITS.STAGES)
 
 
 @gluon.jit
-def add(given, G: gl.constexpr, BM: gl.constexpr, MASK: gl.constexpr):
-    """The warp that adds a group's half of dQ to memory when its turn has come. Each half has counters of its own."""
-    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
-    sums = described[7]
-    dQ = X[6]
-    d_ready, d_free = barriers[7], barriers[8]
-    block, item, kv = place(task)
-    for u in range(task.groups):
-        h = kv * task.groups + u
-        first, count = walk_of(task, item, h, block, BM, MASK)
+def dq_warp(params, G: gl.constexpr, TRAITS: gl.constexpr):
+    """The warp that adds a group's half of dQ to memory, once its semaphore allows it. Each half has semaphores of its own."""
+    dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
+    BM: gl.constexpr = TRAITS.BM
+    block, batch, kv_head = key_tile(params)
+    for u in range(params.heads_per_kv):
+        h = kv_head * params.heads_per_kv + u
+        first, count = row_block_range(params, batch, h, block, BM, TRAITS.MASK)
         for t in range(count):
-            b, slot = rows_at(task, t, first, MASK)
-            turn = turn_at(task, t, b, first, item, h, block, MASK)
-            at = ((item * task.heads + h) * gl.cdiv(task.n, BM) + b) * HALVES + G
-            await_turn(task.counters + at, turn)
+            b, slot = row_block_at(params, t, first, TRAITS.MASK)
+            position = dq_position(params, t, b, first, batch, h, block, TRAITS.MASK)
+            at = ((batch * params.num_heads + h) * gl.cdiv(params.n, BM) + b) * HALVES + G
+            acquire(params.semaphores + at, position)
             for part in gl.static_range(PARTS):
                 mbarrier.wait(d_ready.index(G), part)
-                if turn == 0:
-                    tma_store(sums, [(at * PARTS + part) * BM, 0], dQ.index(G))
+                if position == 0:
+                    tma_store(dq_sums, [(at * PARTS + part) * BM, 0], dQ.index(G))
                 else:
-                    tma_add(sums, [(at * PARTS + part) * BM, 0], dQ.index(G))
+                    tma_add(dq_sums, [(at * PARTS + part) * BM, 0], dQ.index(G))
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(d_free.index(G))
-            next_turn(task.counters + at, turn)
+            release(params.semaphores + at, position)
 
 
 @gluon.jit
-def part_of(K, dS, none, G: gl.constexpr, part: gl.constexpr, DA: gl.constexpr):
-    """dQ = dS K [BM, PART], a part of a group's columns, begun."""
-    return warpgroup_mma(dS.permute((1, 0)), flat(K, ROWS, DA).slice((G * PARTS + part) * PART, PART, dim=1), none, use_acc=False, is_async=True)
+def start_dQ(smem, zero, G: gl.constexpr, part: gl.constexpr, DA: gl.constexpr):
+    """Start dQ = dS K [BM, PART], a part of a group's columns."""
+    return warpgroup_mma(smem.dS.permute((1, 0)), flat(smem.K, ROWS, DA).slice((G * PARTS + part) * PART, PART, dim=1), zero, use_acc=False,
+                         is_async=True)
 
 
 @gluon.jit
-def hand_over(share, dQ, d_free, d_ready, G: gl.constexpr, part: gl.constexpr):
-    """A part of dQ to the warp that adds it. There are two parts a block, so barriers are in the same parity each time."""
-    mbarrier.wait(d_free.index(G), part ^ 1)
-    dQ.index(G).store(share)
+def pass_dQ(share, params, G: gl.constexpr, part: gl.constexpr):
+    """Pass a part of dQ to the dQ warp. There are two parts per block, so barriers have the same phase each time."""
+    mbarrier.wait(params.barriers.d_free.index(G), part ^ 1)
+    params.smem.dQ.index(G).store(share)
     fence_async_shared()
     group_barrier()
-    mbarrier.arrive(d_ready.index(G))
+    mbarrier.arrive(params.barriers.d_ready.index(G))
 
 
 @gluon.jit
-def weigh(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
-          CAP: gl.constexpr, FAST: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
-    """The group that makes P and dV, and the first half of dQ."""
-    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
-    Q, K, V, dO, P, dS, dQ = X
-    k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free = barriers
-    SL: gl.constexpr = product(BM)
-    VL: gl.constexpr = product(EA)
-    QL: gl.constexpr = product(PART)
-    TL: gl.constexpr = turned_layout(BM)
-    block, item, kv = place(task)
-    row = block * ROWS
-    beyond = row + ROWS > task.M
+def p_consumer(params, TRAITS: gl.constexpr):
+    """The group that computes P and dV, and the first half of dQ."""
+    smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
+    q_ready, q_free, o_ready, o_free = barriers.q_ready, barriers.q_free, barriers.o_ready, barriers.o_free
+    DA: gl.constexpr = TRAITS.DA
+    EA: gl.constexpr = TRAITS.EA
+    BM: gl.constexpr = TRAITS.BM
+    MASK: gl.constexpr = TRAITS.MASK
+    DROP: gl.constexpr = TRAITS.DROP
+    SL: gl.constexpr = mma_layout(BM)
+    VL: gl.constexpr = mma_layout(EA)
+    QL: gl.constexpr = mma_layout(PART)
+    TL: gl.constexpr = transposed_layout(BM)
+    block, batch, kv_head = key_tile(params)
+    key = block * ROWS
+    past_end = key + ROWS > params.M
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
-    none = gl.zeros([ROWS, BM], gl.float32, SL)
-    no_dQ = gl.zeros([BM, PART], gl.float32, QL)
-    mbarrier.wait(k_ready, 0)
-    clean(flat(K, ROWS, DA), task, item, kv, row, DA, MASK, BIAS)
+    zero = gl.zeros([ROWS, BM], gl.float32, SL)
+    zero_dQ = gl.zeros([BM, PART], gl.float32, QL)
+    mbarrier.wait(barriers.k_ready, 0)
+    zero_unseen_keys(flat(smem.K, ROWS, DA), batch, kv_head, key, params, TRAITS)
     stage = 0
-    parity = 0
-    phase = 1  # of the dS before
-    o_parity = 0
-    late = False
-    for u in range(task.groups):
-        h = kv * task.groups + u
-        if SCALES:
-            scale = gl.load(task.scales + h)
+    phase = 0
+    ds_phase = 1  # of the previous dS
+    o_phase = 0
+    late = False  # whether there is a previous dS
+    scale = params.scale
+    for u in range(params.heads_per_kv):
+        h = kv_head * params.heads_per_kv + u
+        if TRAITS.SCALES:
+            scale = gl.load(params.scales + h)
         unit = scale * LOG2E
-        first, count = walk_of(task, item, h, block, BM, MASK)
-        begin, behind = common(task, item, h, row, MASK)
+        first, count = row_block_range(params, batch, h, block, BM, MASK)
+        begin, end = common_rows(params, batch, h, key, MASK)
         for t in range(count):
-            b, slot = rows_at(task, t, first, MASK)
-            partial = hides(b, slot, begin, behind, task.n, BM, MASK) | beyond
-            j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            b, slot = row_block_at(params, t, first, MASK)
+            partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
+            j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            tile = TileIndex(batch, h, b, j, slot)
             if DROP:
-                bits = survivors(task, item, h, b, j, BM, TL)
-            mbarrier.wait(s_ready, phase, pred=late)
-            share = part_of(K, dS, no_dQ, 0, 0, DA)
-            mbarrier.wait(q_ready.index(stage), parity)
-            S = warpgroup_mma(flat(K, ROWS, DA), flat(Q.index(stage), BM, DA).permute((1, 0)), none, use_acc=False, is_async=True)
+                bits = keep_bits(tile, params, BM)
+            mbarrier.wait(barriers.s_ready, ds_phase, pred=late)
+            share = start_dQ(smem, zero_dQ, 0, 0, DA)
+            mbarrier.wait(q_ready.index(stage), phase)
+            S = start_S(flat(smem.K, ROWS, DA), smem.Q.index(stage), zero, DA, BM)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
-                hand_over(share, dQ, d_free, d_ready, 0, 0)
-            share = part_of(K, dS, no_dQ, 0, 1, DA)
-            level = facts[0].index(stage).load(gl.SliceLayout(1, TL))  # [BM]
-            S = turned(warpgroup_mma_wait(1, deps=[S]), TL)
-            W = weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, task, partial, BM, MASK, BIAS, CAP, FAST, TL)
+                pass_dQ(share, params, 0, 0)
+            share = start_dQ(smem, zero_dQ, 0, 1, DA)
+            lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
+            S = transposed(warpgroup_mma_wait(1, deps=[S]), BM)
+            P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
             share = warpgroup_mma_wait(0, deps=[share])
             if late:
-                hand_over(share, dQ, d_free, d_ready, 0, 1)
-            Pd = W
+                pass_dQ(share, params, 0, 1)
+            P_kept = P
             if DROP:
-                W = gl.where(survive(bits, BM, TL), W, -W)  # the sign says who was dropped
-                Pd = gl.where(W < 0.0, 0.0, W * task.drop.factor)
-            P.store(gl.convert_layout(W.permute((1, 0)), SL, assert_trivial=True))
+                P = gl.where(keep_mask(bits, BM), P, -P)  # a negative sign means dropped
+                P_kept = gl.where(P < 0.0, 0.0, P * params.drop.factor)
+            smem.P.store(gl.convert_layout(P.permute((1, 0)), SL, assert_trivial=True))
             group_barrier()
-            mbarrier.arrive(p_ready)
+            mbarrier.arrive(barriers.p_ready)
             mbarrier.arrive(q_free.index(stage))
-            mbarrier.wait(o_ready, o_parity)
-            do = flat(dO, BM, EA)
-            dV = warpgroup_mma(gl.convert_layout(Pd.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
+            mbarrier.wait(o_ready, o_phase)
+            do = flat(smem.dO, BM, EA)
+            dV = warpgroup_mma(gl.convert_layout(P_kept.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
             dV = warpgroup_mma_wait(0, deps=[dV])
             mbarrier.arrive(o_free)
-            o_parity ^= 1
+            o_phase ^= 1
             late = True
-            phase ^= 1
-            stage, parity = advance(stage, parity, STAGES)
+            ds_phase ^= 1
+            stage, phase = advance(stage, phase, TRAITS.STAGES)
     if late:
-        mbarrier.wait(s_ready, phase)
+        mbarrier.wait(barriers.s_ready, ds_phase)
         for part in gl.static_range(PARTS):
-            share = part_of(K, dS, no_dQ, 0, part, DA)
+            share = start_dQ(smem, zero_dQ, 0, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
-            hand_over(share, dQ, d_free, d_ready, 0, part)
-    put(dV, described[9], dv, strides[1], item, kv, row, task.M, task.E, 1.0, V, EA, DESCRIBED, VL)
+            pass_dQ(share, params, 0, part)
+    store_gradient(dV, params.descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.V, TRAITS.TMA_STORE)
 
 
 @gluon.jit
-def slope(given, DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr,
-          CAP: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, DESCRIBED: gl.constexpr):
-    """The group that makes dS and dK, and the second half of dQ."""
-    described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task = given
-    Q, K, V, dO, P, dS, dQ = X
-    k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free = barriers
-    SL: gl.constexpr = product(BM)
-    KL: gl.constexpr = product(DA)
-    QL: gl.constexpr = product(PART)
-    TL: gl.constexpr = turned_layout(BM)
-    block, item, kv = place(task)
-    row = block * ROWS
-    beyond = row + ROWS > task.M
+def ds_consumer(params, TRAITS: gl.constexpr):
+    """The group that computes dS and dK, and the second half of dQ."""
+    smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
+    q_ready, q_free, o_ready, o_free = barriers.q_ready, barriers.q_free, barriers.o_ready, barriers.o_free
+    DA: gl.constexpr = TRAITS.DA
+    EA: gl.constexpr = TRAITS.EA
+    BM: gl.constexpr = TRAITS.BM
+    MASK: gl.constexpr = TRAITS.MASK
+    SL: gl.constexpr = mma_layout(BM)
+    KL: gl.constexpr = mma_layout(DA)
+    QL: gl.constexpr = mma_layout(PART)
+    TL: gl.constexpr = transposed_layout(BM)
+    block, batch, kv_head = key_tile(params)
+    key = block * ROWS
+    past_end = key + ROWS > params.M
     dK = gl.zeros([ROWS, DA], gl.float32, KL)
-    none = gl.zeros([ROWS, BM], gl.float32, SL)
-    no_dQ = gl.zeros([BM, PART], gl.float32, QL)
-    mbarrier.wait(k_ready, 0)
+    zero = gl.zeros([ROWS, BM], gl.float32, SL)
+    zero_dQ = gl.zeros([BM, PART], gl.float32, QL)
+    mbarrier.wait(barriers.k_ready, 0)
     stage = 0
-    parity = 0
-    o_parity = 0
-    p_parity = 0
-    late = False
-    for u in range(task.groups):
-        h = kv * task.groups + u
-        if SCALES:
-            scale = gl.load(task.scales + h)
-        first, count = walk_of(task, item, h, block, BM, MASK)
-        begin, behind = common(task, item, h, row, MASK)
+    phase = 0
+    o_phase = 0
+    p_phase = 0
+    late = False  # whether there is a previous dS
+    scale = params.scale
+    for u in range(params.heads_per_kv):
+        h = kv_head * params.heads_per_kv + u
+        if TRAITS.SCALES:
+            scale = gl.load(params.scales + h)
+        first, count = row_block_range(params, batch, h, block, BM, MASK)
+        begin, end = common_rows(params, batch, h, key, MASK)
         for t in range(count):
-            b, slot = rows_at(task, t, first, MASK)
-            partial = hides(b, slot, begin, behind, task.n, BM, MASK) | beyond
-            share = part_of(K, dS, no_dQ, 1, 0, DA)  # its own: written in the step before
-            mbarrier.wait(o_ready, o_parity)
-            dP = valued(flat(V, ROWS, EA), dO, facts[1], none, EA, BM, DROP, SL)
+            b, slot = row_block_at(params, t, first, MASK)
+            partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
+            share = start_dQ(smem, zero_dQ, 1, 0, DA)  # from its own dS of the previous iteration
+            mbarrier.wait(o_ready, o_phase)
+            dP = start_dP(flat(smem.V, ROWS, EA), smem.dO, row_stats.delta, zero, TRAITS)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
-                hand_over(share, dQ, d_free, d_ready, 1, 0)
-            share = part_of(K, dS, no_dQ, 1, 1, DA)
-            j = row + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
-            dP = turned(warpgroup_mma_wait(1, deps=[dP]), TL)
-            g = facts[1]
-            if ENTROPY:
-                g = facts[2].load(gl.SliceLayout(1, TL))
-            mbarrier.wait(p_ready, p_parity)
-            W = P.permute((1, 0)).load(TL)  # [BM, ROWS]
-            if DROP:
-                W, dP = dropped(W, dP, facts[1].load(gl.SliceLayout(1, TL)), task.drop)
+                pass_dQ(share, params, 1, 0)
+            share = start_dQ(smem, zero_dQ, 1, 1, DA)
+            j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            dP = transposed(warpgroup_mma_wait(1, deps=[dP]), BM)
+            g = row_stats.delta
+            if TRAITS.ENTROPY:
+                g = row_stats.g_entropy.load(gl.SliceLayout(1, TL))
+            mbarrier.wait(barriers.p_ready, p_phase)
+            P = smem.P.permute((1, 0)).load(TL)  # [BM, ROWS]
+            if TRAITS.DROP:
+                P, dP = dropout_backward(P, dP, row_stats.delta.load(gl.SliceLayout(1, TL)), params.drop)
             group_barrier()
             mbarrier.arrive(o_free)
             share = warpgroup_mma_wait(0, deps=[share])
             if late:
-                hand_over(share, dQ, d_free, d_ready, 1, 1)
-            mbarrier.wait(q_ready.index(stage), parity)
-            level = g
-            if CAP:
-                level = facts[0].index(stage).load(gl.SliceLayout(1, TL))
-            dP = slopes(W, dP, level, g, item, h, b, j, cap, bias, task, partial, BM, BIAS, ENTROPY, CAP, TL)
-            of_keys = dP
-            if SCALES:
-                of_keys = dP * scale
-            q = flat(Q.index(stage), BM, DA)
-            dS.store(gl.convert_layout(dP.to(q.dtype).permute((1, 0)), SL, assert_trivial=True))
-            of_keys = gl.convert_layout(of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
-            blanked(q, facts[0].index(stage), partial, BM, DA, MASK, BIAS)
+                pass_dQ(share, params, 1, 1)
+            mbarrier.wait(q_ready.index(stage), phase)
+            lse = g
+            if TRAITS.CAP:
+                lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))
+            dS = compute_dS(P, dP, lse, g, TileIndex(batch, h, b, j, slot), partial, params, TRAITS)
+            dS_of_keys = dS
+            if TRAITS.SCALES:
+                dS_of_keys = dS * scale
+            q = flat(smem.Q.index(stage), BM, DA)
+            smem.dS.store(gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True))
+            dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
+            clean_queries(q, row_stats.lse.index(stage), partial, TRAITS)
             fence_async_shared()
             group_barrier()
-            mbarrier.arrive(s_ready)
-            dK = warpgroup_mma(of_keys, q, dK, is_async=True)
+            mbarrier.arrive(barriers.s_ready)
+            dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
             dK = warpgroup_mma_wait(0, deps=[dK])
             mbarrier.arrive(q_free.index(stage))
-            o_parity ^= 1
-            p_parity ^= 1
+            o_phase ^= 1
+            p_phase ^= 1
             late = True
-            stage, parity = advance(stage, parity, STAGES)
+            stage, phase = advance(stage, phase, TRAITS.STAGES)
     if late:
         for part in gl.static_range(PARTS):
-            share = part_of(K, dS, no_dQ, 1, part, DA)
+            share = start_dQ(smem, zero_dQ, 1, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
-            hand_over(share, dQ, d_free, d_ready, 1, part)
-    put(dK, described[8], dk, strides[0], item, kv, row, task.M, task.D, 1.0 if SCALES else scale, Q.index(0), DA, DESCRIBED, KL)
+            pass_dQ(share, params, 1, part)
+    store_gradient(dK, params.descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, 1.0 if TRAITS.SCALES else scale,
+                   smem.Q.index(0), TRAITS.TMA_STORE)
 
 
-@gluon.jit(do_not_specialize=["where", "turns", "drop", "n", "M", "D", "E", "NP", "blocks", "owners", "heads", "groups", "section"])
-def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, dv, strides, scale, scales, cap, bias, where, turns, drop,
-             seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section,
+@gluon.jit(do_not_specialize=["lists", "dq_order", "drop", "n", "M", "D", "E", "padded_n", "key_blocks", "batch_kv_heads", "num_heads", "heads_per_kv",
+                              "swizzle"])
+def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, dv, dk_strides, dv_strides, scale, scales, cap, bias, lists, dq_order,
+             drop, seen, semaphores, n, M, D, E, padded_n, key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle,
              DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr,
              BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr,
-             DESCRIBED: gl.constexpr):
-    """A program has ROWS keys of one key head; its query heads come one after the other."""
-    gl.static_assert(BM == ROWS, "dK goes to memory through a block of queries")
+             TMA_STORE: gl.constexpr):
+    """A program takes ROWS keys of one key head; its query heads follow one after the other."""
+    gl.static_assert(BM == ROWS, "dK goes to memory through a Q buffer")
     K = gl.allocate_shared_memory(k.dtype, [1, 1, ROWS, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [1, 1, ROWS, EA], v.layout)
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
     dO = gl.allocate_shared_memory(do.dtype, [1, 1, BM, EA], do.layout)
     P = gl.allocate_shared_memory(gl.float32, [ROWS, BM], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     dS = gl.allocate_shared_memory(q.dtype, [ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
-    dQ = gl.allocate_shared_memory(gl.float32, [2, BM, PART], sums.layout)
-    levels = gl.allocate_shared_memory(gl.float32, [STAGES, BM], level.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [BM], level.layout)
-    third = deltas
+    dQ = gl.allocate_shared_memory(gl.float32, [2, BM, PART], dq_sums.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [BM], lse.layout)
+    g_smem = delta_smem
     if ENTROPY:
-        third = gl.allocate_shared_memory(gl.float32, [BM], level.layout)
+        g_smem = gl.allocate_shared_memory(gl.float32, [BM], lse.layout)
     k_ready = new_barriers(1, 1).index(0)
     o_ready = new_barriers(1, 1).index(0)
     o_free = new_barriers(1, 2).index(0)
@@ -301,16 +321,17 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
     q_ready = new_barriers(STAGES, 1)
     q_free = new_barriers(STAGES, 2)
     fence_async_shared()
-    described = (q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc)
-    X = (Q, K, V, dO, P, dS, dQ)
-    barriers = (k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free)
-    facts = (levels, deltas, third)
-    task = Task(scales, where, turns, drop, seen, counters, n, M, D, E, NP, blocks, owners, heads, groups, section)
-    given = (described, X, barriers, facts, dk, dv, strides, scale, cap, bias, task)
+    params = BackwardParams(
+        BackwardDescriptors(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc), WideSmem(Q, K, V, dO, P, dS, dQ),
+        WideBarriers(k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
+        key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
+    TRAITS: gl.constexpr = traits_of(
+        DA=DA, EA=EA, BM=BM, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY, DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     gl.warp_specialize([
-        (weigh, (given, DA, EA, BM, STAGES, MASK, BIAS, CAP, FAST, DROP, SCALES, DESCRIBED)),
-        (slope, (given, DA, EA, BM, STAGES, MASK, BIAS, CAP, ENTROPY, DROP, SCALES, DESCRIBED)),
-        (copy, (given, DA, EA, BM, STAGES, MASK, ENTROPY)),
-        (add, (given, 0, BM, MASK)),
-        (add, (given, 1, BM, MASK)),
+        (p_consumer, (params, TRAITS)),
+        (ds_consumer, (params, TRAITS)),
+        (producer, (params, TRAITS)),
+        (dq_warp, (params, 0, TRAITS)),
+        (dq_warp, (params, 1, TRAITS)),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])

@@ -1,4 +1,4 @@
-"""Tensors as the copy engine takes them: base, sizes, strides, and how a block of them lies in shared memory."""
+"""TMA descriptors: base, sizes and strides of a tensor, and the layout of its blocks in shared memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["KINDS", "describable", "described", "in_a_row", "of_matrix"]
+from ...compat.gluon import TensorDescriptor
 
-KINDS = {
+__all__ = ["GLUON_DTYPES", "describable", "descriptors", "matrix_descriptor", "vector_descriptor", "with_base"]
+
+GLUON_DTYPES = {
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
@@ -20,40 +21,49 @@ KINDS = {
 
 
 def describable(x: Tensor) -> bool:
-    """Whether a tensor (L, H, N, D) can be described: unit stride, the others multiples of 16 bytes."""
-    a, b, c, _ = _strides(x)
+    """Whether TMA can describe a tensor (L, H, N, D): unit stride, the others multiples of 16 bytes."""
+    batch, head, row, _ = _strides(x)
     unit = 16 // x.element_size()
-    aligned = not (a % unit or b % unit or c % unit or x.data_ptr() % 16)
-    return aligned and x.stride(3) == 1 and min(a, b, c) > 0
+    aligned = not (batch % unit or head % unit or row % unit or x.data_ptr() % 16)
+    return aligned and x.stride(3) == 1 and min(batch, head, row) > 0
 
 
-def described(x: Tensor, rows: int, *widths: int) -> tuple[Any, ...]:
-    """A tensor (L, H, N, D) in blocks of `rows` and each of the widths; None for a width of 0."""
+def descriptors(x: Tensor, rows: int, *widths: int) -> tuple[Any, ...]:
+    """One descriptor of a tensor (L, H, N, D) per width, in blocks of `rows` × width; None for a width of 0."""
     blocks = (None if width == 0 else (1, 1, rows, width) for width in widths)
-    return tuple(None if block is None else _of(x, _strides(x), block) for block in blocks)
+    return tuple(None if block is None else _descriptor(x, _strides(x), block) for block in blocks)
 
 
-def in_a_row(x: Tensor | None, size: int) -> Any:
-    """Numbers one behind the other, in blocks of `size`."""
+def vector_descriptor(x: Tensor | None, size: int) -> Any:
+    """A descriptor of contiguous numbers, in blocks of `size`."""
     return None if x is None else TensorDescriptor(x, [x.numel()], [1], [size], _layout((size,), x.dtype))
 
 
-def of_matrix(x: Tensor, rows: int) -> Any:
-    """A matrix in blocks of `rows`."""
-    return _of(x, list(x.stride()), (rows, x.shape[1]))
+def matrix_descriptor(x: Tensor, rows: int) -> Any:
+    """A descriptor of a matrix, in blocks of `rows`."""
+    return _descriptor(x, list(x.stride()), (rows, x.shape[1]))
 
 
-def _of(x: Tensor, strides: list[int], block: tuple[int, ...]) -> Any:
+def with_base(descriptor: Any, x: Tensor | None) -> Any:
+    """The same descriptor for another tensor, which is not checked again; None stays None."""
+    if descriptor is None:
+        return None
+    twin = object.__new__(type(descriptor))
+    vars(twin).update(vars(descriptor), base=x)
+    return twin
+
+
+def _descriptor(x: Tensor, strides: list[int], block: tuple[int, ...]) -> Any:
     return TensorDescriptor(x, list(x.shape), strides, list(block), _layout(block, x.dtype))
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Strides; where there is one of a kind, its stride says nothing, and one that the copy engine takes stands for it."""
-    (a, b, c, _), (items, heads, rows, width) = x.stride(), x.shape
+    """Strides. A dimension of size 1 may have any stride; substitute one that TMA accepts."""
+    (batch, head, row, _), (items, heads, rows, width) = x.stride(), x.shape
     spare = 8 * max(1, -(-width // 8))
-    return [a if items > 1 else spare, b if heads > 1 else spare, c if rows > 1 else spare, 1]
+    return [batch if items > 1 else spare, head if heads > 1 else spare, row if rows > 1 else spare, 1]
 
 
 @lru_cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), KINDS[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[dtype])

@@ -1,16 +1,16 @@
-"""The forward pass on Hopper, in Gluon: what `kernels/forward.py` computes, with a copying warp and warp groups that compute.
+"""The forward pass on Hopper, in Gluon: it computes what `portable/forward.py` does, with a producer warp and consumer groups.
 
-One warp copies blocks of K and V into shared memory. Each warp group holds 64 rows; while it folds the logits of one
-block into m, l, e, the tensor cores multiply O += P V of the block before. Blocks that hide something come first, from the
-last one backwards, then those that all rows see whole: so of a causal mask a group masks the block that it begins with,
-which has no P V beside it. Letters and units are the portable kernel's.
+The producer loads blocks of K and V into shared memory. Each consumer group holds 64 rows; while it runs the online softmax on
+the logits of one block, the tensor cores compute O += P V of the block before. Partial blocks come first, from the last one
+backwards, then the full ones: so under a causal mask a group masks only the block it starts with, which has no P V beside it.
+Letters and units are those of the portable kernel.
 
-In a persistent grid, where logits are plain products (LEVELLED), m is a level that mostly stays: the largest logit of the first
-block in which a row sees a key. Full blocks but the first are folded blindly; a group in which a weight came above 2^MUCH leaves
-its rows, and they come again, with care. Where that happens often, all rows of the head are met so.
+In a persistent grid, where logits are plain products, the row max m is lazy (LAZY): it is the largest logit of the first block in
+which a row sees a key, and mostly stays there. All full blocks but the first take it as fixed. A group in which a weight exceeded
+2^OUTLIER_BITS stores nothing, and its rows get a retry in the safe loop. Heads with many retries take the safe loop at once.
 
-A tensor has power-of-two sides here. So a dim of 96 or 192 is taken in two chunks, A and B: S is the sum of two products,
-and the second half of O is a tile of its own, R. B is 0 where one chunk is enough.
+A tensor has power-of-two sides here. So a dim of 96 or 192 is split into two chunks, A and B: S is the sum of two products, and the
+second part of O is a tile of its own, R. B is 0 if one chunk is enough.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -27,153 +27,164 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...compat.gluon import group_barrier, tma_store
 from ..portable.tile_ops import _NONE, _PLAIN, LN2, LOG2E, LOWEST, bias_rows, drop_keys, off_by, shown, span_rows
-from .aggregates import Given, RowBlock, kind_of
-from .configs import copying
-from .online_softmax import (
-    ONE_BITS,
-    beside,
-    fold,
-    higher,
-    leaped,
-    operand,
-    packed,
-    parts,
-    scored,
-    shrink,
-    summed,
-    veil,
-    weigh,
+from .aggregates import (
+    ForwardBarriers,
+    ForwardDescriptors,
+    ForwardOutputs,
+    ForwardParams,
+    ForwardSmem,
+    KeyBlocks,
+    RowBlock,
+    SoftmaxState,
+    ValueBlock,
+    traits_of,
 )
-from .register_layouts import product
+from .configs import producer_registers
+from .online_softmax import (
+    ONE,
+    apply_mask,
+    beside,
+    has_outlier,
+    online_softmax,
+    pack_P,
+    partial_sums,
+    rescale_O,
+    row_sums,
+    running_top,
+    score,
+    softmax_fixed_max,
+    unpack_P,
+)
+from .register_layouts import mma_layout
 from .tile_scheduler import (
-    LEFT,
-    PLAN,
+    INFO,
+    RETRY,
     ROWS,
+    TILE,
     advance,
-    blind_from,
     block_at,
-    copy,
+    first_row,
+    fixed_max_from,
+    group_range,
+    key_block_range,
     new_barriers,
-    note,
-    place,
-    row_of,
-    seats_of,
-    share_of,
-    told,
-    walk_of,
+    producer,
+    read_info,
+    read_tile,
+    work_tile,
+    write_info,
 )
 
-PIECE = gl.constexpr(16)  # values that are cleaned together
-tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_copying = gluon.constexpr_function(copying)
+CLEANED = gl.constexpr(16)  # values that are cleaned together
+_producer_registers = gluon.constexpr_function(producer_registers)
 
 
 @gluon.jit
 def flat(X, R: gl.constexpr, C: gl.constexpr):
-    """A block of the copy engine, [1, 1, R, C], as a matrix."""
+    """A TMA block [1, 1, R, C] as a matrix [R, C]."""
     return X.reshape([R, C])
 
 
 @gluon.jit
-def judge(S, rows, j, j0, lo, hi, slot, given, KIND: gl.constexpr, MASKED: gl.constexpr):
-    """Products [ROWS, BN] to logits, −inf where hidden; and with a bias, which pairs show."""
+def masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS: gl.constexpr, MASKED: gl.constexpr):
+    """Products [ROWS, BN] to logits, −inf where hidden; and with a bias, which pairs are visible."""
     show = j
-    if not KIND.FAST:
-        S, show = scored(S, rows.scale, given.cap, given.bias, rows.at, rows.i, j, given.n, given.M, KIND.CAP, KIND.BIAS)
-    if KIND.BIAS != _PLAIN:
+    if not TRAITS.FAST:
+        S, show = score(S, rows.scale, params.cap, params.bias, rows.bias_at, rows.i, j, params.n, params.M, TRAITS.CAP, TRAITS.BIAS)
+    if TRAITS.BIAS != _PLAIN:
         if MASKED:
-            show = show & shown(given.where, lo, hi, gl.maximum(slot, 0), rows.i, j, KIND.MASK) & (slot >= 0)
+            show = show & shown(params.lists, lo, hi, gl.maximum(slot, 0), rows.i, j, TRAITS.MASK) & (slot >= 0)
         S = gl.where(show, S, float("-inf"))
     elif MASKED:
-        S = veil(S, given.where, lo, hi, slot, rows.i, j0, KIND.MASK)
+        S = apply_mask(S, params.lists, lo, hi, slot, rows.i, j0, TRAITS.MASK)
     return S, show
 
 
 @gluon.jit
-def seen_at(where, rows):
-    """Where it is told which keys of the rows' head some row sees."""
-    return (rows.item // gl.load(where.inner)).to(gl.int64) * where.seen_item + rows.h * where.seen_head
+def seen_offset(lists, rows):
+    """Where `lists.seen` begins for the rows' head: which keys are visible to some row."""
+    return (rows.batch // gl.load(lists.inner)).to(gl.int64) * lists.seen_item + rows.h * lists.seen_head
 
 
 @gluon.jit
-def unseen(show, rows, j0, given, KIND: gl.constexpr, MASKED: gl.constexpr):
-    """Whether some key of a block is one that no row may attend, whose value may be NaN; with a bias, of the group's rows."""
+def find_unseen(show, rows, j0, params, TRAITS: gl.constexpr, MASKED: gl.constexpr):
+    """Whether a block has a key that no row may attend to (with a bias, no row of the group), whose value may be NaN."""
     seen = 0
     dirty = 0
-    if KIND.BIAS != _PLAIN:
+    if TRAITS.BIAS != _PLAIN:
         seen = gl.max(show.to(gl.int32), 0)
         dirty = 1 - gl.min(seen, 0)
-    elif MASKED and KIND.MASK != _NONE:
-        if rows.spotless == 0:
-            j = j0 + gl.arange(0, KIND.BN, gl.BlockedLayout([KIND.BN // 32], [32], [4], [0]))  # each warp has them all
-            at = seen_at(given.where, rows)
-            dirty = (gl.min(gl.load(given.where.seen + at + j, mask=j < given.M, other=1).to(gl.int32), 0) == 0).to(gl.int32)
+    elif MASKED and TRAITS.MASK != _NONE:
+        if rows.all_seen == 0:
+            j = j0 + gl.arange(0, TRAITS.BN, gl.BlockedLayout([TRAITS.BN // 32], [32], [4], [0]))  # each warp has them all
+            at = seen_offset(params.lists, rows)
+            dirty = (gl.min(gl.load(params.lists.seen + at + j, mask=j < params.M, other=1).to(gl.int32), 0) == 0).to(gl.int32)
     return seen, dirty
 
 
 @gluon.jit
-def clean(X, into, seen, rows, j0, given, C: gl.constexpr, KIND: gl.constexpr):
-    """Values X [BN, C] with zeros for unseen keys: into the group's own block with a bias, else where they are.
+def zero_unseen(X, into, seen, rows, j0, params, C: gl.constexpr, TRAITS: gl.constexpr):
+    """Set the values X [BN, C] of unseen keys to 0: with a bias in a copy, the group's own block, else in place.
 
     Without a bias every group writes the same numbers to the same place, and reads them after its own writes.
     """
     VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    if KIND.BIAS != _PLAIN:
+    if TRAITS.BIAS != _PLAIN:
         into.store(gl.where((gl.convert_layout(seen, gl.SliceLayout(1, VL)) > 0)[:, None], X.load(VL), 0.0))
     else:
-        at = seen_at(given.where, rows)
-        for r in gl.static_range(0, KIND.BN, PIECE):
-            j = j0 + r + gl.arange(0, PIECE, gl.SliceLayout(1, VL))
-            part = X.slice(r, PIECE)
-            part.store(gl.where((gl.load(given.where.seen + at + j, mask=j < given.M, other=1) != 0)[:, None], part.load(VL), 0.0))
+        at = seen_offset(params.lists, rows)
+        for r in gl.static_range(0, TRAITS.BN, CLEANED):
+            j = j0 + r + gl.arange(0, CLEANED, gl.SliceLayout(1, VL))
+            part = X.slice(r, CLEANED)
+            part.store(gl.where((gl.load(params.lists.seen + at + j, mask=j < params.M, other=1) != 0)[:, None], part.load(VL), 0.0))
 
 
 @gluon.jit
-def tidy(seen, dirty, rows, j0, stage, given, G: gl.constexpr, KIND: gl.constexpr, MASKED: gl.constexpr):
-    """Where the values of a block lie, clean: its stage, or with a bias the group's own block. They are there."""
-    Q, QB, K, KB, V, VB = given.X
+def clean_values(values, rows, stage, params, G: gl.constexpr, TRAITS: gl.constexpr, MASKED: gl.constexpr):
+    """The index of a block's values after cleaning: their stage, or with a bias the group's own block. They are loaded."""
+    V, VB = params.smem.V, params.smem.VB
     at = stage
-    if KIND.BIAS != _PLAIN or (MASKED and KIND.MASK != _NONE):
-        if dirty != 0:
-            if KIND.BIAS != _PLAIN:
-                at = KIND.STAGES + G
-            clean(flat(V.index(stage), KIND.BN, KIND.EA), flat(V.index(at), KIND.BN, KIND.EA), seen, rows, j0, given, KIND.EA, KIND)
-            if KIND.EB > 0:
-                clean(flat(VB.index(stage), KIND.BN, KIND.EB), flat(VB.index(at), KIND.BN, KIND.EB), seen, rows, j0, given, KIND.EB, KIND)
+    if TRAITS.BIAS != _PLAIN or (MASKED and TRAITS.MASK != _NONE):
+        if values.dirty != 0:
+            if TRAITS.BIAS != _PLAIN:
+                at = TRAITS.STAGES + G
+            zero_unseen(flat(V.index(stage), TRAITS.BN, TRAITS.EA), flat(V.index(at), TRAITS.BN, TRAITS.EA), values.seen, rows, values.j0, params,
+                        TRAITS.EA, TRAITS)
+            if TRAITS.EB > 0:
+                zero_unseen(flat(VB.index(stage), TRAITS.BN, TRAITS.EB), flat(VB.index(at), TRAITS.BN, TRAITS.EB), values.seen, rows, values.j0, params,
+                            TRAITS.EB, TRAITS)
             fence_async_shared()
             group_barrier()
     return at
 
 
 @gluon.jit
-def products(X, mine, stage, none, KIND: gl.constexpr):
-    """S = Q Kᵀ, begun."""
-    Q, QB, K, KB, V, VB = X
-    BN: gl.constexpr = KIND.BN
-    DA: gl.constexpr = KIND.DA
-    DB: gl.constexpr = KIND.DB
-    S = warpgroup_mma(flat(Q.index(mine), ROWS, DA), flat(K.index(stage), BN, DA).permute((1, 0)), none, use_acc=False, is_async=True)
+def start_QK(smem, q_buffer, stage, zero, TRAITS: gl.constexpr):
+    """Start S = Q Kᵀ."""
+    BN: gl.constexpr = TRAITS.BN
+    DA: gl.constexpr = TRAITS.DA
+    DB: gl.constexpr = TRAITS.DB
+    S = warpgroup_mma(flat(smem.Q.index(q_buffer), ROWS, DA), flat(smem.K.index(stage), BN, DA).permute((1, 0)), zero, use_acc=False, is_async=True)
     if DB > 0:
-        S = warpgroup_mma(flat(QB.index(mine), ROWS, DB), flat(KB.index(stage), BN, DB).permute((1, 0)), S, is_async=True)
+        S = warpgroup_mma(flat(smem.QB.index(q_buffer), ROWS, DB), flat(smem.KB.index(stage), BN, DB).permute((1, 0)), S, is_async=True)
     return S
 
 
 @gluon.jit
-def averages(P, X, at, O, R, KIND: gl.constexpr):
-    """O += P V, begun."""
-    Q, QB, K, KB, V, VB = X
-    P = operand(P, V.dtype, gl.DotOperandLayout(0, O.type.layout, 2))
-    O = warpgroup_mma(P, flat(V.index(at), KIND.BN, KIND.EA), O, is_async=True)
-    if KIND.EB > 0:
-        R = warpgroup_mma(P, flat(VB.index(at), KIND.BN, KIND.EB), R, is_async=True)
+def start_PV(P, smem, at, O, R, TRAITS: gl.constexpr):
+    """Start O += P V."""
+    P = unpack_P(P, smem.V.dtype, gl.DotOperandLayout(0, O.type.layout, 2))
+    O = warpgroup_mma(P, flat(smem.V.index(at), TRAITS.BN, TRAITS.EA), O, is_async=True)
+    if TRAITS.EB > 0:
+        R = warpgroup_mma(P, flat(smem.VB.index(at), TRAITS.BN, TRAITS.EB), R, is_async=True)
     return O, R
 
 
 @gluon.jit
-def ended(O, R, EB: gl.constexpr):
-    """O and R, when their products are done."""
+def wait_PV(O, R, EB: gl.constexpr):
+    """O and R, once their products are done."""
     if EB > 0:
         O, R = warpgroup_mma_wait(0, deps=[O, R])
     else:
@@ -182,304 +193,304 @@ def ended(O, R, EB: gl.constexpr):
 
 
 @gluon.jit
-def meet(t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, given, G: gl.constexpr, KIND: gl.constexpr,
-         MASKED: gl.constexpr, BLIND: gl.constexpr):
-    """The logits of the t-th block, while the values of the one before it are multiplied; BLIND: m stays, whatever they are."""
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = given.barriers
-    where = given.where
-    BN: gl.constexpr = KIND.BN
-    EB: gl.constexpr = KIND.EB
-    HIDES: gl.constexpr = MASKED or KIND.BIAS != _PLAIN
-    LEVELLED: gl.constexpr = KIND.FAST and KIND.PERSISTENT
-    clean_at = tidy(seen, dirty, rows, j0, stage, given, G, KIND, MASKED)
-    before = stage
-    stage, parity = advance(stage, parity, KIND.STAGES)
-    b, slot = block_at(where, t, *rows.met_by, G, KIND.GROUPS, KIND.MASK)
-    j = b * BN + gl.arange(0, BN, gl.SliceLayout(0, none.type.layout))
-    mbarrier.wait(k_ready.index(stage), parity)
-    S = products(given.X, rows.mine, stage, none, KIND)
-    O, R = averages(P, given.X, clean_at, O, R, KIND)
+def mma_one_block(t, O, R, P, softmax, values, stage, phase, rows, zero, params, G: gl.constexpr, TRAITS: gl.constexpr,
+                  MASKED: gl.constexpr, FIXED_MAX: gl.constexpr):
+    """One iteration: the softmax of the t-th key block, beside P V of the previous one. FIXED_MAX: m stays, whatever the logits."""
+    barriers, lists = params.barriers, params.lists
+    m, l, e, top = softmax
+    BN: gl.constexpr = TRAITS.BN
+    EB: gl.constexpr = TRAITS.EB
+    HIDES: gl.constexpr = MASKED or TRAITS.BIAS != _PLAIN
+    LAZY: gl.constexpr = TRAITS.FAST and TRAITS.PERSISTENT
+    values_at = clean_values(values, rows, stage, params, G, TRAITS, MASKED)
+    j0 = values.j0
+    previous = stage
+    stage, phase = advance(stage, phase, TRAITS.STAGES)
+    b, slot = block_at(lists, t, rows.key_blocks, G, TRAITS.GROUPS, TRAITS.MASK)
+    j = b * BN + gl.arange(0, BN, gl.SliceLayout(0, zero.type.layout))
+    mbarrier.wait(barriers.k_ready.index(stage), phase)
+    S = start_QK(params.smem, rows.q_buffer, stage, zero, TRAITS)
+    O, R = start_PV(P, params.smem, values_at, O, R, TRAITS)
     lo, hi = rows.i, rows.i
     if MASKED:
-        j0 = b * BN  # of a full block every value is clean
-        lo, hi = span_rows(where, rows.item, rows.h, rows.i, given.n, given.M, KIND.MASK)  # each time, so that they take no registers in full blocks
+        j0 = b * BN  # all values of a full block are clean
+        lo, hi = span_rows(lists, rows.batch, rows.h, rows.i, params.n, params.M, TRAITS.MASK)  # each time: full blocks need the registers
     S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
-    mbarrier.arrive(k_free.index(stage))
-    BESIDE: gl.constexpr = KIND.GROUPS == 2 or not KIND.ENTROPY  # whether the fold runs beside the group's own product
-    if not BESIDE:
-        mbarrier.wait(v_ready.index(stage), parity)
-        O, R = ended(O, R, EB)
-    S, show = judge(S, rows, j, b * BN, lo, hi, slot, given, KIND, MASKED)
-    seen, dirty = unseen(show, rows, j0, given, KIND, MASKED)
-    if BLIND:
-        P, l, e, top = weigh(S, m, l, e, top, rows.unit, KIND.ENTROPY)
+    mbarrier.arrive(barriers.k_free.index(stage))
+    OVERLAP: gl.constexpr = TRAITS.GROUPS == 2 or not TRAITS.ENTROPY  # whether the softmax overlaps the group's own product
+    if not OVERLAP:
+        mbarrier.wait(barriers.v_ready.index(stage), phase)
+        O, R = wait_PV(O, R, EB)
+    S, show = masked_logits(S, rows, j, b * BN, lo, hi, slot, params, TRAITS, MASKED)
+    seen, dirty = find_unseen(show, rows, j0, params, TRAITS, MASKED)
+    if FIXED_MAX:
+        P, l, e, top = softmax_fixed_max(S, m, l, e, top, rows.unit, TRAITS.ENTROPY)
     else:
-        P, m, l, e, a = fold(S, m, l, e, rows.unit, KIND.ENTROPY, KIND.FAST, HIDES, LEVELLED)
-        if LEVELLED:
-            top = gl.where(beside(a, l) < 1.0, ONE_BITS, higher(top, P))  # a new level is the largest logit itself
-    if BESIDE:
-        mbarrier.wait(v_ready.index(stage), parity)  # for the next turn; a loop here also keeps the assembler from waiting for O before the fold
-        O, R = ended(O, R, EB)
-    mbarrier.arrive(v_free.index(before))
-    if not BLIND:
-        O = shrink(O, a)
+        P, m, l, e, a = online_softmax(S, m, l, e, rows.unit, TRAITS.ENTROPY, TRAITS.FAST, HIDES, LAZY)
+        if LAZY:
+            top = gl.where(beside(a, l) < 1.0, ONE, running_top(top, P))  # a new row max is the largest logit itself
+    if OVERLAP:
+        mbarrier.wait(barriers.v_ready.index(stage), phase)  # for the next iteration; this loop also keeps ptxas from waiting for O before the softmax
+        O, R = wait_PV(O, R, EB)
+    mbarrier.arrive(barriers.v_free.index(previous))
+    if not FIXED_MAX:
+        O = rescale_O(O, a)
         if EB > 0:
-            R = shrink(R, a)
-    P = packed(P, rows.keys, j, given.drop, given.X[4].dtype, KIND.DROP)
-    return O, R, P, m, l, e, top, seen, dirty, j0, stage, parity
+            R = rescale_O(R, a)
+    P = pack_P(P, rows.drop_keys, j, params.drop, params.smem.V.dtype, TRAITS.DROP)
+    return O, R, P, m, l, e, top, seen, dirty, j0, stage, phase
 
 
 @gluon.jit
-def put(O, share, empty, X, row, rows, given, first: gl.constexpr, KIND: gl.constexpr):
-    """O [ROWS, C], divided, into the place X that the group's queries had, or by pointers to columns `first` … of the output."""
+def store_O(O, share, empty, X, row, rows, params, first: gl.constexpr, TRAITS: gl.constexpr):
+    """Normalise O [ROWS, C] and store it in the group's Q buffer X, or by pointers to columns `first` … of the output."""
     C: gl.constexpr = O.shape[1]
     OL: gl.constexpr = O.type.layout
     O = O * gl.convert_layout(share, gl.SliceLayout(1, OL))[:, None]
-    if KIND.MASK != _NONE:
-        O = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, OL))[:, None], 0.0, O)  # what was met for nothing may hold NaN
+    if TRAITS.MASK != _NONE:
+        O = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, OL))[:, None], 0.0, O)  # a row that sees nothing may hold NaN
     O = O.to(X.dtype)
-    if KIND.DESCRIBED:
-        flat(X.index(rows.mine), ROWS, C).store(O)
+    if TRAITS.TMA_STORE:
+        flat(X.index(rows.q_buffer), ROWS, C).store(O)
     else:
-        strides = given.strides
+        strides = params.strides
         i = row + gl.arange(0, ROWS, gl.SliceLayout(1, OL))
         c = first + gl.arange(0, C, gl.SliceLayout(0, OL))
-        at = given.out[0] + rows.item.to(gl.int64) * strides[0] + rows.h.to(gl.int64) * strides[1] + i.to(gl.int64)[:, None] * strides[2] + c[None, :]
-        gl.store(at, O, mask=(i < given.n)[:, None] & (c < given.E)[None, :])
+        at = params.outputs.output + rows.batch.to(gl.int64) * strides[0] + rows.h.to(gl.int64) * strides[1] + i.to(gl.int64)[:, None] * strides[2] + c[None, :]
+        gl.store(at, O, mask=(i < params.n)[:, None] & (c < params.E)[None, :])
 
 
 @gluon.jit
-def write(O, R, m, l, e, top, i, row, rows, given, KIND: gl.constexpr):
-    """The output of a group's rows, and what is told of each row; i are the rows from `row` on, beyond the last if none is written."""
-    output, lse, row_max, log_row_sum, entropy = given.out
-    X = given.X
-    EA: gl.constexpr = KIND.EA
-    EB: gl.constexpr = KIND.EB
-    item, h, n = rows.item, rows.h, given.n
-    l = summed(l, m)
-    e = summed(e, m)
+def epilogue(O, R, softmax, i, row, rows, params, TRAITS: gl.constexpr):
+    """Store the output and the statistics of a group's rows i, which begin at `row`; past the end nothing is stored."""
+    outputs, smem = params.outputs, params.smem
+    m, l, e, top = softmax
+    EA: gl.constexpr = TRAITS.EA
+    EB: gl.constexpr = TRAITS.EB
+    batch, h, n = rows.batch, rows.h, params.n
+    l = row_sums(l, m)
+    e = row_sums(e, m)
     kept_factor = 1.0
-    if KIND.DROP:
-        kept_factor = given.drop.factor
+    if TRAITS.DROP:
+        kept_factor = params.drop.factor
     share = l * 0.0 + kept_factor  # [ROWS] by which O is multiplied
     empty = l == 0.0
     l = gl.where(empty, 1.0, l)
-    level = m  # [ROWS] in natural units
-    if KIND.FAST:
-        level = m * LN2
-    natural = level  # [ROWS] the largest logit
-    if KIND.FAST and KIND.PERSISTENT:
+    m_natural = m  # [ROWS] in natural units
+    if TRAITS.FAST:
+        m_natural = m * LN2
+    row_max = m_natural  # [ROWS] the exact one
+    if TRAITS.FAST and TRAITS.PERSISTENT:
         above = gl.log2(gl.convert_layout(gl.max(top, 1), m.type.layout).to(gl.float32, bitcast=True))
-        natural = (m + above) * LN2
-    whole = l
-    if KIND.SINK:
-        whole = l + gl.exp2((gl.load(given.sinks + h) - level) * LOG2E)  # the sink's share of the denominator
-    share = share / whole
-    put(O, share, empty, X[0], row, rows, given, 0, KIND)
+        row_max = (m + above) * LN2
+    denominator = l
+    if TRAITS.SINK:
+        denominator = l + gl.exp2((gl.load(params.sinks + h) - m_natural) * LOG2E)
+    share = share / denominator
+    store_O(O, share, empty, smem.Q, row, rows, params, 0, TRAITS)
     if EB > 0:
-        put(R, share, empty, X[1] if KIND.DESCRIBED else X[0], row, rows, given, EA, KIND)
-    if KIND.DESCRIBED:
+        store_O(R, share, empty, smem.QB if TRAITS.TMA_STORE else smem.Q, row, rows, params, EA, TRAITS)
+    if TRAITS.TMA_STORE:
         fence_async_shared()
         group_barrier()
-        tma_store(given.described[6], [item, h, row, 0], X[0].index(rows.mine))
+        tma_store(params.descriptors.o, [batch, h, row, 0], smem.Q.index(rows.q_buffer))
         if EB > 0:
-            tma_store(given.described[7], [item, h, row, EA], X[1].index(rows.mine))
-    at = (item.to(gl.int64) * given.heads + h) * n + i
+            tma_store(params.descriptors.ob, [batch, h, row, EA], smem.QB.index(rows.q_buffer))
+    at = (batch.to(gl.int64) * params.num_heads + h) * n + i
     ln_l = gl.log2(l) * LN2
-    rest = ln_l + off_by(m, natural, empty, KIND.FAST)
-    gl.store(lse + at, gl.where(empty, float("-inf"), natural + rest), mask=i < n)
-    gl.store(row_max + at, gl.where(empty, float("-inf"), natural), mask=i < n)
-    gl.store(log_row_sum + at, rest, mask=i < n)
-    if KIND.ENTROPY:
-        gl.store(entropy + at, ln_l - e / l * LN2, mask=i < n)
+    log_row_sum = ln_l + off_by(m, row_max, empty, TRAITS.FAST)
+    gl.store(outputs.lse + at, gl.where(empty, float("-inf"), row_max + log_row_sum), mask=i < n)
+    gl.store(outputs.row_max + at, gl.where(empty, float("-inf"), row_max), mask=i < n)
+    gl.store(outputs.log_row_sum + at, log_row_sum, mask=i < n)
+    if TRAITS.ENTROPY:
+        gl.store(outputs.entropy + at, ln_l - e / l * LN2, mask=i < n)
 
 
 @gluon.jit
-def compute(given, G: gl.constexpr, KIND: gl.constexpr):
-    """A warp group: its ROWS rows of a block against all keys that the block meets."""
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = given.barriers
-    where, n, M, blocks, owners, heads, plan = given.where, given.n, given.M, given.blocks, given.owners, given.heads, given.plan
-    BN: gl.constexpr = KIND.BN
-    EB: gl.constexpr = KIND.EB
-    STAGES: gl.constexpr = KIND.STAGES
-    GROUPS: gl.constexpr = KIND.GROUPS
-    MASK: gl.constexpr = KIND.MASK
-    BIAS: gl.constexpr = KIND.BIAS
-    PERSISTENT: gl.constexpr = KIND.PERSISTENT
-    LEVELLED: gl.constexpr = KIND.FAST and PERSISTENT
-    SL: gl.constexpr = product(BN)
+def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
+    """Consumer group G: its ROWS rows of a row block against all key blocks that the row block visits."""
+    barriers, lists, n, M, row_blocks, batch_heads = params.barriers, params.lists, params.n, params.M, params.row_blocks, params.batch_heads
+    q_ready, q_free = barriers.q_ready, barriers.q_free
+    k_ready, k_free, v_ready, v_free = barriers.k_ready, barriers.k_free, barriers.v_ready, barriers.v_free
+    BN: gl.constexpr = TRAITS.BN
+    EB: gl.constexpr = TRAITS.EB
+    STAGES: gl.constexpr = TRAITS.STAGES
+    GROUPS: gl.constexpr = TRAITS.GROUPS
+    MASK: gl.constexpr = TRAITS.MASK
+    BIAS: gl.constexpr = TRAITS.BIAS
+    PERSISTENT: gl.constexpr = TRAITS.PERSISTENT
+    LAZY: gl.constexpr = TRAITS.FAST and PERSISTENT
+    SL: gl.constexpr = mma_layout(BN)
     SR: gl.constexpr = gl.SliceLayout(1, SL)
-    none = gl.zeros([ROWS, BN], gl.float32, SL)
+    zero = gl.zeros([ROWS, BN], gl.float32, SL)
     stage = 0
-    parity = 0
-    q_stage = 0
-    q_parity = 0
-    QS: gl.constexpr = 2 if PERSISTENT else 1
+    phase = 0
+    q_buffer = 0
+    q_phase = 0
+    Q_BUFFERS: gl.constexpr = 2 if PERSISTENT else 1
     tile = gl.program_id(0)
-    spotless = 1
+    all_seen = 1
     if MASK != _NONE and BIAS == _PLAIN:
-        spotless = gl.load(where.all_keys_visible)
-    begun = False
+        all_seen = gl.load(lists.all_keys_visible)
+    stored = False  # whether there is a previous row block
     if PERSISTENT:
         mbarrier.wait(q_ready.index(0), 0)
-    while tile < blocks * owners:
-        careful = 0
+    while tile < row_blocks * batch_heads:
+        safe = 0
         if PERSISTENT:
-            careful, item, h, first, full, until, total, row, start, entire = seats_of(plan, q_stage * PLAN, G)
-            whole = until - full
+            safe, batch, h, first, full, full_end, total, row, start, unmasked = read_tile(params.tile_info, q_buffer * INFO, G)
+            key_blocks = KeyBlocks(first, full, full_end, full_end - full, total)
         else:
-            block, own = place(tile, blocks, owners, given.section)
-            item, h = own // heads, own % heads
-            first, full, until, whole, total = walk_of(where, item, h, block, M, BN, MASK)
-            row = row_of(block, n, blocks, G, GROUPS)
-            start, entire = share_of(where, item, h, row, first, full, whole, total, n, BN, MASK)
+            block, batch_head = work_tile(tile, row_blocks, batch_heads, params.swizzle)
+            batch, h = batch_head // params.num_heads, batch_head % params.num_heads
+            key_blocks = KeyBlocks(*key_block_range(lists, batch, h, block, M, BN, MASK))
+            row = first_row(block, n, row_blocks, G, GROUPS)
+            start, unmasked = group_range(lists, batch, h, row, key_blocks, n, BN, MASK)
         i = row + gl.arange(0, ROWS, SR)  # [ROWS]
-        scale = given.scale
-        if KIND.SCALES:
-            scale = gl.load(given.scales + h)
+        scale = params.scale
+        if TRAITS.SCALES:
+            scale = gl.load(params.scales + h)
         unit = scale * LOG2E
-        at = bias_rows(given.bias, item, h, i, BIAS)
+        bias_at = bias_rows(params.bias, batch, h, i, BIAS)
         keys = (i, i)
-        if KIND.DROP:
-            keys = drop_keys(given.drop, item, h, heads, i, n)
-        met_by = (first, full, until, whole, total)
+        if TRAITS.DROP:
+            keys = drop_keys(params.drop, batch, h, params.num_heads, i, n)
         m = gl.full([ROWS], LOWEST, gl.float32, SR)
-        l = parts(none)  # zeros
+        l = partial_sums(zero)
         e = l
-        top = gl.full([ROWS, 8], ONE_BITS, gl.int32, l.type.layout)  # the largest weights, told from m
-        O = gl.zeros([ROWS, KIND.EA], gl.float32, product(KIND.EA))
+        top = gl.full([ROWS, 8], ONE, gl.int32, l.type.layout)
+        O = gl.zeros([ROWS, TRAITS.EA], gl.float32, mma_layout(TRAITS.EA))
         R = 0
         if EB > 0:
-            R = gl.zeros([ROWS, EB], gl.float32, product(EB))
+            R = gl.zeros([ROWS, EB], gl.float32, mma_layout(EB))
 
-        count = gl.maximum(total, 1)
+        count = gl.maximum(key_blocks.total, 1)
         begin = gl.minimum(start, count - 1)
         if not PERSISTENT:
             mbarrier.wait(q_ready.index(0), 0)
-        for _ in range(begin):  # what the rows of other groups see alone
-            mbarrier.wait(k_ready.index(stage), parity)
+        for _ in range(begin):  # skip the blocks that only other groups see
+            mbarrier.wait(k_ready.index(stage), phase)
             mbarrier.arrive(k_free.index(stage))
-            mbarrier.wait(v_ready.index(stage), parity)
+            mbarrier.wait(v_ready.index(stage), phase)
             mbarrier.arrive(v_free.index(stage))
-            stage, parity = advance(stage, parity, STAGES)
-        b, slot = block_at(where, begin, *met_by, G, GROUPS, MASK)
+            stage, phase = advance(stage, phase, STAGES)
+        b, slot = block_at(lists, begin, key_blocks, G, GROUPS, MASK)
         j0 = b * BN
         j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
-        rows = RowBlock(i, q_stage * GROUPS + G, item, h, met_by, at, keys, scale, unit, spotless)
-        mbarrier.wait(k_ready.index(stage), parity)
-        S = products(given.X, rows.mine, stage, none, KIND)
-        lo, hi = span_rows(where, item, h, i, n, M, MASK)
-        hi = gl.where(total > 0, hi, 0)
+        rows = RowBlock(i, q_buffer * GROUPS + G, batch, h, key_blocks, bias_at, keys, scale, unit, all_seen)
+        mbarrier.wait(k_ready.index(stage), phase)
+        S = start_QK(params.smem, rows.q_buffer, stage, zero, TRAITS)
+        lo, hi = span_rows(lists, batch, h, i, n, M, MASK)
+        hi = gl.where(key_blocks.total > 0, hi, 0)
         S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
-        S, show = judge(S, rows, j, j0, lo, hi, slot, given, KIND, BIAS != _PLAIN)
+        S, show = masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS, BIAS != _PLAIN)
         if BIAS == _PLAIN:
-            if begin < entire:
-                S = veil(S, where, lo, hi, slot, i, j0, MASK)
-        seen, dirty = unseen(show, rows, j0, given, KIND, True)
-        P, m, l, e, a = fold(S, m, l, e, unit, KIND.ENTROPY, KIND.FAST, True, False)
-        P = packed(P, keys, j, given.drop, given.X[4].dtype, KIND.DROP)
-        mbarrier.wait(v_ready.index(stage), parity)
+            if begin < unmasked:
+                S = apply_mask(S, lists, lo, hi, slot, i, j0, MASK)
+        seen, dirty = find_unseen(show, rows, j0, params, TRAITS, True)
+        P, m, l, e, a = online_softmax(S, m, l, e, unit, TRAITS.ENTROPY, TRAITS.FAST, True, False)
+        P = pack_P(P, keys, j, params.drop, params.smem.V.dtype, TRAITS.DROP)
+        mbarrier.wait(v_ready.index(stage), phase)
         if PERSISTENT:
-            if begun:  # by now the rows before have been written from where their queries were
+            if stored:  # by now TMA has read the previous rows from their Q buffer
                 tma.store_wait(0)
-                mbarrier.arrive(q_free.index(q_stage ^ 1))
+                mbarrier.arrive(q_free.index(q_buffer ^ 1))
 
-        if MASK != _NONE:  # without a mask the first block alone may hide something
-            for t in range(begin + 1, entire):
-                O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
-                    t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, given, G, KIND, True, False)
+        if MASK != _NONE:  # without a mask, only the first block can hide something
+            for t in range(begin + 1, unmasked):
+                O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
+                    t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, True, False)
         if BIAS == _PLAIN:  # the values of full blocks are clean
-            tidy(seen, dirty, rows, j0, stage, given, G, KIND, True)
-        clear = gl.maximum(begin + 1, entire)  # the first block that hides nothing
-        blind = count
-        if LEVELLED:
-            blind = blind_from(clear, count, whole, total, careful)
-        for t in range(clear, blind):
-            O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
-                t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, given, G, KIND, False, False)
-        if LEVELLED:
-            for t in range(blind, count):
-                O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
-                    t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, given, G, KIND, False, True)
+            clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, True)
+        unmasked = gl.maximum(begin + 1, unmasked)
+        fixed = count
+        if LAZY:
+            fixed = fixed_max_from(unmasked, count, key_blocks.num_full, key_blocks.total, safe)
+        for t in range(unmasked, fixed):
+            O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
+                t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, False)
+        if LAZY:
+            for t in range(fixed, count):
+                O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
+                    t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, True)
 
-        clean_at = tidy(seen, dirty, rows, j0, stage, given, G, KIND, False)
-        O, R = averages(P, given.X, clean_at, O, R, KIND)
-        O, R = ended(O, R, EB)
+        values_at = clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, False)
+        O, R = start_PV(P, params.smem, values_at, O, R, TRAITS)
+        O, R = wait_PV(O, R, EB)
         mbarrier.arrive(v_free.index(stage))
-        stage, parity = advance(stage, parity, STAGES)
-        if LEVELLED:
-            left = gl.where(careful > 0, 0, leaped(top))
-            note(plan, q_stage * PLAN + LEFT + G, left, 4)
-            row = gl.where(left > 0, blocks * GROUPS * ROWS, row)  # nothing is written of rows that come again
+        stage, phase = advance(stage, phase, STAGES)
+        if LAZY:
+            retry = gl.where(safe > 0, 0, has_outlier(top))
+            write_info(params.tile_info, q_buffer * INFO + RETRY + G, retry, 4)
+            row = gl.where(retry > 0, row_blocks * GROUPS * ROWS, row)  # past the end: nothing is stored before a retry
             i = row + gl.arange(0, ROWS, SR)
-        write(O, R, m, l, e, top, i, row, rows, given, KIND)
-        begun = True
+        epilogue(O, R, SoftmaxState(m, l, e, top), i, row, rows, params, TRAITS)
+        stored = True
         if PERSISTENT:
-            q_stage, q_parity = advance(q_stage, q_parity, QS)
-            mbarrier.wait(q_ready.index(q_stage), q_parity)
-            tile = told(plan, q_stage * PLAN, 4)
-            if tile == blocks * owners:  # nothing to do: the copying warp waits for what was left of the last rows
+            q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
+            mbarrier.wait(q_ready.index(q_buffer), q_phase)
+            tile = read_info(params.tile_info, q_buffer * INFO + TILE, 4)
+            if tile == row_blocks * batch_heads:  # no tile: the producer waits to hear whether the last rows need a retry
                 tma.store_wait(0)
-                mbarrier.arrive(q_free.index(q_stage ^ 1))
-                q_stage, q_parity = advance(q_stage, q_parity, QS)
-                mbarrier.wait(q_ready.index(q_stage), q_parity)
-                tile = told(plan, q_stage * PLAN, 4)
+                mbarrier.arrive(q_free.index(q_buffer ^ 1))
+                q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
+                mbarrier.wait(q_ready.index(q_buffer), q_phase)
+                tile = read_info(params.tile_info, q_buffer * INFO + TILE, 4)
         else:
-            tile = blocks * owners
-    if KIND.DESCRIBED:
+            tile = row_blocks * batch_heads
+    if TRAITS.TMA_STORE:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["where", "drop", "n", "M", "E", "blocks", "owners", "heads", "groups", "section"])
-def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entropy, strides, scale, scales, cap, sinks, bias, where, drop,
-            n, M, E, blocks, owners, heads, groups, section, counter,
+@gluon.jit(do_not_specialize=["lists", "drop", "n", "M", "E", "row_blocks", "batch_heads", "num_heads", "heads_per_kv", "swizzle"])
+def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entropy, strides, scale, scales, cap, sinks, bias, lists, drop,
+            n, M, E, row_blocks, batch_heads, num_heads, heads_per_kv, swizzle, counters,
             DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
             ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr,
-            PERSISTENT: gl.constexpr, DESCRIBED: gl.constexpr):
-    """A program has one block of rows of one head, or in a persistent grid one after the other."""
-    OWN: gl.constexpr = GROUPS if BIAS != _PLAIN else 0  # blocks of cleaned values
-    QS: gl.constexpr = 2 if PERSISTENT else 1  # blocks of rows in flight
-    Q = gl.allocate_shared_memory(q.dtype, [QS * GROUPS, 1, 1, ROWS, DA], q.layout)
+            PERSISTENT: gl.constexpr, TMA_STORE: gl.constexpr):
+    """A program takes one row block of one head, or in a persistent grid one after the other."""
+    CLEANED_BLOCKS: gl.constexpr = GROUPS if BIAS != _PLAIN else 0
+    Q_BUFFERS: gl.constexpr = 2 if PERSISTENT else 1  # row blocks in flight
+    Q = gl.allocate_shared_memory(q.dtype, [Q_BUFFERS * GROUPS, 1, 1, ROWS, DA], q.layout)
     K = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DA], k.layout)
-    V = gl.allocate_shared_memory(v.dtype, [STAGES + OWN, 1, 1, BN, EA], v.layout)
+    V = gl.allocate_shared_memory(v.dtype, [STAGES + CLEANED_BLOCKS, 1, 1, BN, EA], v.layout)
     QB = Q
     KB = K
     VB = V
     if DB > 0:
-        QB = gl.allocate_shared_memory(q.dtype, [QS * GROUPS, 1, 1, ROWS, DB], qb.layout)
+        QB = gl.allocate_shared_memory(q.dtype, [Q_BUFFERS * GROUPS, 1, 1, ROWS, DB], qb.layout)
         KB = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DB], kb.layout)
     if EB > 0:
-        VB = gl.allocate_shared_memory(v.dtype, [STAGES + OWN, 1, 1, BN, EB], vb.layout)
-    q_ready = new_barriers(QS, 1)
-    q_free = new_barriers(QS, GROUPS)
+        VB = gl.allocate_shared_memory(v.dtype, [STAGES + CLEANED_BLOCKS, 1, 1, BN, EB], vb.layout)
+    q_ready = new_barriers(Q_BUFFERS, 1)
+    q_free = new_barriers(Q_BUFFERS, GROUPS)
     k_ready = new_barriers(STAGES, 1)
     k_free = new_barriers(STAGES, GROUPS)
     v_ready = new_barriers(STAGES, 1)
     v_free = new_barriers(STAGES, GROUPS)
-    plan = gl.allocate_shared_memory(gl.int32, [QS * PLAN, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_info = gl.allocate_shared_memory(gl.int32, [Q_BUFFERS * INFO, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
-    described = (q, qb, k, kb, v, vb, o, ob)
-    X = (Q, QB, K, KB, V, VB)
-    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
-    out = (output, lse, row_max, log_row_sum, entropy)
-    given = Given(described, X, barriers, out, strides, scale, scales, cap, sinks, bias, where, drop, n, M, E, blocks, owners, heads, groups, section,
-                  counter, plan)
-    KIND: gl.constexpr = kind_of(
+    params = ForwardParams(
+        ForwardDescriptors(q, qb, k, kb, v, vb, o, ob), ForwardSmem(Q, QB, K, KB, V, VB),
+        ForwardBarriers(q_ready, q_free, k_ready, k_free, v_ready, v_free), ForwardOutputs(output, lse, row_max, log_row_sum, entropy),
+        strides, scale, scales, cap, sinks, bias, lists, drop, n, M, E, row_blocks, batch_heads, num_heads, heads_per_kv, swizzle,
+        counters, tile_info)
+    TRAITS: gl.constexpr = traits_of(
         DA=DA, DB=DB, EA=EA, EB=EB, BN=BN, STAGES=STAGES, GROUPS=GROUPS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
-        DROP=DROP, SINK=SINK, SCALES=SCALES, PERSISTENT=PERSISTENT, DESCRIBED=DESCRIBED)
-    COPYING: gl.constexpr = _copying(GROUPS, REGISTERS)
+        DROP=DROP, SINK=SINK, SCALES=SCALES, PERSISTENT=PERSISTENT, TMA_STORE=TMA_STORE)
+    PRODUCER: gl.constexpr = _producer_registers(GROUPS, REGISTERS)
     if GROUPS == 2:
         gl.warp_specialize([
-            (compute, (given, 0, KIND)),
-            (compute, (given, 1, KIND)),
-            (copy, (given, KIND)),
-        ], [4, 1], [REGISTERS, COPYING])
+            (consumer, (params, 0, TRAITS)),
+            (consumer, (params, 1, TRAITS)),
+            (producer, (params, TRAITS)),
+        ], [4, 1], [REGISTERS, PRODUCER])
     else:
         gl.warp_specialize([
-            (compute, (given, 0, KIND)),
-            (compute, (given, 1, KIND)),
-            (compute, (given, 2, KIND)),
-            (copy, (given, KIND)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, COPYING])
+            (consumer, (params, 0, TRAITS)),
+            (consumer, (params, 1, TRAITS)),
+            (consumer, (params, 2, TRAITS)),
+            (producer, (params, TRAITS)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER])

@@ -1,164 +1,143 @@
-"""Which blocks of rows a block of keys meets on Hopper, its turn to add to each of them, what the mask hides of it, and what a bias adds."""
+"""The tile scheduler of the Hopper backward: the row blocks that a key block visits, its position in dQ's order, its mask and bias."""
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.tile_ops import _ALIBI, _BITS, _NONE, _SPANS, _TENSOR, bias_rows, bias_tile, seat
 from . import ptx
-from .online_softmax import UNSET
-from .tile_scheduler import ROWS
-from .tile_scheduler import place as nth_place
+from .online_softmax import MASK_BIT
+from .register_layouts import transposed_layout
+from .tile_scheduler import ROWS, work_tile
 
-OUTSIDE = gl.constexpr(ptx.OUTSIDE)
-
-
-class Task(NamedTuple):
-    """What every warp of a program is told, beside the tensors. A kernel makes it of its arguments: Triton would compile anew for
-    each number of a tuple that it is called with."""
-
-    scales: Any
-    where: Any
-    turns: Any
-    drop: Any
-    seen: Any  # int8 (items, heads, M), where a bias may hide keys
-    counters: Any
-    n: Any
-    M: Any
-    D: Any
-    E: Any
-    NP: Any  # rows, with those that fill the last block
-    blocks: Any  # of keys
-    owners: Any  # items times key heads
-    heads: Any  # of queries
-    groups: Any  # of queries that share a head of keys
-    section: Any  # key heads that are worked on together
+MASK_SPAN = gl.constexpr(ptx.MASK_SPAN)
 
 
 @gluon.constexpr_function
-def lent(dtype):
+def bias_load(dtype):
     """The PTX that loads a number of a bias."""
-    return ptx.LENT[str(dtype)]
+    return ptx.LOAD_BIAS[str(dtype)]
 
 
 @gluon.jit
-def walk_of(task, item, h, block, BM: gl.constexpr, MASK: gl.constexpr):
-    """The blocks of rows that a block of keys meets, in ascending order: the first (of lists its place), and how many."""
+def row_block_range(params, batch, h, block, BM: gl.constexpr, MASK: gl.constexpr):
+    """The row blocks that a key block visits, in ascending order: the first one (with lists, its position), and how many."""
     if MASK == _NONE:
-        first, count = 0, gl.cdiv(task.n, BM)
+        first, count = 0, gl.cdiv(params.n, BM)
     elif MASK == _SPANS:
-        at = task.where.bounds + seat(task.where, item, h, MASK) + block * 4
+        at = params.lists.bounds + seat(params.lists, batch, h, MASK) + block * 4
         first = gl.load(at)
         count = gl.load(at + 3) - first
     else:
-        at = task.turns.start + seat(task.where, item, h, MASK) + block
+        at = params.dq_order.start + seat(params.lists, batch, h, MASK) + block
         first = gl.load(at)
         count = gl.load(at + 1) - first
     return first, count
 
 
 @gluon.jit
-def rows_at(task, t, first, MASK: gl.constexpr):
-    """The t-th block of rows that is met, and the slot of its bits, −1 where it is full."""
+def row_block_at(params, t, first, MASK: gl.constexpr):
+    """The t-th visited row block, and the slot of its bits, −1 where it is full."""
     if MASK == _BITS:
-        b, slot = gl.load(task.turns.entry + first + t), gl.load(task.turns.slot + first + t)
+        b, slot = gl.load(params.dq_order.entry + first + t), gl.load(params.dq_order.slot + first + t)
     else:
         b, slot = first + t, 0
     return b, slot
 
 
 @gluon.jit
-def turn_at(task, t, b, first, item, h, block, MASK: gl.constexpr):
-    """How many blocks of keys add to a block of rows before this one."""
-    turns = task.turns
+def dq_position(params, t, b, first, batch, h, block, MASK: gl.constexpr):
+    """How many key blocks add to dQ of a row block before this one."""
+    order = params.dq_order
     if MASK == _NONE:
-        turn = task.blocks - 1 - block
+        position = params.key_blocks - 1 - block
     elif MASK == _SPANS:
-        owner = item // gl.load(task.where.inner)
-        turn = gl.load(turns.base + owner * turns.row_item + h * turns.row_head + b)
-        turn -= gl.load(turns.rank + owner * turns.key_item + h * turns.key_head + block)
+        mask_item = batch // gl.load(params.lists.inner)
+        position = gl.load(order.base + mask_item * order.row_item + h * order.row_head + b)
+        position -= gl.load(order.rank + mask_item * order.key_item + h * order.key_head + block)
     else:
-        turn = gl.load(turns.turn + first + t)
-    return turn
+        position = gl.load(order.position + first + t)
+    return position
 
 
 @gluon.jit
-def place(task):
-    """A program's block of keys, item and key head. `section` heads are worked on together; of theirs the last keys come first."""
-    block, own = nth_place(gl.program_id(0), task.blocks, task.owners, task.section)
-    kv_heads = task.heads // task.groups
-    return block, own // kv_heads, own % kv_heads
+def key_tile(params):
+    """A program's key block, batch item and key head. `swizzle` heads are scheduled together; their last keys come first."""
+    block, batch_head = work_tile(gl.program_id(0), params.key_blocks, params.batch_kv_heads, params.swizzle)
+    kv_heads = params.num_heads // params.heads_per_kv
+    return block, batch_head // kv_heads, batch_head % kv_heads
 
 
 @gluon.jit
-def common(task, item, h, row, MASK: gl.constexpr):
-    """The rows that see all ROWS keys of a group, the first of them `row`: where they begin, and where they end."""
-    begin, behind = 0, task.n
+def common_rows(params, batch, h, key, MASK: gl.constexpr):
+    """The rows that see all ROWS keys of a group, which begin at `key`: the first row, and one past the last."""
+    begin, end = 0, params.n
     if MASK == _SPANS:
-        turns = task.turns
-        at = (item // gl.load(task.where.inner)) * turns.span_item + h * turns.span_head
-        begin = gl.load(turns.begin + at + (gl.minimum(row + ROWS, task.M) - 1))
-        behind = gl.load(turns.behind + at + gl.minimum(row, task.M - 1))
-    return begin, behind
+        order = params.dq_order
+        at = (batch // gl.load(params.lists.inner)) * order.span_item + h * order.span_head
+        begin = gl.load(order.begin + at + (gl.minimum(key + ROWS, params.M) - 1))
+        end = gl.load(order.end + at + gl.minimum(key, params.M - 1))
+    return begin, end
 
 
 @gluon.jit
-def hides(b, slot, begin, behind, n, BM: gl.constexpr, MASK: gl.constexpr):
-    """Whether the mask hides keys of a group from rows of a block."""
+def is_partial(b, slot, begin, end, n, BM: gl.constexpr, MASK: gl.constexpr):
+    """Whether the mask hides keys of a group from rows of a block; `begin` and `end` are its common rows."""
     partial = slot >= 0
     if MASK != _BITS:
-        partial = (b * BM < begin) | (gl.minimum(b * BM + BM, n) > behind)
+        partial = (b * BM < begin) | (gl.minimum(b * BM + BM, n) > end)
     return partial
 
 
 @gluon.jit
-def veil(S, b, j, slot, item, h, task, BM: gl.constexpr, MASK: gl.constexpr, TL: gl.constexpr):
-    """S [BM, ROWS], −inf where the mask hides, and for keys beyond the last: what `fold.veil` does, by keys.
+def apply_mask(S, tile, params, TRAITS: gl.constexpr):
+    """S [BM, ROWS], −inf where the mask hides, and for keys past the end: `online_softmax.apply_mask`, by keys.
 
-    A row is its place among the rows of its thread, a constant, and where the thread begins: two of eight are a thread's.
+    A thread has two of eight neighbouring rows. So a row is where the thread begins plus a constant.
     """
-    turns, M = task.turns, task.M
-    c = gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
+    order, M, j = params.dq_order, params.M, tile.j
+    BM: gl.constexpr = TRAITS.BM
+    c = gl.arange(0, BM, gl.SliceLayout(1, transposed_layout(BM)))  # [BM]
     begin = c & 6
     c = gl.broadcast(S, (c & -7)[:, None])[1]  # [BM, ROWS]
-    if MASK == _BITS:
-        at = turns.bits + gl.maximum(slot, 0).to(gl.int64) * 512 + (j % 128) * 4 + b * BM % 128 // 32  # [ROWS]; slot 0 shows all
+    if TRAITS.MASK == _BITS:
+        at = order.bits + gl.maximum(tile.slot, 0).to(gl.int64) * 512 + (j % 128) * 4 + tile.b * BM % 128 // 32  # [ROWS]; slot 0 shows all
         word = c * 0
         for k in gl.static_range(BM // 32):
             word = gl.where(c // 32 == k, gl.load(at + k, mask=j < M, other=0)[None, :], word)
-        S = gl.inline_asm_elementwise(UNSET, "=f,f,r,r", [S, word >> begin[:, None], (c * 0 + 1) << (c % 32)], gl.float32, True, 1)
-    elif MASK == _NONE:
+        S = gl.inline_asm_elementwise(MASK_BIT, "=f,f,r,r", [S, word >> begin[:, None], (c * 0 + 1) << (c % 32)], gl.float32, True, 1)
+    elif TRAITS.MASK == _NONE:
         S = gl.where((j < M)[None, :], S, float("-inf"))
     else:
-        at = (item // gl.load(task.where.inner)) * turns.span_item + h * turns.span_head + j  # [ROWS]
-        begin += b * BM
-        first = gl.load(turns.begin + at, mask=j < M, other=0)[None, :] - begin[:, None]
-        behind = gl.load(turns.behind + at, mask=j < M, other=0)[None, :] - begin[:, None]
-        S = gl.inline_asm_elementwise(OUTSIDE, "=f,f,r,r,r", [S, c, first, behind], gl.float32, True, 1)
+        at = (tile.batch // gl.load(params.lists.inner)) * order.span_item + tile.h * order.span_head + j  # [ROWS]
+        begin += tile.b * BM
+        first = gl.load(order.begin + at, mask=j < M, other=0)[None, :] - begin[:, None]
+        end = gl.load(order.end + at, mask=j < M, other=0)[None, :] - begin[:, None]
+        S = gl.inline_asm_elementwise(MASK_SPAN, "=f,f,r,r,r", [S, c, first, end], gl.float32, True, 1)
     return S
 
 
 @gluon.jit
-def added(bias, item, h, b, j, task, BM: gl.constexpr, BIAS: gl.constexpr, TL: gl.constexpr):
-    """What a bias adds to the logits of a block's rows and keys j, [BM, ROWS]; rows and keys beyond the last have what the last have.
+def load_bias(tile, params, TRAITS: gl.constexpr):
+    """The bias of a tile [BM, ROWS]; rows and keys past the end get that of the last.
 
-    Addresses are told by 31 bits: a thread holds 32 numbers, and has no registers for as many of 64.
+    Offsets have 31 bits: a thread holds 32 numbers, and has no registers for as many 64-bit addresses.
     """
-    i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
-    if BIAS == _ALIBI:
-        X = bias_tile(bias, bias_rows(bias, item, h, i, BIAS), i, j, task.n, task.M, BIAS)
+    bias, b, j = params.bias, tile.b, tile.j
+    BM: gl.constexpr = TRAITS.BM
+    i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, transposed_layout(BM)))  # [BM]
+    if TRAITS.BIAS == _ALIBI:
+        X = bias_tile(bias, bias_rows(bias, tile.batch, tile.h, i, TRAITS.BIAS), i, j, params.n, params.M, TRAITS.BIAS)
     else:
-        at = bias.at + h.to(gl.int64) * bias.head + item.to(gl.int64) * bias.item
-        if BIAS == _TENSOR:
-            each = gl.minimum(i, task.n - 1)[:, None] * bias.row + gl.minimum(j, task.M - 1)[None, :] * bias.key  # [BM, ROWS]
+        at = bias.at + tile.h.to(gl.int64) * bias.head + tile.batch.to(gl.int64) * bias.item
+        if TRAITS.BIAS == _TENSOR:
+            each = gl.minimum(i, params.n - 1)[:, None] * bias.row + gl.minimum(j, params.M - 1)[None, :] * bias.key  # [BM, ROWS]
         else:
             ahead = j[None, :] - (i[:, None] + bias.offset)
             each = gl.minimum(gl.maximum(ahead, -bias.reach), bias.reach) + bias.reach
-        LENT: gl.constexpr = lent(bias.at.dtype.element_ty)
-        X = gl.inline_asm_elementwise(LENT, "=f,l,r", [at.to(gl.int64, bitcast=True), each], gl.float32, True, 1)
+        LOAD: gl.constexpr = bias_load(bias.at.dtype.element_ty)
+        X = gl.inline_asm_elementwise(LOAD, "=f,l,r", [at.to(gl.int64, bitcast=True), each], gl.float32, True, 1)
     return X

@@ -1,8 +1,8 @@
-"""Calls like one before: the kernel that was compiled then is started again, without Triton's look at every argument.
+"""The launch cache: a call like an earlier one starts the kernel compiled then, without Triton's inspection of each argument.
 
-That look, the describing of tensors and the choices before them take longer on the host than many a call takes on the
-GPU. What they find depends on sizes, strides, dtypes, a few numbers, the tile and the mask's layout alone (`like`), so it
-is kept for a few dozen of these.
+That inspection, the TMA descriptors and the choice of a tile take longer on the host than many calls take on the GPU. Their
+results depend only on sizes, strides, dtypes, a few numbers, the tile and the block mask (`key_of`), so they are cached for a few
+dozen of these.
 """
 
 from __future__ import annotations
@@ -18,68 +18,66 @@ from ...core.rows import Rows
 from ..arguments import PLAIN, KernelArgs
 from ..block_lists import NONE, BlockLists
 from .configs import Tile
+from .descriptors import with_base
 
-__all__ = ["Call", "like", "remember", "remembered"]
+__all__ = ["Launch", "add", "find", "key_of"]
 
-_KEPT = 64
-_CALLS: dict[Hashable, Call] = {}
+_SIZE = 64
+_LAUNCHES: dict[Hashable, Launch] = {}
+_QUERY, _KEY, _VALUE, _OUTPUT = ("q", "qb"), ("k", "kb"), ("v", "vb"), ("o", "ob")
 
 
-class Call(NamedTuple):
-    """A kernel on its grid, and what it was called with."""
+class Launch(NamedTuple):
+    """A kernel on its grid, and what it was launched with."""
 
     kernel: Callable[..., object]
-    described: tuple[Any, ...]  # queries, keys, values and output, each in two chunks: how they lie, without them
-    numbers: tuple[Any, ...]  # between the results and what the mask's layout says …
-    sizes: tuple[Any, ...]  # … and behind that
-    constants: tuple[Any, ...]
-    mask: Any  # a weak reference to the layout, with which the call is forgotten; None where nothing is hidden
+    arguments: dict[str, Any]  # in the order of the kernel's parameters, constants included; without tensors, and descriptors have no base
+    mask: Any  # a weak reference to the block mask, which drops the launch with it; None without a mask
 
-    def start(self, w: KernelArgs, found: Rows, where: BlockLists, counter: Tensor | None) -> None:
-        """Run the kernel for other tensors that lie as those did."""
-        tensors = (w.query, w.query, w.key, w.key, w.value, w.value, found.output, found.output)
-        described = (d if d is None else _of(d, x) for d, x in zip(self.described, tensors, strict=True))
-        out = (found.output, found.lse, found.max_logit, found.log_row_sum, found.entropy)
-        self.kernel(*described, *out, *self.numbers, where, *self.sizes, counter, *self.constants)
+    def start(self, w: KernelArgs, found: Rows, lists: BlockLists, counters: Tensor | None) -> None:
+        """Run the kernel for other tensors of the same sizes and strides."""
+        arguments = {**self.arguments, **results(found), "lists": lists, "counters": counters}
+        for names, x in ((_QUERY, w.query), (_KEY, w.key), (_VALUE, w.value), (_OUTPUT, found.output)):
+            for name in names:
+                arguments[name] = with_base(arguments[name], x)
+        self.kernel(*arguments.values())
 
 
-def like(w: KernelArgs, entropy: bool, tile: Tile) -> Hashable:
-    """What calls have in common that are started alike; None for those with parts that are looked at each time."""
+def results(found: Rows) -> dict[str, Any]:
+    """The tensors that the kernel writes, by its parameters."""
+    return {
+        "output": found.output, "lse": found.lse, "row_max": found.max_logit, "log_row_sum": found.log_row_sum, "entropy": found.entropy,
+    }  # fmt: skip
+
+
+def key_of(w: KernelArgs, entropy: bool, tile: Tile) -> Hashable:
+    """The key of a call in the cache; None for calls with parts that are not cached."""
     if w.kind != PLAIN or w.drop.keys is not None or w.sink is not None or w.scales is not None:
         return None
     q, k, v = w.query, w.key, w.value
     mask = None if w.block_mask.kind == NONE else id(w.block_mask)
-    lies = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
-    return q.device, q.dtype, lies, w.scale, w.softcap, mask, entropy, tile
+    layouts = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    return q.device, q.dtype, layouts, w.scale, w.softcap, mask, entropy, tile
 
 
-def remembered(key: Hashable, w: KernelArgs) -> Call | None:
-    """The call of this kind, if there was one; now it is the last."""
-    call = None if key is None else _CALLS.pop(key, None)
-    if call is None or (call.mask is not None and call.mask() is not w.block_mask):
+def find(key: Hashable, w: KernelArgs) -> Launch | None:
+    """The cached launch of this key, if there is one; it becomes the most recently used."""
+    launch = None if key is None else _LAUNCHES.pop(key, None)
+    if launch is None or (launch.mask is not None and launch.mask() is not w.block_mask):
         return None
-    _CALLS[key] = call
-    return call
+    _LAUNCHES[key] = launch
+    return launch
 
 
-def remember(
-    key: Hashable, w: KernelArgs, compiled: Any, programs: int, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]
-) -> None:
-    """Keep a call: its kernel, and the arguments of these names. What a captured graph makes is there only while the graph runs."""
+def add(key: Hashable, w: KernelArgs, compiled: Any, programs: int, names: list[str], arguments: Mapping[str, Any]) -> None:
+    """Cache a launch of a kernel with these parameters; not in a graph capture, whose tensors exist only while the graph runs."""
     if key is None or compiled is None or is_capturing():
         return
     kernel = compiled.result() if hasattr(compiled, "result") else compiled
-    output, strides, where, counter = map(names.index, ("output", "strides", "where", "counter"))
-    described = tuple(d if d is None else _of(d, None) for d in args[:output])
-    constants = tuple(options[name] for name in names[len(args) :])
-    mask = None if w.block_mask.kind == NONE else ref(w.block_mask, lambda _: _CALLS.pop(key, None))
-    _CALLS[key] = Call(kernel[programs, 1, 1], described, args[strides:where], args[where + 1 : counter], constants, mask)
-    if len(_CALLS) > _KEPT:
-        _CALLS.pop(next(iter(_CALLS)), None)
-
-
-def _of(description: Any, x: Tensor | None) -> Any:
-    """The same description of another tensor, which is not checked again."""
-    twin = object.__new__(type(description))
-    vars(twin).update(vars(description), base=x)
-    return twin
+    cached = {name: arguments[name] for name in names}
+    cached |= dict.fromkeys(("output", "lse", "row_max", "log_row_sum", "entropy", "lists", "counters"))
+    cached |= {name: with_base(cached[name], None) for name in (*_QUERY, *_KEY, *_VALUE, *_OUTPUT)}
+    mask = None if w.block_mask.kind == NONE else ref(w.block_mask, lambda _: _LAUNCHES.pop(key, None))
+    _LAUNCHES[key] = Launch(kernel[programs, 1, 1], cached, mask)
+    if len(_LAUNCHES) > _SIZE:
+        _LAUNCHES.pop(next(iter(_LAUNCHES)), None)

@@ -1,4 +1,4 @@
-"""Who has which rows, which blocks of keys they meet, and the warp that copies these into shared memory."""
+"""The tile scheduler of the Hopper forward: which rows a work tile has, which key blocks they visit; and the producer warp."""
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
 
@@ -6,252 +6,275 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...compat.gluon import tma_load
 from ..portable.tile_ops import _BITS, _SPANS, met, seat
 from . import ptx
+from .aggregates import KeyBlocks
 from .configs import ROWS as _ROWS
 
 ROWS = gl.constexpr(_ROWS)
-PLAN = gl.constexpr(20)  # numbers that are noted of a block of rows
-SHARES, LEFT = gl.constexpr(8), gl.constexpr(17)  # where those of each group begin: three by the copying warp, one by the group
-OFTEN = gl.constexpr(4)  # one block of rows in so many came again
-TAKE, SPREAD = gl.constexpr(ptx.TAKE), gl.constexpr(ptx.SPREAD)
-tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+INFO = gl.constexpr(20)  # numbers in the tile info of a row block
+TILE, SAFE, BATCH, HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+FIRST, FULL, FULL_END, TOTAL = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7)
+GROUP_INFO = gl.constexpr(8)  # from here on three numbers per group: its first row, and its `group_range`
+RETRY = gl.constexpr(17)  # from here on one number per group, which the group writes: whether its rows need a retry
+RETRY_SHARE = gl.constexpr(4)  # a head takes the safe loop once one in so many of its row blocks needed a retry
+COUNT, BROADCAST = gl.constexpr(ptx.COUNT), gl.constexpr(ptx.BROADCAST)
 
 
 @gluon.jit
-def place(t, blocks, owners, section):
-    """The t-th block of rows and whose it is. `section` owners share the cache; of theirs the last rows come first."""
-    part = t // (section * blocks)
-    t -= part * (section * blocks)
-    width = gl.minimum(section, owners - part * section)
-    return blocks - 1 - t // width, part * section + t % width
+def work_tile(t, blocks, batch_heads, swizzle):
+    """The block and the batch-head of the t-th work tile. `swizzle` batch-heads share the cache; their last blocks come first."""
+    section = t // (swizzle * blocks)
+    t -= section * (swizzle * blocks)
+    width = gl.minimum(swizzle, batch_heads - section * swizzle)
+    return blocks - 1 - t // width, section * swizzle + t % width
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    """So many barriers, each of which is passed when so many have arrived."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(COUNT):
-        mbarrier.init(made.index(s), count=arrivals)
-    return made
+def new_barriers(NUMBER: gl.constexpr, arrivals: gl.constexpr):
+    """NUMBER barriers, each of which completes after so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(s), count=arrivals)
+    return barriers
 
 
 @gluon.jit
-def row_of(block, n, blocks, G: gl.constexpr, GROUPS: gl.constexpr):
-    """The first row of group G of a block.
+def first_row(block, n, row_blocks, G: gl.constexpr, GROUPS: gl.constexpr):
+    """The first row of group G of a row block.
 
-    Where the groups of the last block would not all have rows, those that have none are the first of the first block
-    instead, and are told rows beyond the last: of a causal mask the first block is the shortest.
+    If the rows do not fill all groups of the last row block, the groups without rows are the first ones of the first block
+    instead, and get row numbers past the end: under a causal mask the first block is the shortest.
     """
     at = block * GROUPS + G
     if GROUPS == 3:
-        at -= blocks * GROUPS - gl.cdiv(n, ROWS)
-        at = gl.where(at < 0, at + blocks * GROUPS, at)
+        at -= row_blocks * GROUPS - gl.cdiv(n, ROWS)
+        at = gl.where(at < 0, at + row_blocks * GROUPS, at)
     return at * ROWS
 
 
 @gluon.jit
-def advance(stage, parity, STAGES: gl.constexpr):
-    """The next stage; each time round, its barriers are in the other parity."""
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage; its barriers flip their phase each time round."""
     wraps = stage == STAGES - 1
-    return gl.where(wraps, 0, stage + 1), gl.where(wraps, parity ^ 1, parity)
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
-def walk_of(where, item, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
-    """What a block of rows meets: (first partial, first full, behind the full, how many full, how many in all)."""
-    first, full, until, rest = met(where, seat(where, item, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
-    return first, full, until, until - full, until - full + rest
+def key_block_range(lists, batch, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
+    """The key blocks that a row block visits, as the fields of `KeyBlocks`."""
+    first, full, full_end, rest = met(lists, seat(lists, batch, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
+    return first, full, full_end, full_end - full, full_end - full + rest
 
 
 @gluon.jit
-def share_of(where, item, h, row, first, full, whole, total, n, BN: gl.constexpr, MASK: gl.constexpr):
-    """From which of the blocks that are met a group's own ROWS rows see some keys, and from which on they see all.
+def group_range(lists, batch, h, row, key_blocks, n, BN: gl.constexpr, MASK: gl.constexpr):
+    """The first of the visited key blocks that a group's own ROWS rows see, and the first from which on they see all keys.
 
-    Of spans, the blocks that the last rows of a block of rows see alone come first. So a group leaves these out; and where
-    its rows see the first block whole, its own full ones begin early. Rows that see none, as those beyond the last, leave out all.
+    For spans, the blocks that only the last rows of a row block see come first. A group skips these; and where its rows see
+    the first block entirely, its own full blocks begin early. Groups whose rows see nothing, or are past the end, skip all.
     """
-    rest = total - whole
-    start, entire = 0, rest
+    first, full, _, num_full, total = key_blocks
+    partial = total - num_full
+    start, unmasked = 0, partial
     none = total == 0
     if MASK == _SPANS:
-        at = (item // gl.load(where.inner)).to(gl.int64) * where.item + h * where.head
+        at = (batch // gl.load(lists.inner)).to(gl.int64) * lists.item + h * lists.head
         last = gl.minimum(row + ROWS, n) - 1
-        begin, until, behind = gl.load(where.lo + at + last), gl.load(where.hi + at + gl.minimum(row, n - 1)), gl.load(where.hi + at + last)
-        seen = gl.maximum(gl.cdiv(behind, BN) - first, 0)  # blocks until there
-        start = gl.minimum(gl.maximum(total - seen, 0), rest - (full - first))
-        entire = gl.where(begin <= first * BN, gl.minimum(gl.maximum(total - (until // BN - first), start), rest), rest)
-        none = none | ((seen == 0) & (whole == 0))
+        begin, end_of_first, end = gl.load(lists.lo + at + last), gl.load(lists.hi + at + gl.minimum(row, n - 1)), gl.load(lists.hi + at + last)
+        seen = gl.maximum(gl.cdiv(end, BN) - first, 0)  # blocks up to there
+        start = gl.minimum(gl.maximum(total - seen, 0), partial - (full - first))
+        unmasked = gl.where(begin <= first * BN, gl.minimum(gl.maximum(total - (end_of_first // BN - first), start), partial), partial)
+        none = none | ((seen == 0) & (num_full == 0))
     none = gl.where(row < n, none, True)
-    return gl.where(none, gl.maximum(total, 1), start), gl.where(none, gl.maximum(total, 1), entire)
+    return gl.where(none, gl.maximum(total, 1), start), gl.where(none, gl.maximum(total, 1), unmasked)
 
 
 @gluon.jit
-def blind_from(clear, count, whole, total, careful):
-    """From which of the blocks that are met on a group folds them blindly; `clear` is its own first that hides nothing.
+def fixed_max_from(unmasked, count, num_full, total, safe):
+    """The first of the visited key blocks from which on the row max stays fixed; `unmasked` is the group's first without a mask.
 
-    Before these come all that hide something from a row of the block, and the first full one: there sinks of attention are,
-    and by then each row has a level, also one beyond the last, from which a partial block is hidden. With care, none.
+    The safe loop takes all blocks before it: those that are partial for some row of the row block, and the first full one.
+    Attention sinks are there, and after it each row has a row max, even one past the end, which sees no partial block.
+    If `safe`, it takes all.
     """
-    return gl.where(careful > 0, count, gl.minimum(gl.maximum(clear, total - whole + 1), count))
+    return gl.where(safe > 0, count, gl.minimum(gl.maximum(unmasked, total - num_full + 1), count))
 
 
 @gluon.jit
-def leap_often(leaps, block, blocks):
-    """Whether so many of a head's blocks of rows from `block` on came again that it is better to meet this one with care.
+def retries_often(retries, block, row_blocks):
+    """Whether so many of a head's row blocks from `block` on needed a retry that the safe loop is better for this one.
 
-    One that comes again is met twice, the second time with care. A careful step has about 1.4 times the instructions of a blind one.
+    A retry is a second pass, in the safe loop. One step there has about 1.4 times the instructions of a step with a fixed row max.
     """
-    return gl.where(leaps * OFTEN > blocks - block, 1, 0)
+    return gl.where(retries * RETRY_SHARE > row_blocks - block, 1, 0)
 
 
 @gluon.jit
-def entry_at(where, t, first, full, until, whole, total, MASK: gl.constexpr):
-    """The t-th block that is met: the partial ones backwards, then the full ones; of lists also its place, and whether it is partial."""
-    rest = total - whole
-    u = t - rest  # among the full ones
+def entry_at(lists, t, key_blocks, MASK: gl.constexpr):
+    """The t-th visited block: the partial ones backwards, then the full ones. With lists, also its position and whether it is partial."""
+    first, full, full_end, num_full, total = key_blocks
+    num_partial = total - num_full
+    u = t - num_partial  # among the full ones
     if MASK == _BITS:
-        at = first + rest - 1 - t
+        at = first + num_partial - 1 - t
         partial = u < 0
-        b = gl.load(where.full_entry + full + u, mask=(u >= 0) & (t < total), other=0)
-        b += gl.load(where.entry + at, mask=partial, other=0)
+        b = gl.load(lists.full_entry + full + u, mask=(u >= 0) & (t < total), other=0)
+        b += gl.load(lists.entry + at, mask=partial, other=0)
     else:
         at = 0
         partial = True
-        behind = rest - (full - first)  # how many there are behind the full ones; the others are before them
-        b = gl.where(u >= 0, full + u, gl.where(t < behind, until + behind - 1 - t, full + behind - 1 - t))
+        after = num_partial - (full - first)  # partial blocks after the full ones; the others come before them
+        b = gl.where(u >= 0, full + u, gl.where(t < after, full_end + after - 1 - t, full + after - 1 - t))
     return b, at, partial
 
 
 @gluon.jit
-def block_at(where, t, first, full, until, whole, total, G: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr):
-    """The t-th block that is met, and the slot of group G's bits, −1 where it sees none of them; block 0 for rows that meet none."""
-    b, at, partial = entry_at(where, t, first, full, until, whole, total, MASK)
+def block_at(lists, t, key_blocks, G: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr):
+    """The t-th visited block, and the slot of group G's bits, −1 where all of it is hidden; block 0 for rows that visit none."""
+    b, at, partial = entry_at(lists, t, key_blocks, MASK)
     slot = 0
     if MASK == _BITS:
         PART: gl.constexpr = 128 if GROUPS == 2 else 64  # rows that share a slot
-        OWN: gl.constexpr = GROUPS * ROWS // PART  # slots of an entry
-        slot = gl.load(where.slot + at * OWN + G * ROWS // PART, mask=partial, other=0)  # slot 0 is all ones
-        slot = gl.where(total > 0, slot, -1)
+        SLOTS: gl.constexpr = GROUPS * ROWS // PART  # of an entry
+        slot = gl.load(lists.slot + at * SLOTS + G * ROWS // PART, mask=partial, other=0)  # slot 0 is all ones
+        slot = gl.where(key_blocks.total > 0, slot, -1)
     return b, slot
 
 
 @gluon.jit
-def note(plan, at, number, WARPS: gl.constexpr):
-    """Leave a number in the plan, by so many warps."""
-    plan.index(at).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
+def write_info(tile_info, at, number, WARPS: gl.constexpr):
+    """Write one number of the tile info, by so many warps."""
+    tile_info.index(at).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
 
 
 @gluon.jit
-def told(plan, at, WARPS: gl.constexpr):
-    """A number of the plan, for so many warps."""
-    return gl.max(plan.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+def read_info(tile_info, at, WARPS: gl.constexpr):
+    """Read one number of the tile info, by so many warps."""
+    return gl.max(tile_info.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
-def seats_of(plan, at, G: gl.constexpr):
-    """What is noted of a block of rows: (whether it is met with care, item, head, first, full, until, how many, and the group's own:
-    its first row, and `share_of`)."""
-    own = at + SHARES + 3 * G
-    return (told(plan, at + 1, 4), told(plan, at + 2, 4), told(plan, at + 3, 4), told(plan, at + 4, 4), told(plan, at + 5, 4), told(plan, at + 6, 4),
-            told(plan, at + 7, 4), told(plan, own, 4), told(plan, own + 1, 4), told(plan, own + 2, 4))
+def read_tile(tile_info, at, G: gl.constexpr):
+    """The tile info of a row block for group G: (safe, batch, head, first, full, full_end, total, first row, and `group_range`)."""
+    group = at + GROUP_INFO + 3 * G
+    return (read_info(tile_info, at + SAFE, 4), read_info(tile_info, at + BATCH, 4), read_info(tile_info, at + HEAD, 4),
+            read_info(tile_info, at + FIRST, 4), read_info(tile_info, at + FULL, 4), read_info(tile_info, at + FULL_END, 4),
+            read_info(tile_info, at + TOTAL, 4), read_info(tile_info, group, 4), read_info(tile_info, group + 1, 4), read_info(tile_info, group + 2, 4))
 
 
 @gluon.jit
-def copy(given, KIND: gl.constexpr):
-    """The warp that copies: of each block of rows first Q, then K and V of all it meets, as soon as a stage is free."""
-    where, n, blocks, owners, counter, plan = given.where, given.n, given.blocks, given.owners, given.counter, given.plan
-    q, qb, k, kb, v, vb, _, _ = given.described
-    Q, QB, K, KB, V, VB = given.X
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = given.barriers
-    DA: gl.constexpr = KIND.DA
-    DB: gl.constexpr = KIND.DB
-    EA: gl.constexpr = KIND.EA
-    EB: gl.constexpr = KIND.EB
-    BN: gl.constexpr = KIND.BN
-    GROUPS: gl.constexpr = KIND.GROUPS
-    MASK: gl.constexpr = KIND.MASK
-    PERSISTENT: gl.constexpr = KIND.PERSISTENT
+def write_tile(at, tile, retry, block, batch, h, key_blocks, safe, params, TRAITS: gl.constexpr):
+    """Write the tile info of a row block; in a retry, the groups that are done get rows past the end."""
+    info, n, row_blocks = params.tile_info, params.n, params.row_blocks
+    GROUPS: gl.constexpr = TRAITS.GROUPS
+    write_info(info, at + TILE, tile, 1)
+    write_info(info, at + SAFE, gl.where(retry > 0, 1, safe), 1)
+    write_info(info, at + BATCH, batch, 1)
+    write_info(info, at + HEAD, h, 1)
+    write_info(info, at + FIRST, key_blocks.first, 1)
+    write_info(info, at + FULL, key_blocks.full, 1)
+    write_info(info, at + FULL_END, key_blocks.full_end, 1)
+    write_info(info, at + TOTAL, key_blocks.total, 1)
+    for g in gl.static_range(GROUPS):
+        row = first_row(block, n, row_blocks, g, GROUPS)
+        if retry > 0:
+            row = gl.where(read_info(info, at + RETRY + g, 1) > 0, row, row_blocks * GROUPS * ROWS)
+        start, unmasked = group_range(params.lists, batch, h, row, key_blocks, n, TRAITS.BN, TRAITS.MASK)
+        group = at + GROUP_INFO + 3 * g
+        write_info(info, group, row, 1)
+        write_info(info, group + 1, start, 1)
+        write_info(info, group + 2, unmasked, 1)
+
+
+@gluon.jit
+def load_queries(batch, h, block, q_buffer, params, TRAITS: gl.constexpr):
+    """Load the queries of all groups of a row block into a Q buffer."""
+    GROUPS: gl.constexpr = TRAITS.GROUPS
+    descriptors, smem, ready = params.descriptors, params.smem, params.barriers.q_ready.index(q_buffer)
+    mbarrier.expect(ready, GROUPS * ROWS * (TRAITS.DA + TRAITS.DB) * 2)
+    for g in gl.static_range(GROUPS):
+        row = first_row(block, params.n, params.row_blocks, g, GROUPS)
+        tma_load(descriptors.q, [batch, h, row, 0], ready, smem.Q.index(q_buffer * GROUPS + g))
+        if TRAITS.DB > 0:
+            tma_load(descriptors.qb, [batch, h, row, TRAITS.DA], ready, smem.QB.index(q_buffer * GROUPS + g))
+
+
+@gluon.jit
+def load_keys_and_values(batch, kv_head, b, stage, phase, params, TRAITS: gl.constexpr):
+    """Load the K and V of a key block into a stage, each as soon as its buffer is free."""
+    descriptors, smem, barriers = params.descriptors, params.smem, params.barriers
+    BN: gl.constexpr = TRAITS.BN
+    mbarrier.wait(barriers.k_free.index(stage), phase)
+    mbarrier.expect(barriers.k_ready.index(stage), BN * (TRAITS.DA + TRAITS.DB) * 2)
+    tma_load(descriptors.k, [batch, kv_head, b * BN, 0], barriers.k_ready.index(stage), smem.K.index(stage))
+    if TRAITS.DB > 0:
+        tma_load(descriptors.kb, [batch, kv_head, b * BN, TRAITS.DA], barriers.k_ready.index(stage), smem.KB.index(stage))
+    mbarrier.wait(barriers.v_free.index(stage), phase)
+    mbarrier.expect(barriers.v_ready.index(stage), BN * (TRAITS.EA + TRAITS.EB) * 2)
+    tma_load(descriptors.v, [batch, kv_head, b * BN, 0], barriers.v_ready.index(stage), smem.V.index(stage))
+    if TRAITS.EB > 0:
+        tma_load(descriptors.vb, [batch, kv_head, b * BN, TRAITS.EA], barriers.v_ready.index(stage), smem.VB.index(stage))
+
+
+@gluon.jit
+def producer(params, TRAITS: gl.constexpr):
+    """The producer warp: for each row block it loads Q, then K and V of all key blocks, as soon as a stage is free."""
+    lists, row_blocks, batch_heads, counters, tile_info = params.lists, params.row_blocks, params.batch_heads, params.counters, params.tile_info
+    barriers = params.barriers
+    GROUPS: gl.constexpr = TRAITS.GROUPS
+    PERSISTENT: gl.constexpr = TRAITS.PERSISTENT
+    MASK: gl.constexpr = TRAITS.MASK
     stage = 0
-    parity = 1  # of a free stage: the phase before the first counts as done
-    q_stage = 0
-    q_parity = 1
-    QS: gl.constexpr = 2 if PERSISTENT else 1
+    phase = 1  # a new barrier counts as free: the phase before its first is complete
+    q_buffer = 0
+    q_phase = 1
+    Q_BUFFERS: gl.constexpr = 2 if PERSISTENT else 1
     t = gl.program_id(0)
     if PERSISTENT:
-        for u in gl.static_range(QS):
+        for u in gl.static_range(Q_BUFFERS):
             for g in gl.static_range(GROUPS):
-                note(plan, u * PLAN + LEFT + g, 0, 1)
-    idle = 0  # how many times in a row there was nothing to do
+                write_info(tile_info, u * INFO + RETRY + g, 0, 1)
+    idle = 0  # how many times in a row there was no tile
     while idle < 2:
-        now = t
-        again = 0
-        at = q_stage * PLAN
+        tile = t
+        retry = 0
+        at = q_buffer * INFO
         if PERSISTENT:
-            mbarrier.wait(q_free.index(q_stage), q_parity)
+            mbarrier.wait(barriers.q_free.index(q_buffer), q_phase)
             for g in gl.static_range(GROUPS):
-                again |= told(plan, at + LEFT + g, 1)
-            now = gl.where(again > 0, told(plan, at, 1), t)
-        if now < blocks * owners:
-            block, own = place(now, blocks, owners, given.section)
-            item, h = own // given.heads, own % given.heads
-            kv = h // given.groups
-            first, full, until, whole, total = walk_of(where, item, h, block, given.M, BN, MASK)
-            after = 0
+                retry |= read_info(tile_info, at + RETRY + g, 1)
+            tile = gl.where(retry > 0, read_info(tile_info, at + TILE, 1), t)
+        if tile < row_blocks * batch_heads:
+            block, batch_head = work_tile(tile, row_blocks, batch_heads, params.swizzle)
+            batch, h = batch_head // params.num_heads, batch_head % params.num_heads
+            kv_head = h // params.heads_per_kv
+            key_blocks = KeyBlocks(*key_block_range(lists, batch, h, block, params.M, TRAITS.BN, MASK))
+            taken = 0
             if PERSISTENT:
-                leaps = counter + 1 + own  # how many blocks of rows of this head came again, by any program
-                if again > 0:
-                    gl.inline_asm_elementwise(TAKE, "=r,l", [leaps], gl.int32, False, 1)
-                careful = leap_often(gl.load(leaps, volatile=True), block, blocks)
-                note(plan, at, now, 1)
-                note(plan, at + 1, gl.where(again > 0, 1, careful), 1)
-                note(plan, at + 2, item, 1)
-                note(plan, at + 3, h, 1)
-                note(plan, at + 4, first, 1)
-                note(plan, at + 5, full, 1)
-                note(plan, at + 6, until, 1)
-                note(plan, at + 7, total, 1)
-                for g in gl.static_range(GROUPS):
-                    row = row_of(block, n, blocks, g, GROUPS)
-                    if again > 0:
-                        row = gl.where(told(plan, at + LEFT + g, 1) > 0, row, blocks * GROUPS * ROWS)  # a group that is done has none
-                    start, entire = share_of(where, item, h, row, first, full, whole, total, n, BN, MASK)
-                    own_at = at + SHARES + 3 * g
-                    note(plan, own_at, row, 1)
-                    note(plan, own_at + 1, start, 1)
-                    note(plan, own_at + 2, entire, 1)
-                if again == 0:
-                    after = gl.inline_asm_elementwise(TAKE, "=r,l", [counter], gl.int32, False, 1)  # there when it is needed
-            ready = q_ready.index(q_stage)
-            mbarrier.expect(ready, GROUPS * ROWS * (DA + DB) * 2)
-            for g in gl.static_range(GROUPS):
-                row = row_of(block, n, blocks, g, GROUPS)
-                tma_load(q, [item, h, row, 0], ready, Q.index(q_stage * GROUPS + g))
-                if DB > 0:
-                    tma_load(qb, [item, h, row, DA], ready, QB.index(q_stage * GROUPS + g))
-            for s in range(gl.maximum(total, 1)):
-                b, slot = block_at(where, s, first, full, until, whole, total, 0, GROUPS, MASK)
-                mbarrier.wait(k_free.index(stage), parity)
-                mbarrier.expect(k_ready.index(stage), BN * (DA + DB) * 2)
-                tma_load(k, [item, kv, b * BN, 0], k_ready.index(stage), K.index(stage))
-                if DB > 0:
-                    tma_load(kb, [item, kv, b * BN, DA], k_ready.index(stage), KB.index(stage))
-                mbarrier.wait(v_free.index(stage), parity)
-                mbarrier.expect(v_ready.index(stage), BN * (EA + EB) * 2)
-                tma_load(v, [item, kv, b * BN, 0], v_ready.index(stage), V.index(stage))
-                if EB > 0:
-                    tma_load(vb, [item, kv, b * BN, EA], v_ready.index(stage), VB.index(stage))
-                stage, parity = advance(stage, parity, KIND.STAGES)
+                retries = counters + 1 + batch_head  # row blocks of this head that needed a retry, in all programs
+                if retry > 0:
+                    gl.inline_asm_elementwise(COUNT, "=r,l", [retries], gl.int32, False, 1)
+                safe = retries_often(gl.load(retries, volatile=True), block, row_blocks)
+                write_tile(at, tile, retry, block, batch, h, key_blocks, safe, params, TRAITS)
+                if retry == 0:
+                    taken = gl.inline_asm_elementwise(COUNT, "=r,l", [counters], gl.int32, False, 1)  # there by the time it is needed
+            load_queries(batch, h, block, q_buffer, params, TRAITS)
+            for s in range(gl.maximum(key_blocks.total, 1)):
+                b, slot = block_at(lists, s, key_blocks, 0, GROUPS, MASK)
+                load_keys_and_values(batch, kv_head, b, stage, phase, params, TRAITS)
+                stage, phase = advance(stage, phase, TRAITS.STAGES)
             idle = 0
             if PERSISTENT:
-                if again == 0:
-                    t = gl.num_programs(0) + gl.inline_asm_elementwise(SPREAD, "=r,r", [after], gl.int32, False, 1)
+                if retry == 0:
+                    t = gl.num_programs(0) + gl.inline_asm_elementwise(BROADCAST, "=r,r", [taken], gl.int32, False, 1)
             else:
                 idle = 2
-        else:  # once so that the groups tell of the block before; then, if they left nothing, there is no more
-            note(plan, at, blocks * owners + idle, 1)
-            mbarrier.arrive(q_ready.index(q_stage))
+        else:  # the first time, the groups answer for the previous row block; if none needs a retry, the second time ends them
+            write_info(tile_info, at + TILE, row_blocks * batch_heads + idle, 1)
+            mbarrier.arrive(barriers.q_ready.index(q_buffer))
             idle += 1
-        q_stage, q_parity = advance(q_stage, q_parity, QS)
+        q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
