@@ -12,7 +12,7 @@ from ..autograd.engine import Engine, MaybeTensors, Needs
 from ..biases import Alibi, Relative
 from ..core.rows import Rows
 from ..core.spec import Spec
-from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
+from ..kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR
 from ..kernels.block_mask import block_mask
 from ..kernels.engine import Inputs, KernelSpec, TritonEngine
 from .blocks import Blocks, block_bias, block_spec
@@ -24,8 +24,8 @@ __all__ = ["Tiles", "bias_kind"]
 def bias_kind(bias: object) -> int:
     """Which kind of bias kernels take it for."""
     if bias is None:
-        return PLAIN
-    return ALIBI if isinstance(bias, Alibi) else RELATIVE if isinstance(bias, Relative) else TENSOR
+        return BIAS_NONE
+    return BIAS_ALIBI if isinstance(bias, Alibi) else BIAS_RELATIVE if isinstance(bias, Relative) else BIAS_TENSOR
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Tiles(Blocks):
         return Inputs(query.narrow(-2, row.here, row.size), k, v, self.bias(bias, row, key), *others)
 
     def bias(self, bias: Tensor | None, row: Piece, key: Piece) -> Tensor | None:
-        return block_bias(bias, row, key) if self.kind == TENSOR else bias
+        return block_bias(bias, row, key) if self.kind == BIAS_TENSOR else bias
 
     def forward(self, x: MaybeTensors, row: Piece, key: Piece, state: int, visitor: Sequence[Tensor]) -> Rows:
         found = super().forward(x, row, key, state, visitor)

@@ -22,7 +22,7 @@ from ..core.nonfinite import zero_unseen
 from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import TileSizes
-from .arguments import ALIBI, RELATIVE, TENSOR, BiasArgs, DropoutArgs
+from .arguments import BIAS_ALIBI, BIAS_RELATIVE, BIAS_TENSOR, BiasArgs, DropoutArgs
 from .block_lists import BlockMask
 
 if TYPE_CHECKING:
@@ -96,19 +96,19 @@ def _dropped(spec: Spec, query: Tensor) -> DropoutArgs:
 def _added(kernel_spec: KernelSpec, bias: Tensor | None) -> BiasArgs:
     if bias is None:
         return BiasArgs()
-    if kernel_spec.kind == TENSOR:
+    if kernel_spec.kind == BIAS_TENSOR:
         strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
         return BiasArgs(bias, *strides)
     bias = bias.contiguous()
     head = 0 if bias.shape[0] == 1 else bias.stride(0)
-    return BiasArgs(bias, 0, head, 0, 0, kernel_spec.offset, bias.shape[-1] // 2 if kernel_spec.kind == RELATIVE else 0)
+    return BiasArgs(bias, 0, head, 0, 0, kernel_spec.offset, bias.shape[-1] // 2 if kernel_spec.kind == BIAS_RELATIVE else 0)
 
 
 def forward(kernel_spec: KernelSpec, x: Inputs) -> tuple[Tensor, ...]:
     """Output, lse, entropy, largest logit and spread, (L, H, N, …)."""
-    from .launch import attend
+    from . import launch
 
-    output, lse, entropy, row_max, log_row_sum = attend(kernel_args(kernel_spec, x), kernel_spec.observed)
+    output, lse, entropy, row_max, log_row_sum = launch.forward(kernel_args(kernel_spec, x), kernel_spec.observed)
     if x.sink is not None:
         _, lse, entropy, log_row_sum = add_sink(x.sink.detach(), lse, entropy, row_max, log_row_sum)
     return output, lse, entropy, row_max, log_row_sum
@@ -199,7 +199,7 @@ def _push(kernel_spec: KernelSpec, x: Inputs, w: MaybeTensors) -> tuple[Rows, tu
     from . import launch
 
     made = kernel_args(kernel_spec, x._replace(sink=None))
-    found, tangents = launch.push(made, _moves(kernel_spec, x, made, w), kernel_spec.observed)
+    found, tangents = launch.jvp(made, _moves(kernel_spec, x, made, w), kernel_spec.observed)
     if x.sink is None:
         return Rows(*found), tangents
     d_sink = torch.zeros_like(x.sink) if w[5] is None else w[5]
@@ -233,7 +233,7 @@ def _bend(
     s, _ = _slopes(made, None, tuple(found), g)
     dO_dot = dg[0] if dg[0] is None or _sound(dg[0]) else dg[0].contiguous()
     rows = _bends(made, s, found, moved, g, (dO_dot, *dg[1:]))
-    dq, dk, dv = launch.bend(made, _moves(kernel_spec, x, made, w), s.dO, dO_dot, rows, needs[:3])
+    dq, dk, dv, _ = launch.double_backward(made, _moves(kernel_spec, x, made, w), s.dO, dO_dot, rows, needs[:3])
     if dq is not None and kernel_spec.scale < 0:
         dq = -dq
     grads = (dq, dk, dv, *(None,) * (len(needs) - 3))
@@ -256,10 +256,10 @@ def _bends(made: KernelArgs, s: BackwardRows, found: Rows, moved: MaybeTensors, 
     rows = DoubleBackwardRows(s.row_max, s.log_row_sum, s.delta, delta_dot.contiguous(), u.contiguous())
     if g[2] is None and g_H_dot is None:
         return rows
-    zeros = torch.zeros_like(rows.u)
+    zeros = torch.zeros_like(rows.lse_dot)
     g_H, g_H_dot = (zeros if t is None else t.contiguous() for t in (g[2], g_H_dot))
     mean = (found.log_row_sum if made.exact else zeros) - found.entropy
-    return rows._replace(g=g_H, g_dot=g_H_dot, mean=mean, mean_dot=(u - H_dot).contiguous())
+    return rows._replace(g_entropy=g_H, g_entropy_dot=g_H_dot, mean=mean, mean_dot=(u - H_dot).contiguous())
 
 
 def backward(kernel_spec: KernelSpec, x: Inputs, needs: Needs, found: tuple[Tensor, ...], cotangents: MaybeTensors) -> list[Tensor | None]:
@@ -269,7 +269,7 @@ def backward(kernel_spec: KernelSpec, x: Inputs, needs: Needs, found: tuple[Tens
     w = kernel_args(kernel_spec, x)
     s, g_sink = _slopes(w, x.sink, found, cotangents)
     grads: list[Tensor | None] = [None] * len(needs)
-    dq, dk, grads[2], grads[6] = launch.slopes(w, s, needs[0] or needs[4] or needs[6], needs[1] or needs[2])
+    dq, dk, grads[2], grads[6] = launch.backward(w, s, needs[0] or needs[4] or needs[6], needs[1] or needs[2])
     if dq is not None:
         if w.scales is not None and x.scale is not None:
             products = torch.where(dq == 0, 0.0, dq * w.query)  # a query without keys may be NaN
@@ -279,7 +279,7 @@ def backward(kernel_spec: KernelSpec, x: Inputs, needs: Needs, found: tuple[Tens
         grads[0] = (-dq if negated else dq).to(x.query.dtype)
     grads[1] = None if dk is None else dk.to(x.key.dtype)
     if needs[3] and x.bias is not None:
-        grads[3] = launch.bias_slopes(w, s, tuple(x.bias.shape)).to(x.bias.dtype)
+        grads[3] = launch.bias_gradient(w, s, tuple(x.bias.shape)).to(x.bias.dtype)
     grads[5] = g_sink
     return [g if need else None for g, need in zip(grads, needs, strict=True)]
 
@@ -300,7 +300,7 @@ def _slopes(
         dO = dO.contiguous()
     g_lse = None if g_lse is None else torch.where(lse > -torch.inf, g_lse, 0.0).contiguous()
     g_H = None if g_H is None else g_H.contiguous()
-    delta, level = launch.prepare(w, rows, dO, g_lse)
+    delta, level = launch.backward_preprocess(w, rows, dO, g_lse)
     mean, g_sink = None, None
     share = None if sink is None else (sink.detach()[:, None] - lse).exp()  # of the sink in each row
     if g_H is not None:
@@ -315,14 +315,14 @@ def _slopes(
 def _formula(kernel_spec: KernelSpec, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Output, lse and entropy in strips of plain torch: (L, H, N, …)."""
     heads, groups = x.key.shape[1], x.query.shape[1] // x.key.shape[1]
-    bias = x.bias if kernel_spec.kind == TENSOR else None
+    bias = x.bias if kernel_spec.kind == BIAS_TENSOR else None
     if bias is not None:
         bias = bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (heads, groups))
     query, key, value = (t.float() for t in zero_unseen(kernel_spec.spec, x.query, x.key, x.value, bias))
     if x.vector is None:
         query = query * (kernel_spec.scale if x.scale is None else x.scale.reshape(-1, 1, 1))
     shared: tuple[Tensor, ...] = () if x.vector is None else (x.vector,)
-    if kernel_spec.kind in (ALIBI, RELATIVE) and x.bias is not None:
+    if kernel_spec.kind in (BIAS_ALIBI, BIAS_RELATIVE) and x.bias is not None:
         shared += (x.bias,)
     made = FoldedProblem(query.unflatten(1, (heads, groups)), key, value, bias, shared, kernel_spec.spec)
     tensors = (made.query, key, value, *(() if bias is None else (bias,)), *shared)
