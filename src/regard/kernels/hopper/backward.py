@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..portable.tile_ops import _ALIBI, _NONE, _PLAIN, DEEP, LN2, LOG2E, seats
+from ..portable.tile_ops import _BIAS_ALIBI, _BIAS_NONE, _NONE, DEEP, LN2, LOG2E, program_tile
 from .dq_semaphore import await_turn, next_turn, tma_add
 from .dropout import dropped, survive, survivors
 from .forward import PIECE, flat, group_barrier, tma_store
@@ -119,7 +119,7 @@ def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, task, partial
         S = cap * saturation(S, scale, cap)
     elif not FAST:
         S *= scale
-    if BIAS != _PLAIN:
+    if BIAS != _BIAS_NONE:
         X = added(bias, item, h, b, j, task, BM, BIAS, TL)
         S = gl.where(X != float("-inf"), S + X, float("-inf"))  # by the bias and not by the sum, which a hidden key may make NaN
     if partial:
@@ -132,7 +132,7 @@ def weights(S, level, b, j, slot, item, h, scale, unit, cap, bias, task, partial
 def slopes(P, dP, level, g, item, h, b, j, cap, bias, task, partial, BM: gl.constexpr, BIAS: gl.constexpr, ENTROPY: gl.constexpr,
            CAP: gl.constexpr, TL: gl.constexpr):
     """dS [BM, ROWS] of the scaled products from dP − δ. What a cap has left of a logit is told from P."""
-    if BIAS != _PLAIN and BIAS != _ALIBI:
+    if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
         dP = gl.where(P > 0.0, dP, 0.0)
     else:
         if partial:
@@ -142,7 +142,7 @@ def slopes(P, dP, level, g, item, h, b, j, cap, bias, task, partial, BM: gl.cons
     dS = P * dP
     if CAP:
         S = log2(P) * LN2 + level[:, None]
-        if BIAS != _PLAIN:
+        if BIAS != _BIAS_NONE:
             S -= added(bias, item, h, b, j, task, BM, BIAS, TL)
         t = S * (1.0 / cap)
         dS = gl.where(P > 0.0, dS * (1.0 - t * t), 0.0)
@@ -183,7 +183,7 @@ def seen_by_some(task, item, kv, j, HIDING: gl.constexpr):
 @gluon.jit
 def clean(X, task, item, kv, j0, C: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr):
     """Zeros for keys X [ROWS, C] that no row may attend, which may be NaN. What a bias hides by −inf is told by `seen`."""
-    HIDING: gl.constexpr = BIAS != _PLAIN and BIAS != _ALIBI
+    HIDING: gl.constexpr = BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI
     if MASK != _NONE or HIDING:
         j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
         if gl.min(seen_by_some(task, item, kv, j, HIDING), 0) == 0:
@@ -199,9 +199,9 @@ def clean(X, task, item, kv, j0, C: gl.constexpr, MASK: gl.constexpr, BIAS: gl.c
 @gluon.jit
 def blanked(X, levels, partial, BM: gl.constexpr, C: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr):
     """`blank`, where the mask or the bias may hide all keys from a row."""
-    if MASK != _NONE or BIAS != _PLAIN:
+    if MASK != _NONE or BIAS != _BIAS_NONE:
         empty = partial
-        if BIAS != _PLAIN and BIAS != _ALIBI:
+        if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
             empty = partial | lost(levels, BM)
         if empty:
             blank(X, levels, BM, C)
@@ -417,7 +417,7 @@ def backward(q, k, v, do, level, delta, g_entropy, sums, dk_desc, dv_desc, dk, d
 @triton.jit(do_not_specialize=["n", "D"])
 def finish(sums, counters, dq, scale, n, D, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, COUNTERS: tl.constexpr):
     """A block of rows of dQ from its sums, in PARTS of C columns; zeros if nothing was added."""
-    block, own = seats(tl.cdiv(n, BM))
+    block, own = program_tile(tl.cdiv(n, BM))
     at = tl.program_id(0)
     some = tl.load(counters + at * COUNTERS) > 0
     r = tl.arange(0, BM)

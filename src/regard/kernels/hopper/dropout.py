@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.tile_ops import drop_keys, kept
+from ..portable.tile_ops import dropout_keep, dropout_row_keys
 from .tile_scheduler import ROWS
 
 
@@ -34,8 +34,8 @@ def survivors(task, item, h, b, j, BM: gl.constexpr, TL: gl.constexpr):
     """A bit for each weight of a block's rows and keys j, a register a thread."""
     gl.static_assert(BM <= 64, "a thread has 32 weights at most")
     i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
-    low, high = drop_keys(task.drop, item, h, task.heads, i, task.n)
-    bits = gl.where(kept(low, high, j, task.drop.bound), own_bits(BM, TL), 0)
+    low, high = dropout_row_keys(task.drop, item, h, task.heads, i, task.n)
+    bits = gl.where(dropout_keep(low, high, j, task.drop.bound), own_bits(BM, TL), 0)
     return gl.sum(gl.sum(gl.sum(pieces(bits, BM), 4), 2), 0)
 
 

@@ -27,7 +27,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..portable.tile_ops import _NONE, _PLAIN, LN2, LOG2E, LOWEST, bias_rows, drop_keys, off_by, shown, span_rows
+from ..portable.tile_ops import (
+    _BIAS_NONE,
+    _NONE,
+    LN2,
+    LOG2E,
+    LOWEST,
+    bias_row_pointers,
+    dropout_row_keys,
+    mask_tile,
+    row_max_residual,
+    row_spans,
+)
 from .aggregates import Given, RowBlock, kind_of
 from .configs import copying
 from .online_softmax import (
@@ -82,9 +93,9 @@ def judge(S, rows, j, j0, lo, hi, slot, given, KIND: gl.constexpr, MASKED: gl.co
     show = j
     if not KIND.FAST:
         S, show = scored(S, rows.scale, given.cap, given.bias, rows.at, rows.i, j, given.n, given.M, KIND.CAP, KIND.BIAS)
-    if KIND.BIAS != _PLAIN:
+    if KIND.BIAS != _BIAS_NONE:
         if MASKED:
-            show = show & shown(given.where, lo, hi, gl.maximum(slot, 0), rows.i, j, KIND.MASK) & (slot >= 0)
+            show = show & mask_tile(given.where, lo, hi, gl.maximum(slot, 0), rows.i, j, KIND.MASK) & (slot >= 0)
         S = gl.where(show, S, float("-inf"))
     elif MASKED:
         S = veil(S, given.where, lo, hi, slot, rows.i, j0, KIND.MASK)
@@ -102,7 +113,7 @@ def unseen(show, rows, j0, given, KIND: gl.constexpr, MASKED: gl.constexpr):
     """Whether some key of a block is one that no row may attend, whose value may be NaN; with a bias, of the group's rows."""
     seen = 0
     dirty = 0
-    if KIND.BIAS != _PLAIN:
+    if KIND.BIAS != _BIAS_NONE:
         seen = gl.max(show.to(gl.int32), 0)
         dirty = 1 - gl.min(seen, 0)
     elif MASKED and KIND.MASK != _NONE:
@@ -120,7 +131,7 @@ def clean(X, into, seen, rows, j0, given, C: gl.constexpr, KIND: gl.constexpr):
     Without a bias every group writes the same numbers to the same place, and reads them after its own writes.
     """
     VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    if KIND.BIAS != _PLAIN:
+    if KIND.BIAS != _BIAS_NONE:
         into.store(gl.where((gl.convert_layout(seen, gl.SliceLayout(1, VL)) > 0)[:, None], X.load(VL), 0.0))
     else:
         at = seen_at(given.where, rows)
@@ -135,9 +146,9 @@ def tidy(seen, dirty, rows, j0, stage, given, G: gl.constexpr, KIND: gl.constexp
     """Where the values of a block lie, clean: its stage, or with a bias the group's own block. They are there."""
     Q, QB, K, KB, V, VB = given.X
     at = stage
-    if KIND.BIAS != _PLAIN or (MASKED and KIND.MASK != _NONE):
+    if KIND.BIAS != _BIAS_NONE or (MASKED and KIND.MASK != _NONE):
         if dirty != 0:
-            if KIND.BIAS != _PLAIN:
+            if KIND.BIAS != _BIAS_NONE:
                 at = KIND.STAGES + G
             clean(flat(V.index(stage), KIND.BN, KIND.EA), flat(V.index(at), KIND.BN, KIND.EA), seen, rows, j0, given, KIND.EA, KIND)
             if KIND.EB > 0:
@@ -189,7 +200,7 @@ def meet(t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, g
     where = given.where
     BN: gl.constexpr = KIND.BN
     EB: gl.constexpr = KIND.EB
-    HIDES: gl.constexpr = MASKED or KIND.BIAS != _PLAIN
+    HIDES: gl.constexpr = MASKED or KIND.BIAS != _BIAS_NONE
     LEVELLED: gl.constexpr = KIND.FAST and KIND.PERSISTENT
     clean_at = tidy(seen, dirty, rows, j0, stage, given, G, KIND, MASKED)
     before = stage
@@ -202,7 +213,7 @@ def meet(t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, g
     lo, hi = rows.i, rows.i
     if MASKED:
         j0 = b * BN  # of a full block every value is clean
-        lo, hi = span_rows(where, rows.item, rows.h, rows.i, given.n, given.M, KIND.MASK)  # each time, so that they take no registers in full blocks
+        lo, hi = row_spans(where, rows.item, rows.h, rows.i, given.n, given.M, KIND.MASK)  # each time, so that they take no registers in full blocks
     S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
     mbarrier.arrive(k_free.index(stage))
     BESIDE: gl.constexpr = KIND.GROUPS == 2 or not KIND.ENTROPY  # whether the fold runs beside the group's own product
@@ -286,7 +297,7 @@ def write(O, R, m, l, e, top, i, row, rows, given, KIND: gl.constexpr):
             tma_store(given.described[7], [item, h, row, EA], X[1].index(rows.mine))
     at = (item.to(gl.int64) * given.heads + h) * n + i
     ln_l = gl.log2(l) * LN2
-    rest = ln_l + off_by(m, natural, empty, KIND.FAST)
+    rest = ln_l + row_max_residual(m, natural, empty, KIND.FAST)
     gl.store(lse + at, gl.where(empty, float("-inf"), natural + rest), mask=i < n)
     gl.store(row_max + at, gl.where(empty, float("-inf"), natural), mask=i < n)
     gl.store(log_row_sum + at, rest, mask=i < n)
@@ -317,7 +328,7 @@ def compute(given, G: gl.constexpr, KIND: gl.constexpr):
     QS: gl.constexpr = 2 if PERSISTENT else 1
     tile = gl.program_id(0)
     spotless = 1
-    if MASK != _NONE and BIAS == _PLAIN:
+    if MASK != _NONE and BIAS == _BIAS_NONE:
         spotless = gl.load(where.spotless)
     begun = False
     if PERSISTENT:
@@ -338,10 +349,10 @@ def compute(given, G: gl.constexpr, KIND: gl.constexpr):
         if KIND.SCALES:
             scale = gl.load(given.scales + h)
         unit = scale * LOG2E
-        at = bias_rows(given.bias, item, h, i, BIAS)
+        at = bias_row_pointers(given.bias, item, h, i, BIAS)
         keys = (i, i)
         if KIND.DROP:
-            keys = drop_keys(given.drop, item, h, heads, i, n)
+            keys = dropout_row_keys(given.drop, item, h, heads, i, n)
         met_by = (first, full, until, whole, total)
         m = gl.full([ROWS], LOWEST, gl.float32, SR)
         l = parts(none)  # zeros
@@ -368,12 +379,12 @@ def compute(given, G: gl.constexpr, KIND: gl.constexpr):
         rows = RowBlock(i, q_stage * GROUPS + G, item, h, met_by, at, keys, scale, unit, spotless)
         mbarrier.wait(k_ready.index(stage), parity)
         S = products(given.X, rows.mine, stage, none, KIND)
-        lo, hi = span_rows(where, item, h, i, n, M, MASK)
+        lo, hi = row_spans(where, item, h, i, n, M, MASK)
         hi = gl.where(total > 0, hi, 0)
         S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
-        S, show = judge(S, rows, j, j0, lo, hi, slot, given, KIND, BIAS != _PLAIN)
-        if BIAS == _PLAIN:
+        S, show = judge(S, rows, j, j0, lo, hi, slot, given, KIND, BIAS != _BIAS_NONE)
+        if BIAS == _BIAS_NONE:
             if begin < entire:
                 S = veil(S, where, lo, hi, slot, i, j0, MASK)
         seen, dirty = unseen(show, rows, j0, given, KIND, True)
@@ -389,7 +400,7 @@ def compute(given, G: gl.constexpr, KIND: gl.constexpr):
             for t in range(begin + 1, entire):
                 O, R, P, m, l, e, top, seen, dirty, j0, stage, parity = meet(
                     t, O, R, P, m, l, e, top, seen, dirty, j0, stage, parity, rows, none, given, G, KIND, True, False)
-        if BIAS == _PLAIN:  # the values of full blocks are clean
+        if BIAS == _BIAS_NONE:  # the values of full blocks are clean
             tidy(seen, dirty, rows, j0, stage, given, G, KIND, True)
         clear = gl.maximum(begin + 1, entire)  # the first block that hides nothing
         blind = count
@@ -439,7 +450,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
             ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr,
             PERSISTENT: gl.constexpr, DESCRIBED: gl.constexpr):
     """A program has one block of rows of one head, or in a persistent grid one after the other."""
-    OWN: gl.constexpr = GROUPS if BIAS != _PLAIN else 0  # blocks of cleaned values
+    OWN: gl.constexpr = GROUPS if BIAS != _BIAS_NONE else 0  # blocks of cleaned values
     QS: gl.constexpr = 2 if PERSISTENT else 1  # blocks of rows in flight
     Q = gl.allocate_shared_memory(q.dtype, [QS * GROUPS, 1, 1, ROWS, DA], q.layout)
     K = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DA], k.layout)

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.tile_ops import _ALIBI, _BITS, _NONE, _SPANS, _TENSOR, bias_rows, bias_tile, seat
+from ..portable.tile_ops import (
+    _BIAS_ALIBI,
+    _BIAS_TENSOR,
+    _BITS,
+    _NONE,
+    _SPANS,
+    bias_row_pointers,
+    bias_tile,
+    block_list_start,
+)
 from . import ptx
 from .online_softmax import UNSET
 from .tile_scheduler import ROWS
@@ -52,11 +61,11 @@ def walk_of(task, item, h, block, BM: gl.constexpr, MASK: gl.constexpr):
     if MASK == _NONE:
         first, count = 0, gl.cdiv(task.n, BM)
     elif MASK == _SPANS:
-        at = task.where.bounds + seat(task.where, item, h, MASK) + block * 4
+        at = task.where.bounds + block_list_start(task.where, item, h, MASK) + block * 4
         first = gl.load(at)
         count = gl.load(at + 3) - first
     else:
-        at = task.turns.start + seat(task.where, item, h, MASK) + block
+        at = task.turns.start + block_list_start(task.where, item, h, MASK) + block
         first = gl.load(at)
         count = gl.load(at + 1) - first
     return first, count
@@ -150,11 +159,11 @@ def added(bias, item, h, b, j, task, BM: gl.constexpr, BIAS: gl.constexpr, TL: g
     Addresses are told by 31 bits: a thread holds 32 numbers, and has no registers for as many of 64.
     """
     i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, TL))  # [BM]
-    if BIAS == _ALIBI:
-        X = bias_tile(bias, bias_rows(bias, item, h, i, BIAS), i, j, task.n, task.M, BIAS)
+    if BIAS == _BIAS_ALIBI:
+        X = bias_tile(bias, bias_row_pointers(bias, item, h, i, BIAS), i, j, task.n, task.M, BIAS)
     else:
         at = bias.at + h.to(gl.int64) * bias.head + item.to(gl.int64) * bias.item
-        if BIAS == _TENSOR:
+        if BIAS == _BIAS_TENSOR:
             each = gl.minimum(i, task.n - 1)[:, None] * bias.row + gl.minimum(j, task.M - 1)[None, :] * bias.key  # [BM, ROWS]
         else:
             ahead = j[None, :] - (i[:, None] + bias.offset)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...compat.torch import is_capturing
 from ...core.rows import Rows
-from ..arguments import PLAIN, KernelArgs
+from ..arguments import BIAS_NONE, KernelArgs
 from ..block_lists import NONE, BlockLists
 from .configs import Tile
 
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 def like(w: KernelArgs, entropy: bool, tile: Tile) -> Hashable:
     """What calls have in common that are started alike; None for those with parts that are looked at each time."""
-    if w.kind != PLAIN or w.drop.keys is not None or w.sink is not None or w.scales is not None:
+    if w.kind != BIAS_NONE or w.drop.keys is not None or w.sink is not None or w.scales is not None:
         return None
     q, k, v = w.query, w.key, w.value
     mask = None if w.block_mask.kind == NONE else id(w.block_mask)

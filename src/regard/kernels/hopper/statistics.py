@@ -23,7 +23,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..portable.tile_ops import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, met, seat, shown, span_rows
+from ..portable.tile_ops import (
+    _BIAS_NONE,
+    _BITS,
+    _NONE,
+    LOG2E,
+    bias_row_pointers,
+    block_list_start,
+    block_range,
+    mask_tile,
+    row_offset,
+    row_spans,
+)
 from .aggregates import kind_of
 from .forward import flat
 from .online_softmax import scored
@@ -93,7 +104,7 @@ class Part(NamedTuple):
 @gluon.jit
 def walk_of(where, item, h, block, n, MASK: gl.constexpr):
     """The blocks of rows that a block of keys meets: (first partial, first full, behind the full, how many full, how many)."""
-    first, full, until, rest = met(where, seat(where, item, h, MASK), block, gl.cdiv(n, PAIR), gl.cdiv(n, PAIR), MASK)
+    first, full, until, rest = block_range(where, block_list_start(where, item, h, MASK), block, gl.cdiv(n, PAIR), gl.cdiv(n, PAIR), MASK)
     return first, full, until, until - full, until - full + rest
 
 
@@ -154,9 +165,9 @@ def begin(i, stage, parity, none, head, given, KIND: gl.constexpr):
 def scores(S, i, head, given, KIND: gl.constexpr):
     """Products [ROWS, BN] to logits, −inf where a bias hides them; FAST leaves them raw products."""
     if not KIND.FAST:
-        at = bias_rows(given.bias, head.item, head.h, i, KIND.BIAS)
+        at = bias_row_pointers(given.bias, head.item, head.h, i, KIND.BIAS)
         S, show = scored(S, head.scale, given.cap, given.bias, at, i, head.j, given.n, given.M, KIND.CAP, KIND.BIAS)
-        if KIND.BIAS != _PLAIN:
+        if KIND.BIAS != _BIAS_NONE:
             S = gl.where(show, S, float("-inf"))
     return S
 
@@ -164,7 +175,7 @@ def scores(S, i, head, given, KIND: gl.constexpr):
 @gluon.jit
 def powers(S, top, above, unit, FAST: gl.constexpr):
     """Logits [ROWS, BN] to weights that lack their rows' share; and that share [ROWS]."""
-    level = level_of(top, FAST)  # [ROWS]
+    level = row_offset(top, FAST)  # [ROWS]
     if FAST:
         T = S * unit - level[:, None]
     else:
@@ -207,8 +218,8 @@ def summed(S, top, above, total, i, slot, head, given, KIND: gl.constexpr, MASKE
     """The weights of products [ROWS, BN], added to the total of their keys [4, 8, BN]."""
     S = scores(S, i, head, given, KIND)
     if MASKED:
-        lo, hi = span_rows(given.where, head.item, head.h, i, given.n, given.M, KIND.MASK)
-        S = gl.where(shown(given.where, lo, hi, slot, i, head.j, KIND.MASK), S, float("-inf"))
+        lo, hi = row_spans(given.where, head.item, head.h, i, given.n, given.M, KIND.MASK)
+        S = gl.where(mask_tile(given.where, lo, hi, slot, i, head.j, KIND.MASK), S, float("-inf"))
     P, share = powers(S, top, above, head.unit, KIND.FAST)
     return total + columns(P * share[:, None], KIND.BN)
 
@@ -308,7 +319,7 @@ def walk_in(grid, item, h, column, band, given, MASK: gl.constexpr):
     if MASK == _BITS:
         first, full, until, behind = 0, 0, 0, gl.cdiv(n, PAIR)
     else:
-        first, full, until, rest = met(where, seat(where, item, h, MASK), column, gl.cdiv(n, PAIR), gl.cdiv(n, PAIR), MASK)
+        first, full, until, rest = block_range(where, block_list_start(where, item, h, MASK), column, gl.cdiv(n, PAIR), gl.cdiv(n, PAIR), MASK)
         behind = first + until - full + rest
     low, high = edge(band * grid.bands, grid.height, n), edge(gl.minimum((band + 1) * grid.bands, grid.height), grid.height, n)
     return gl.maximum(first, low // PAIR), full, until, gl.minimum(behind, gl.cdiv(high, PAIR)), low, high
@@ -400,10 +411,10 @@ def settle(S, top, above, total, cells_, first, spot, y, bottom, i0, i, masked, 
     S = scores(S, i, head, given, KIND)
     if MASK != _NONE:
         if masked:
-            lo, hi = span_rows(where, head.item, head.h, i, n, given.M, MASK)
-            show = shown(where, lo, hi, gl.maximum(slots[0], 0), i, head.j, MASK)
+            lo, hi = row_spans(where, head.item, head.h, i, n, given.M, MASK)
+            show = mask_tile(where, lo, hi, gl.maximum(slots[0], 0), i, head.j, MASK)
             if MASK == _BITS:
-                right = shown(where, lo, hi, gl.maximum(slots[1], 0), i, head.j, MASK)
+                right = mask_tile(where, lo, hi, gl.maximum(slots[1], 0), i, head.j, MASK)
                 left = (head.j // PAIR == part.start // PAIR)[None, :]
                 show = (left & show & (slots[0] >= 0)) | ((left == 0) & right & (slots[1] >= 0))
             S = gl.where(show, S, float("-inf"))

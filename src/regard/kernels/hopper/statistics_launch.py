@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import PLAIN, KernelArgs
+from ..arguments import BIAS_NONE, KernelArgs
 from ..block_lists import SPANS, BlockLists, bounds_by_keys, pad_to_multiple, strides_of
 from . import forward_launch as forward
 from .configs import ROWS, cdiv, chunks, padded
@@ -52,7 +52,7 @@ _LOOKS: dict[int, Look] = {64: Look(128, 4), 96: Look(128, 4), 128: Look(128, 4)
 def look_for(w: KernelArgs) -> Look:
     """How a work is cut: by its dim and by what is held beside the logits."""
     look = _LOOKS[padded(w.query.shape[3])]
-    return look if w.kind == PLAIN else look._replace(BN=64)
+    return look if w.kind == BIAS_NONE else look._replace(BN=64)
 
 
 def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, look: Look | None = None) -> Tensor:

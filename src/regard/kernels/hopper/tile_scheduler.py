@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ..portable.tile_ops import _BITS, _SPANS, met, seat
+from ..portable.tile_ops import _BITS, _SPANS, block_list_start, block_range
 from . import ptx
 from .configs import ROWS as _ROWS
 
@@ -62,7 +62,7 @@ def advance(stage, parity, STAGES: gl.constexpr):
 @gluon.jit
 def walk_of(where, item, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
     """What a block of rows meets: (first partial, first full, behind the full, how many full, how many in all)."""
-    first, full, until, rest = met(where, seat(where, item, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
+    first, full, until, rest = block_range(where, block_list_start(where, item, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
     return first, full, until, until - full, until - full + rest
 
 
