@@ -19,6 +19,7 @@ __all__ = [
     "BIAS_RELATIVE",
     "BIAS_TENSOR",
     "BackwardRows",
+    "BackwardStrides",
     "BiasArgs",
     "DoubleBackwardRows",
     "DoubleBackwardStrides",
@@ -26,11 +27,12 @@ __all__ = [
     "Gradients",
     "KernelArgs",
     "MatrixStrides",
+    "PassArgs",
     "RowStatsArgs",
     "ScoreArgs",
-    "ScoreTangents",
     "Sizes",
     "Strides",
+    "TangentArgs",
     "Tangents",
     "matrix_strides",
     "takes_tma",
@@ -71,13 +73,12 @@ class ScoreArgs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers that no kernel is compiled for."""
+    """The sizes of a problem. Launches pass each on its own: Triton compiles for the values of integers in tuples."""
 
     n: int
     m: int
     heads: int  # of the queries
     groups: int  # query heads that share a key head
-    row_blocks: int = 0
 
 
 class Strides(NamedTuple):
@@ -172,6 +173,13 @@ class DoubleBackwardRows(NamedTuple):
     mean_dot: Tensor | None = None
 
 
+class BackwardStrides(NamedTuple):
+    """Strides of query, key, value and output, and of dO."""
+
+    x: Strides
+    do: MatrixStrides
+
+
 class DoubleBackwardStrides(NamedTuple):
     """Strides of query, key and value, of dO, and of their tangents."""
 
@@ -181,9 +189,19 @@ class DoubleBackwardStrides(NamedTuple):
     do_dot: MatrixStrides
 
 
-class ScoreTangents(NamedTuple):
-    """Tangents of what makes logits of products."""
+class PassArgs(NamedTuple):
+    """What every kernel reads apart from its matrices and sizes."""
 
+    strides: Strides | BackwardStrides | DoubleBackwardStrides
+    score: ScoreArgs
+    blocks: BlockLists
+    dropout: DropoutArgs
+
+
+class TangentArgs(NamedTuple):
+    """What a jvp reads of the tangents, apart from matrices."""
+
+    strides: Strides
     scales: Tensor | None
     bias: BiasArgs
 
@@ -297,12 +315,14 @@ class KernelArgs:
         tail = (0, 0, 0) if output is None else output.stride()[:3]
         return Strides(*self.query.stride(), *self.key.stride(), *self.value.stride(), *tail)
 
-    @property
-    def score(self) -> ScoreArgs:
-        return ScoreArgs(self.scale, self.scales, self.softcap or 0.0, self.bias, self.vector)
+    def pass_args(self, blocks: BlockLists, strides: Strides | BackwardStrides | DoubleBackwardStrides) -> PassArgs:
+        score = ScoreArgs(self.scale, self.scales, self.softcap or 0.0, self.bias, self.vector)
+        return PassArgs(strides, score, blocks, self.drop)
 
-    def sizes(self, row_blocks: int = 0) -> Sizes:
-        return Sizes(self.n, self.m, self.heads, self.groups, row_blocks)
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers that no kernel is compiled for."""
+        return Sizes(self.n, self.m, self.heads, self.groups)._asdict()
 
     def block_lists(self, c: Config, by_keys: bool = False) -> BlockLists:
         return (self.block_mask.by_keys if by_keys else self.block_mask.by_rows)(c.BM, c.BN)

@@ -65,6 +65,7 @@ class Head(NamedTuple):
     batch: Any
     index: Any  # of the query head
     kv_index: Any
+    first_row: Any  # its first row in (L, H, N) tensors, int64
     scale: Any
     unit: Any  # the scale in log2 units
     score: Any  # ScoreArgs

@@ -14,19 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .aggregates import Matrices, RowStats
+from ..arguments import Sizes
+from .aggregates import Head, Matrices, RowStats
 from .program import (
     additive_scores,
     at_head,
-    at_keys,
-    at_queries,
+    head_scale,
     load_do,
     load_k,
     load_q,
     load_row_stats,
     load_row_tile,
     load_v,
-    make_head,
     needed_blocks,
     visible_logits,
     visible_logits_transposed,
@@ -49,17 +48,17 @@ from .tile_ops import (
 )
 
 
-@triton.jit(do_not_specialize=["sizes"])
-def backward_preprocess(do, g_lse, out, delta, lse, strides, do_strides, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "heads"])
+def backward_preprocess(do, g_lse, out, delta, lse, strides, n, heads, C: tl.constexpr):
     """δ = Σ dO ∘ O − g_lse, and lse in the units of exponents (+inf where nothing is attended to): [BM] per block of rows."""
-    n, heads = sizes.n, sizes.heads
+    do_strides = strides.do
     block, owner = program_tile(tl.cdiv(n, C.BM))
     index = owner % heads
     batch = owner // heads
     i = block * C.BM + tl.arange(0, C.BM)
     wide = i.to(tl.int64)
-    o = out.output + batch.to(tl.int64) * strides.o_batch + index.to(tl.int64) * strides.o_head
-    O = load_rows(o, wide * strides.o_row, i < n, C.DV, 1, C.DVP, True)
+    o = out.output + batch.to(tl.int64) * strides.x.o_batch + index.to(tl.int64) * strides.x.o_head
+    O = load_rows(o, wide * strides.x.o_row, i < n, C.DV, 1, C.DVP, True)
     do = do + batch.to(tl.int64) * do_strides.batch + index.to(tl.int64) * do_strides.head
     dO = load_rows(do, wide * do_strides.row, i < n, C.DV, do_strides.dim, C.DVP, True)
     d = tl.sum(O.to(tl.float32) * dO.to(tl.float32), 1)  # [BM]
@@ -159,20 +158,24 @@ def store_dkdv(out, dK, dV, batch, kv_index, kv_heads, j, m, C: tl.constexpr):
     """Store dK and dV of the keys j."""
     at = (batch.to(tl.int64) * kv_heads + kv_index) * m + j.to(tl.int64)
     d = tl.arange(0, C.DP)
-    tl.store(out.dk + at[:, None] * C.D + d[None, :], dK.to(out.dk.dtype.element_ty), mask=(j < m)[:, None] & (d < C.D)[None, :])
+    tl.store(out.dk + (at[:, None] * C.D + d[None, :]), dK.to(out.dk.dtype.element_ty), mask=(j < m)[:, None] & (d < C.D)[None, :])
     d = tl.arange(0, C.DVP)
-    tl.store(out.dv + at[:, None] * C.DV + d[None, :], dV.to(out.dv.dtype.element_ty), mask=(j < m)[:, None] & (d < C.DV)[None, :])
+    tl.store(out.dv + (at[:, None] * C.DV + d[None, :]), dV.to(out.dv.dtype.element_ty), mask=(j < m)[:, None] & (d < C.DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["blocks", "dropout", "sizes"])
-def backward_dkdv(q, k, v, do, out, stats, strides, do_strides, score, blocks, dropout, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
+def backward_dkdv(q, k, v, do, out, stats, args, n, m, heads, groups, C: tl.constexpr):
     """dK and dV of BN keys: program (block of keys, batch item and key head); its query heads one after the other."""
-    n, m = sizes.n, sizes.m
+    strides, do_strides = args.strides.x, args.strides.do
+    score, blocks, dropout = args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(m, C.BN))
-    kv_heads = sizes.heads // sizes.groups
+    kv_heads = heads // groups
     kv_index = owner % kv_heads
     batch = owner // kv_heads
-    x = at_keys(Matrices(q, k, v, do, strides, do_strides), batch, kv_index, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    v = at_head(v, batch, kv_index, strides.v_batch, strides.v_head, C)
+    x = Matrices(q, k, v, do, strides, do_strides)
     j = block * C.BN + tl.arange(0, C.BN)  # [BN]
     K = j
     if C.HIDDEN_DIM == 0:
@@ -180,9 +183,14 @@ def backward_dkdv(q, k, v, do, out, stats, strides, do_strides, score, blocks, d
     V = load_v(x, batch, kv_index, block * C.BN, m, C, True)
     dK = tl.zeros([C.BN, C.DP], tl.float32)
     dV = tl.zeros([C.BN, C.DVP], tl.float32)
-    for g in range(sizes.groups if C.GROUPED else 1):
-        head = make_head(batch, kv_index * sizes.groups + g, score, blocks, dropout, sizes, C)
-        x_g = at_queries(x, head, C)
+    for g in range(groups if C.GROUPED else 1):
+        index = kv_index * groups + g
+        scale = head_scale(score, index, C)
+        first_row = (batch.to(tl.int64) * heads + index) * n
+        head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+        q_g = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+        do_g = at_head(do, batch, index, do_strides.batch, do_strides.head, C)
+        x_g = Matrices(q_g, k, v, do_g, strides, do_strides)
         first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(n, C.BM), tl.cdiv(n, C.BM), C)
         for t in range(full, full_end):
             dK, dV = dkdv_step(dK, dV, K, V, x_g, head, stats, j, full_block(blocks, t, C.MASK), 0, C, False)
@@ -234,14 +242,24 @@ def dq_step(dQ, dW, Q, dO, x, head, rows, row, b, slot, C: tl.constexpr, MASKED:
     return dQ, dW
 
 
-@triton.jit(do_not_specialize=["blocks", "dropout", "sizes"])
-def backward_dq(q, k, v, do, out, stats, strides, do_strides, score, blocks, dropout, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "row_blocks"])
+def backward_dq(q, k, v, do, out, stats, args, n, m, heads, groups, row_blocks, C: tl.constexpr):
     """dQ of BM rows: program (block of rows, batch item and head); for the additive score each row's share of d vector too."""
-    n, m = sizes.n, sizes.m
-    block, owner = program_tile(sizes.row_blocks)
-    block = sizes.row_blocks - 1 - block
-    head = make_head(owner // sizes.heads, owner % sizes.heads, score, blocks, dropout, sizes, C)
-    x = at_head(Matrices(q, k, v, do, strides, do_strides), head, C)
+    strides, do_strides = args.strides.x, args.strides.do
+    score, blocks, dropout = args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(row_blocks)
+    block = row_blocks - 1 - block
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    v = at_head(v, batch, kv_index, strides.v_batch, strides.v_head, C)
+    do = at_head(do, batch, index, do_strides.batch, do_strides.head, C)
+    x = Matrices(q, k, v, do, strides, do_strides)
     i = block * C.BM + tl.arange(0, C.BM)  # [BM]
     Q = i
     if C.HIDDEN_DIM == 0:
@@ -259,9 +277,9 @@ def backward_dq(q, k, v, do, out, stats, strides, do_strides, score, blocks, dro
         dQ, dW = dq_step(dQ, dW, Q, dO, x, head, rows, row, b, slot, C, True)
     if C.HIDDEN_DIM == 0:
         if not C.SCALES:  # with a tensor of scales it stays raw, for their derivative
-            dQ *= head.scale
+            dQ *= scale
     d = tl.arange(0, C.DP)
-    at = ((head.batch.to(tl.int64) * sizes.heads + head.index) * n + i.to(tl.int64))[:, None] * C.D + d[None, :]
+    at = (first_row + i.to(tl.int64))[:, None] * C.D + d[None, :]
     tl.store(out.dq + at, dQ.to(out.dq.dtype.element_ty), mask=(i < n)[:, None] & (d < C.D)[None, :])
     if C.HIDDEN_DIM > 0:
         tl.store(out.vector + at, dW, mask=(i < n)[:, None] & (d < C.D)[None, :])

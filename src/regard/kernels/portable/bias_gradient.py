@@ -10,20 +10,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .aggregates import Matrices
+from ..arguments import Sizes
+from .aggregates import Head, Matrices
 from .backward import down_columns, softmax_backward
 from .program import (
     additive_scores,
     at_head,
     head_logits,
+    head_scale,
     load_row_stats,
     load_row_tile,
-    make_head,
 )
 from .tile_ops import (
     _BIAS_ALIBI,
     _BITS,
     _SPANS,
+    LOG2E,
     dropout_keep,
     load_rows,
     mask_tile,
@@ -46,19 +48,22 @@ def mask_slot(blocks, batch, index, ib, jb, key_blocks, PER: tl.constexpr):
 def logit_gradient(x, stats, head, i, j, slot, C: tl.constexpr):
     """dS [BM, BN] of the logits of rows i and keys j."""
     n, m = head.sizes.n, head.sizes.m
-    x = at_head(x, head, C)
-    strides = x.strides
+    batch, index, kv_index, strides, do_strides = head.batch, head.index, head.kv_index, x.strides, x.do_strides
+    q = at_head(x.q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(x.k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    v = at_head(x.v, batch, kv_index, strides.v_batch, strides.v_head, C)
+    do = at_head(x.do, batch, index, do_strides.batch, do_strides.head, C)
     rows = load_row_tile(head, i, C, True)
     if C.HIDDEN_DIM > 0:
-        S = additive_scores(x, head, i, j, C)
+        S = additive_scores(Matrices(q, k, v, do, strides, do_strides), head, i, j, C)
     else:
-        Q = load_rows(x.q, i.to(tl.int64) * strides.q_row, i < n, C.D, strides.q_dim, C.DP, True)  # [BM, DP]
-        K = load_rows(x.k, j.to(tl.int64) * strides.k_row, j < m, C.D, strides.k_dim, C.DP, True)  # [BN, DP]
+        Q = load_rows(q, i.to(tl.int64) * strides.q_row, i < n, C.D, strides.q_dim, C.DP, True)  # [BM, DP]
+        K = load_rows(k, j.to(tl.int64) * strides.k_row, j < m, C.D, strides.k_dim, C.DP, True)  # [BN, DP]
         S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)
     S, show = head_logits(S, rows, j, head, C)
     show = show & mask_tile(head.blocks, rows.lo, rows.hi, slot, i, j, C.MASK)
-    V = load_rows(x.v, j.to(tl.int64) * strides.v_row, j < m, C.DV, strides.v_dim, C.DVP, True)  # [BN, DVP]
-    dO = load_rows(x.do, i.to(tl.int64) * x.do_strides.row, i < n, C.DV, x.do_strides.dim, C.DVP, True)  # [BM, DVP]
+    V = load_rows(v, j.to(tl.int64) * strides.v_row, j < m, C.DV, strides.v_dim, C.DVP, True)  # [BN, DVP]
+    dO = load_rows(do, i.to(tl.int64) * do_strides.row, i < n, C.DV, do_strides.dim, C.DVP, True)  # [BM, DVP]
     dP = tl.dot(dO, tl.trans(V), input_precision=C.PRECISION)
     keep = show
     if C.DROP:
@@ -68,15 +73,20 @@ def logit_gradient(x, stats, head, i, j, slot, C: tl.constexpr):
     return dS
 
 
-@triton.jit(do_not_specialize=["blocks", "dropout", "sizes", "parts"])
-def bias_gradient(q, k, v, do, out, stats, strides, do_strides, score, blocks, dropout, sizes, parts, C: tl.constexpr):
-    """Program (part of the result, batch item and head of it); `parts.tiles` tiles add to it, of all items and heads that share it."""
-    n, m, heads = sizes.n, sizes.m, sizes.heads
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "parts", "tiles", "shared_heads", "shared_rows"])
+def bias_gradient(q, k, v, do, out, stats, args, n, m, heads, groups, parts, tiles, shared_heads, shared_rows, C: tl.constexpr):
+    """Program (part of the result, batch item and head of it); `tiles` tiles add to it, of all items and heads that share it.
+
+    `parts` is how many there are per item and head; `shared_heads` heads and `shared_rows` blocks of rows share one.
+    """
+    strides, do_strides = args.strides.x, args.strides.do
+    score, blocks, dropout = args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
     x = Matrices(q, k, v, do, strides, do_strides)
     bias = score.bias
     BLOCK: tl.constexpr = C.BM
     PER: tl.constexpr = 128 // BLOCK
-    part, owner = program_tile(parts.count)
+    part, owner = program_tile(parts)
     columns = tl.cdiv(m, BLOCK)
     r = tl.arange(0, BLOCK)
     pair = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -84,34 +94,36 @@ def bias_gradient(q, k, v, do, out, stats, strides, do_strides, score, blocks, d
     low = 0.0
     high = 0.0
     if C.MODE == _TABLE:
-        out += (owner.to(tl.int64) * parts.count + part) * (2 * bias.reach + 1)
-    for t in range(parts.tiles):
+        out += (owner.to(tl.int64) * parts + part) * (2 * bias.reach + 1)
+    for t in range(tiles):
         batch = owner // heads
         index = owner % heads
         if C.MODE == _PAIRS:
             ib, jb = part // columns, part % columns
-            fewer = heads // parts.shared_heads  # heads that the bias tells apart
-            batch = (owner // fewer) + t // parts.shared_heads
-            index = (owner % fewer) + t % parts.shared_heads
+            fewer = heads // shared_heads  # heads that the bias tells apart
+            batch = (owner // fewer) + t // shared_heads
+            index = (owner % fewer) + t % shared_heads
         elif C.MODE == _ROWS:
             ib, jb = part, t
         elif C.MODE == _KEYS:
             ib, jb = t, part
         else:
-            ib, jb = part * parts.row_blocks + t // columns, t % columns
+            ib, jb = part * shared_rows + t // columns, t % columns
         i = ib * BLOCK + r
         j = jb * BLOCK + r
         slot = 0
         visible = ib * BLOCK < n
         if C.MASK == _BITS:
             if visible:
-                slot = mask_slot(blocks, batch, index, ib, jb, parts.key_blocks, PER)
+                slot = mask_slot(blocks, batch, index, ib, jb, tl.cdiv(m, 128), PER)
             visible = visible & (slot >= 0)
         if C.MASK == _SPANS:
             lo, hi = row_spans(blocks, batch, index, i, n, m, C.MASK)
             visible = visible & (tl.max(tl.where(hi > lo, hi, 0), 0) > jb * BLOCK) & (tl.min(tl.where(hi > lo, lo, m), 0) < (jb + 1) * BLOCK)
         if visible:
-            head = make_head(batch, index, score, blocks, dropout, sizes, C)
+            scale = head_scale(score, index, C)
+            first_row = (batch.to(tl.int64) * heads + index) * n
+            head = Head(batch, index, index // groups, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
             dS = logit_gradient(x, stats, head, i, j, slot, C)
             if C.MODE == _PAIRS:
                 pair += dS

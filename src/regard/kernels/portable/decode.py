@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..arguments import Sizes
 from .aggregates import Head, Matrices
 from .forward import online_softmax
-from .program import at_keys, head_logits, load_k, load_row_tile, load_v
+from .program import at_head, head_logits, load_k, load_row_tile, load_v
 from .tile_ops import (
     _BIAS_NONE,
     _NONE,
@@ -26,16 +27,17 @@ from .tile_ops import (
 )
 
 
-@triton.jit(do_not_specialize=["blocks", "dropout", "sizes", "split"])
-def decode_split(q, k, v, partials, strides, score, blocks, dropout, sizes, split, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "length", "count", "key_blocks"])
+def decode_split(q, k, v, partials, args, n, m, heads, groups, length, count, key_blocks, C: tl.constexpr):
     """Program (split, batch item and key head): row r of its tile is query r % n of the head's (r // n)-th query head.
 
-    `partials.stats` holds m, l and e of all rows one after the other, `split.count` numbers each.
+    `partials.stats` holds m, l and e of all rows one after the other, `count` numbers each.
     """
-    n, m, groups = sizes.n, sizes.m, sizes.groups
-    splits = tl.cdiv(m, split.length)
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    splits = tl.cdiv(m, length)
     part, owner = program_tile(splits)
-    kv_heads = sizes.heads // groups
+    kv_heads = heads // groups
     kv_index = owner % kv_heads
     batch = owner // kv_heads
     r = tl.arange(0, C.BM)
@@ -49,15 +51,18 @@ def decode_split(q, k, v, partials, strides, score, blocks, dropout, sizes, spli
     scale = score.scale
     if C.SCALES:
         scale = tl.load(score.scales + index)[:, None]  # [BM, 1]
-    head = Head(batch, index, kv_index, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    first_row = (wide * heads + index) * n  # [BM]
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
     rows = load_row_tile(head, i, C, True)
-    x = at_keys(Matrices(q, k, v, None, strides, None), batch, kv_index, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    v = at_head(v, batch, kv_index, strides.v_batch, strides.v_head, C)
+    x = Matrices(q, k, v, None, strides, None)
     row_max = tl.full([C.BM], LOWEST, tl.float32)
     l = tl.zeros([C.BM], tl.float32)
     e = tl.zeros([C.BM], tl.float32)
     O = tl.zeros([C.BM, C.DVP], tl.float32)
-    start = part * split.length
-    stop = tl.minimum(start + split.length, m)
+    start = part * length
+    stop = tl.minimum(start + length, m)
     if C.MASK != _NONE:
         some = rows.hi > rows.lo
         start = tl.maximum(start, tl.min(tl.where(some, rows.lo, m), 0) // C.BN * C.BN)
@@ -66,7 +71,7 @@ def decode_split(q, k, v, partials, strides, score, blocks, dropout, sizes, spli
         j = j0 + tl.arange(0, C.BN)
         K = load_k(x, batch, kv_index, j0, m, C, True)
         S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)  # [BM, BN]
-        show = unaligned_mask_tile(blocks, batch, index, rows.lo, rows.hi, i, j, split.key_blocks, C.MASK)
+        show = unaligned_mask_tile(blocks, batch, index, rows.lo, rows.hi, i, j, key_blocks, C.MASK)
         if not C.FAST:
             S, biased = head_logits(S, rows, j, head, C)
             if C.BIAS != _BIAS_NONE:
@@ -79,18 +84,17 @@ def decode_split(q, k, v, partials, strides, score, blocks, dropout, sizes, spli
         if C.MASK != _NONE or C.BIAS != _BIAS_NONE:  # a key that no row here attends to leaves no trace, not even a NaN
             V = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], V, 0.0)
         O = tl.dot(P.to(V.dtype), V, O, input_precision=C.PRECISION)
-    at = ((wide * splits + part) * sizes.heads + index) * n + i  # [BM] of (L, splits, H, n)
+    at = ((wide * splits + part) * heads + index) * n + i  # [BM] of (L, splits, H, n)
     tl.store(partials.stats + at, row_max, mask=valid)
-    tl.store(partials.stats + split.count + at, l, mask=valid)
-    tl.store(partials.stats + 2 * split.count + at, e, mask=valid)
+    tl.store(partials.stats + count + at, l, mask=valid)
+    tl.store(partials.stats + 2 * count + at, e, mask=valid)
     d = tl.arange(0, C.DVP)
     tl.store(partials.output + at[:, None] * C.DV + d[None, :], O, mask=valid[:, None] & (d < C.DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["dropout", "sizes", "split"])
-def decode_merge(partials, out, strides, sinks, dropout, sizes, split, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "heads", "splits", "count"])
+def decode_merge(partials, out, strides, sinks, dropout, n, heads, splits, count, C: tl.constexpr):
     """One row: program (query, batch item and head)."""
-    n, heads, splits = sizes.n, sizes.heads, split.splits
     i, owner = program_tile(n)
     index = owner % heads
     batch = owner // heads
@@ -99,7 +103,7 @@ def decode_merge(partials, out, strides, sinks, dropout, sizes, split, C: tl.con
     UNIT: tl.constexpr = 1.0 if C.FAST else LOG2E
     at = ((wide * splits + s) * heads + index) * n + i  # [SPLITS]
     m = tl.load(partials.stats + at, mask=s < splits, other=LOWEST)
-    l = tl.load(partials.stats + split.count + at, mask=s < splits, other=0.0)
+    l = tl.load(partials.stats + count + at, mask=s < splits, other=0.0)
     m_all = tl.max(m, 0)
     shift = tl.maximum((m - m_all) * UNIT, DEEP)  # [SPLITS]
     a = tl.exp2(shift)
@@ -126,5 +130,5 @@ def decode_merge(partials, out, strides, sinks, dropout, sizes, split, C: tl.con
     tl.store(out.max_logit + row, tl.where(empty, float("-inf"), row_max))
     tl.store(out.log_row_sum + row, log_row_sum)
     if C.ENTROPY:
-        e = tl.load(partials.stats + 2 * split.count + at, mask=s < splits, other=0.0)
+        e = tl.load(partials.stats + 2 * count + at, mask=s < splits, other=0.0)
         tl.store(out.entropy + row, ln_l - tl.sum(a * (e + shift * l), 0) / l_all * LN2)

@@ -18,19 +18,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .aggregates import Matrices, RowStatsDot
+from ..arguments import Sizes
+from .aggregates import Head, Matrices, RowStatsDot
 from .backward import along_rows, down_columns, store_dkdv
 from .program import (
     at_head,
-    at_keys,
-    at_queries,
+    head_scale,
     load_do,
     load_k,
     load_q,
     load_row_stats,
     load_row_tile,
     load_v,
-    make_head,
     needed_blocks,
     visible_logits,
     visible_logits_transposed,
@@ -54,7 +53,7 @@ from .tile_ops import (
 def load_row_stats_dot(stats, head, i, C: tl.constexpr):
     """The tangents of what is known of rows i: RowStatsDot, [BM] each."""
     n = head.sizes.n
-    first = (head.batch.to(tl.int64) * head.sizes.heads + head.index) * n
+    first = head.first_row
     delta = tl.load(stats.delta_dot + first + i, mask=i < n, other=0.0)
     lse = tl.load(stats.lse_dot + first + i, mask=i < n, other=0.0)
     g_entropy, mean = delta, delta
@@ -153,16 +152,23 @@ def dkdv_dot_step(dK, dV, K, V, Kd, Vd, x, xd, head, stats, j, b, slot, C: tl.co
     return dK, dV
 
 
-@triton.jit(do_not_specialize=["blocks", "dropout", "sizes"])
-def double_backward_dkdv(q, k, v, do, qd, kd, vd, dod, out, stats, strides, score, blocks, dropout, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
+def double_backward_dkdv(q, k, v, do, qd, kd, vd, dod, out, stats, args, n, m, heads, groups, C: tl.constexpr):
     """dK˙ and dV˙ of BN keys: program (block of keys, batch item and key head); its query heads one after the other."""
-    n, m = sizes.n, sizes.m
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(m, C.BN))
-    kv_heads = sizes.heads // sizes.groups
+    kv_heads = heads // groups
     kv_index = owner % kv_heads
     batch = owner // kv_heads
-    x = at_keys(Matrices(q, k, v, do, strides.x, strides.do), batch, kv_index, C)
-    xd = at_keys(Matrices(qd, kd, vd, dod, strides.x_dot, strides.do_dot), batch, kv_index, C)
+    k = at_head(k, batch, kv_index, strides.x.k_batch, strides.x.k_head, C)
+    v = at_head(v, batch, kv_index, strides.x.v_batch, strides.x.v_head, C)
+    if kd is not None:
+        kd = at_head(kd, batch, kv_index, strides.x_dot.k_batch, strides.x_dot.k_head, C)
+    if vd is not None:
+        vd = at_head(vd, batch, kv_index, strides.x_dot.v_batch, strides.x_dot.v_head, C)
+    x = Matrices(None, k, v, None, strides.x, strides.do)
+    xd = Matrices(None, kd, vd, None, strides.x_dot, strides.do_dot)
     j = block * C.BN + tl.arange(0, C.BN)  # [BN]
     K = load_k(x, batch, kv_index, block * C.BN, m, C, True)
     V = load_v(x, batch, kv_index, block * C.BN, m, C, True)
@@ -173,9 +179,20 @@ def double_backward_dkdv(q, k, v, do, qd, kd, vd, dod, out, stats, strides, scor
         Vd = load_v(xd, batch, kv_index, block * C.BN, m, C, True)
     dK = tl.zeros([C.BN, C.DP], tl.float32)
     dV = tl.zeros([C.BN, C.DVP], tl.float32)
-    for g in range(sizes.groups if C.GROUPED else 1):
-        head = make_head(batch, kv_index * sizes.groups + g, score, blocks, dropout, sizes, C)
-        x_g, xd_g = at_queries(x, head, C), at_queries(xd, head, C)
+    for g in range(groups if C.GROUPED else 1):
+        index = kv_index * groups + g
+        scale = head_scale(score, index, C)
+        first_row = (batch.to(tl.int64) * heads + index) * n
+        head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+        qd_g, dod_g = qd, dod
+        if qd_g is not None:
+            qd_g = at_head(qd, batch, index, strides.x_dot.q_batch, strides.x_dot.q_head, C)
+        if dod_g is not None:
+            dod_g = at_head(dod, batch, index, strides.do_dot.batch, strides.do_dot.head, C)
+        q_g = at_head(q, batch, index, strides.x.q_batch, strides.x.q_head, C)
+        do_g = at_head(do, batch, index, strides.do.batch, strides.do.head, C)
+        x_g = Matrices(q_g, k, v, do_g, strides.x, strides.do)
+        xd_g = Matrices(qd_g, kd, vd, dod_g, strides.x_dot, strides.do_dot)
         first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(n, C.BM), tl.cdiv(n, C.BM), C)
         for t in range(full, full_end):
             b = full_block(blocks, t, C.MASK)
@@ -229,15 +246,32 @@ def dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, slot, C: tl.
     return dQ
 
 
-@triton.jit(do_not_specialize=["blocks", "dropout", "sizes"])
-def double_backward_dq(q, k, v, do, qd, kd, vd, dod, out, stats, strides, score, blocks, dropout, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "row_blocks"])
+def double_backward_dq(q, k, v, do, qd, kd, vd, dod, out, stats, args, n, m, heads, groups, row_blocks, C: tl.constexpr):
     """dQ˙ of BM rows: program (block of rows, batch item and head)."""
-    n, m = sizes.n, sizes.m
-    block, owner = program_tile(sizes.row_blocks)
-    block = sizes.row_blocks - 1 - block
-    head = make_head(owner // sizes.heads, owner % sizes.heads, score, blocks, dropout, sizes, C)
-    x = at_head(Matrices(q, k, v, do, strides.x, strides.do), head, C)
-    xd = at_head(Matrices(qd, kd, vd, dod, strides.x_dot, strides.do_dot), head, C)
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(row_blocks)
+    block = row_blocks - 1 - block
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.x.q_batch, strides.x.q_head, C)
+    k = at_head(k, batch, kv_index, strides.x.k_batch, strides.x.k_head, C)
+    v = at_head(v, batch, kv_index, strides.x.v_batch, strides.x.v_head, C)
+    do = at_head(do, batch, index, strides.do.batch, strides.do.head, C)
+    if qd is not None:
+        qd = at_head(qd, batch, index, strides.x_dot.q_batch, strides.x_dot.q_head, C)
+    if dod is not None:
+        dod = at_head(dod, batch, index, strides.do_dot.batch, strides.do_dot.head, C)
+    if kd is not None:
+        kd = at_head(kd, batch, kv_index, strides.x_dot.k_batch, strides.x_dot.k_head, C)
+    if vd is not None:
+        vd = at_head(vd, batch, kv_index, strides.x_dot.v_batch, strides.x_dot.v_head, C)
+    x = Matrices(q, k, v, do, strides.x, strides.do)
+    xd = Matrices(qd, kd, vd, dod, strides.x_dot, strides.do_dot)
     i = block * C.BM + tl.arange(0, C.BM)  # [BM]
     Q = load_q(x, head, block * C.BM, C)
     dO = load_do(x, head, block * C.BM, C)
@@ -257,7 +291,7 @@ def double_backward_dq(q, k, v, do, qd, kd, vd, dod, out, stats, strides, score,
     for t in range(partials):
         b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
         dQ = dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, slot, C, True)
-    dQ *= head.scale
+    dQ *= scale
     d = tl.arange(0, C.DP)
-    at = ((head.batch.to(tl.int64) * sizes.heads + head.index) * n + i.to(tl.int64))[:, None] * C.D + d[None, :]
+    at = (first_row + i.to(tl.int64))[:, None] * C.D + d[None, :]
     tl.store(out.dq + at, dQ.to(out.dq.dtype.element_ty), mask=(i < n)[:, None] & (d < C.D)[None, :])

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .aggregates import Matrices
+from ..arguments import Sizes
+from .aggregates import Head, Matrices
 from .program import (
     additive_scores,
     at_head,
+    head_scale,
     load_k,
     load_q,
     load_row_tile,
     load_v,
-    make_head,
     needed_blocks,
     visible_logits,
 )
@@ -99,14 +100,22 @@ def forward_step(state, Q, x, head, rows, b, slot, C: tl.constexpr, MASKED: tl.c
     return State(O, row_max, l, e)
 
 
-@triton.jit(do_not_specialize=["blocks", "dropout", "sizes"])
-def forward(q, k, v, out, strides, score, sinks, blocks, dropout, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "row_blocks"])
+def forward(q, k, v, out, args, sinks, n, m, heads, groups, row_blocks, C: tl.constexpr):
     """Program (block of rows, batch item and head); the last rows first, which under a causal mask have most to do."""
-    block, owner = program_tile(sizes.row_blocks)
-    block = sizes.row_blocks - 1 - block
-    head = make_head(owner // sizes.heads, owner % sizes.heads, score, blocks, dropout, sizes, C)
-    x = at_head(Matrices(q, k, v, None, strides, None), head, C)
-    n, m = sizes.n, sizes.m
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(row_blocks)
+    block = row_blocks - 1 - block
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    v = at_head(v, batch, kv_index, strides.v_batch, strides.v_head, C)
+    x = Matrices(q, k, v, None, strides, None)
     i = block * C.BM + tl.arange(0, C.BM)  # [BM]
     Q = i
     if C.HIDDEN_DIM == 0:
@@ -126,13 +135,13 @@ def forward(q, k, v, out, strides, score, sinks, blocks, dropout, sizes, C: tl.c
     row_max = state.m * LN2 if C.FAST else state.m  # [BM] natural units
     denominator = l
     if C.SINK:
-        denominator = l + tl.exp2((tl.load(sinks + head.index) - row_max) * LOG2E)  # with the sink's share
+        denominator = l + tl.exp2((tl.load(sinks + index) - row_max) * LOG2E)  # with the sink's share
     O = state.O * (dropout.factor / denominator)[:, None] if C.DROP else state.O * (1.0 / denominator)[:, None]
     d = tl.arange(0, C.DVP)
-    to = head.batch.to(tl.int64) * strides.o_batch + head.index.to(tl.int64) * strides.o_head
+    to = batch.to(tl.int64) * strides.o_batch + index.to(tl.int64) * strides.o_head
     to = out.output + to + i.to(tl.int64)[:, None] * strides.o_row + d[None, :]
     tl.store(to, O.to(out.output.dtype.element_ty), mask=(i < n)[:, None] & (d < C.DV)[None, :])
-    at = (head.batch.to(tl.int64) * sizes.heads + head.index) * n + i
+    at = first_row + i
     ln_l = tl.log2(l) * LN2
     log_row_sum = ln_l + row_max_residual(state.m, row_max, empty, C.FAST)
     tl.store(out.lse + at, tl.where(empty, float("-inf"), row_max + log_row_sum), mask=i < n)

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .aggregates import Matrices
+from ..arguments import Sizes
+from .aggregates import Head, Matrices
 from .program import (
     at_head,
+    head_scale,
     load_k,
     load_q,
     load_row_tile,
     load_v,
-    make_head,
     needed_blocks,
     visible_logits,
 )
@@ -145,26 +146,41 @@ def jvp_step(state, Q, dQ, x, dx, head, dot, rows, b, slot, C: tl.constexpr, MAS
     return State(O, A, state.m, state.l, state.e, state.u, state.c)
 
 
-@triton.jit(do_not_specialize=["blocks", "dropout", "sizes"])
-def jvp(q, k, v, dq, dk, dv, out, d_out, strides, d_strides, score, d_score, blocks, dropout, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "row_blocks"])
+def jvp(q, k, v, dq, dk, dv, out, d_out, args, d_args, n, m, heads, groups, row_blocks, C: tl.constexpr):
     """Program (block of rows, batch item and head), as in the forward pass; a sink is not included here."""
-    n, m = sizes.n, sizes.m
-    block, owner = program_tile(sizes.row_blocks)
-    block = sizes.row_blocks - 1 - block
-    head = make_head(owner // sizes.heads, owner % sizes.heads, score, blocks, dropout, sizes, C)
-    x = at_head(Matrices(q, k, v, None, strides, None), head, C)
-    dx = at_head(Matrices(dq, dk, dv, None, d_strides, None), head, C)
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    d_strides = d_args.strides
+    block, owner = program_tile(row_blocks)
+    block = row_blocks - 1 - block
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    v = at_head(v, batch, kv_index, strides.v_batch, strides.v_head, C)
+    if dq is not None:
+        dq = at_head(dq, batch, index, d_strides.q_batch, d_strides.q_head, C)
+    if dk is not None:
+        dk = at_head(dk, batch, kv_index, d_strides.k_batch, d_strides.k_head, C)
+    if dv is not None:
+        dv = at_head(dv, batch, kv_index, d_strides.v_batch, d_strides.v_head, C)
+    x = Matrices(q, k, v, None, strides, None)
+    dx = Matrices(dq, dk, dv, None, d_strides, None)
     i = block * C.BM + tl.arange(0, C.BM)  # [BM]
-    d_scale = head.scale
-    if d_score.scales is not None:
-        d_scale = tl.load(d_score.scales + head.index)
+    d_scale = scale
+    if d_args.scales is not None:
+        d_scale = tl.load(d_args.scales + index)
     Q = load_q(x, head, block * C.BM, C)
     dQ = Q
     if dx.q is not None:
         dQ = load_q(dx, head, block * C.BM, C)
     rows = load_row_tile(head, i, C, True)
-    bias_rows = bias_row_pointers(d_score.bias, head.batch, head.index, i, C.BIAS_DOT)
-    dot = ScoreDot(d_scale, d_score.scales, d_score.bias, bias_rows)
+    bias_rows = bias_row_pointers(d_args.bias, batch, index, i, C.BIAS_DOT)
+    dot = ScoreDot(d_scale, d_args.scales, d_args.bias, bias_rows)
     first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
     zeros = tl.zeros([C.BM], tl.float32)
     O = tl.zeros([C.BM, C.DVP], tl.float32)
@@ -184,11 +200,11 @@ def jvp(q, k, v, dq, dk, dv, out, d_out, strides, d_strides, score, d_score, blo
     A = state.A * factor[:, None] - u[:, None] * O
     d = tl.arange(0, C.DVP)
     valid = (i < n)[:, None] & (d < C.DV)[None, :]
-    to = head.batch.to(tl.int64) * strides.o_batch + head.index.to(tl.int64) * strides.o_head
+    to = batch.to(tl.int64) * strides.o_batch + index.to(tl.int64) * strides.o_head
     to = to + i.to(tl.int64)[:, None] * strides.o_row + d[None, :]
     tl.store(out.output + to, O.to(out.output.dtype.element_ty), mask=valid)
     tl.store(d_out.output + to, A.to(d_out.output.dtype.element_ty), mask=valid)
-    at = (head.batch.to(tl.int64) * sizes.heads + head.index) * n + i
+    at = first_row + i
     ln_l = tl.log2(l) * LN2
     log_row_sum = ln_l + row_max_residual(state.m, row_max, empty, C.FAST)
     tl.store(out.lse + at, tl.where(empty, float("-inf"), row_max + log_row_sum), mask=i < n)

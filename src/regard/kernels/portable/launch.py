@@ -16,11 +16,12 @@ from ..arguments import (
     BIAS_NONE,
     BIAS_RELATIVE,
     BackwardRows,
+    BackwardStrides,
     DoubleBackwardRows,
     DoubleBackwardStrides,
     Gradients,
     KernelArgs,
-    ScoreTangents,
+    TangentArgs,
     Tangents,
     matrix_strides,
     takes_tma,
@@ -73,7 +74,7 @@ def forward(w: KernelArgs, entropy: bool) -> Rows:
     q, k, v = _by_tma(w.by_tma, (w.query, w.key, w.value), (c.BM, c.BN, c.BN))
     C = _constants(w, c, FAST=w.fast, ENTROPY=entropy, SINK=w.sink is not None, TMA=w.by_tma)
     forward_kernel[(row_blocks * L * H,)](
-        q, k, v, out, w.strides(out.output), w.score, w.sink, w.block_lists(c), w.drop, w.sizes(row_blocks), C=C, **_options(c)
+        q, k, v, out, w.pass_args(w.block_lists(c), w.strides(out.output)), w.sink, **w.sizes, row_blocks=row_blocks, C=C, **_options(c)
     )
     return out
 
@@ -92,15 +93,6 @@ class Partials(NamedTuple):
     stats: Tensor  # float32 (3, L, splits, H, N): m, l, e
 
 
-class Split(NamedTuple):
-    """How the keys are split; no kernel is compiled for these numbers."""
-
-    splits: int
-    length: int
-    count: int  # stride of `Partials.stats`
-    key_blocks: int
-
-
 def _decode(w: KernelArgs, out: Rows, entropy: bool) -> None:
     L, H, N = w.rows
     E = w.value.shape[3]
@@ -110,15 +102,16 @@ def _decode(w: KernelArgs, out: Rows, entropy: bool) -> None:
     BN = 128 if widest <= 128 and w.query.element_size() == 2 else 32
     c = Config(max(16, 1 << (w.groups * N - 1).bit_length()), BN, 4, 3)
     partials = Partials(out.lse.new_empty(L, splits, H, N, E), out.lse.new_empty(3, L, splits, H, N))
-    split = Split(splits, length, partials.stats.stride(0), triton.cdiv(w.m, 128))
+    count = partials.stats.stride(0)
     k, v = _by_tma(w.by_tma, (w.key, w.value), (BN, BN))
     C = _constants(w, c, FAST=w.fast, ENTROPY=entropy, TMA=w.by_tma)
     decode_split[(splits * L * w.key.shape[1],)](
-        w.query, k, v, partials, w.strides(), w.score, w.block_mask.by_rows(128, 128), w.drop, w.sizes(), split, C=C, **_options(c)
-    )
+        w.query, k, v, partials, w.pass_args(w.block_mask.by_rows(128, 128), w.strides()), **w.sizes,
+        length=length, count=count, key_blocks=triton.cdiv(w.m, 128), C=C, **_options(c),
+    )  # fmt: skip
     sink, largest = w.sink is not None, max(2, 1 << (splits - 1).bit_length())
     C = constants(DV=E, DVP=w.dims["DVP"], SPLITS=largest, FAST=w.fast, ENTROPY=entropy, SINK=sink)
-    decode_merge[(N * L * H,)](partials, out, w.strides(out.output), w.sink, w.drop, w.sizes(), split, C=C, num_warps=1)
+    decode_merge[(N * L * H,)](partials, out, w.strides(out.output), w.sink, w.drop, N, H, splits, count, C=C, num_warps=1)
 
 
 def split_length(keys: int) -> int:
@@ -141,8 +134,8 @@ def jvp(w: KernelArgs, tangents: Tangents, entropy: bool) -> tuple[Rows, tuple[T
         BIAS_DOT=BIAS_NONE if tangents.bias.at is None else w.kind,
     )  # fmt: skip
     jvp_kernel[(row_blocks * L * H,)](
-        *_by_tma(tma, tensors, (c.BM, c.BN, c.BN) * 2), out, d_out, strides=w.strides(out.output), d_strides=tangents.strides, score=w.score,
-        d_score=ScoreTangents(tangents.scales, tangents.bias), blocks=w.block_lists(c), dropout=w.drop, sizes=w.sizes(row_blocks), C=C, **_options(c),
+        *_by_tma(tma, tensors, (c.BM, c.BN, c.BN) * 2), out, d_out, w.pass_args(w.block_lists(c), w.strides(out.output)),
+        TangentArgs(tangents.strides, tangents.scales, tangents.bias), **w.sizes, row_blocks=row_blocks, C=C, **_options(c),
     )  # fmt: skip
     return out, (d_out.output, d_out.lse, d_out.entropy)
 
@@ -153,7 +146,7 @@ def backward_preprocess(w: KernelArgs, found: Rows, dO: Tensor, g_lse: Tensor | 
     delta, lse = torch.empty_like(found.lse), torch.empty_like(found.lse)
     C = constants(DV=w.dims["DV"], DVP=w.dims["DVP"], BM=64, FAST=w.fast)
     backward_preprocess_kernel[(triton.cdiv(N, 64) * L * H,)](
-        dO, g_lse, found, delta, lse, w.strides(found.output), matrix_strides(dO), w.sizes(), C=C
+        dO, g_lse, found, delta, lse, BackwardStrides(w.strides(found.output), matrix_strides(dO)), N, H, C=C
     )
     return delta, lse
 
@@ -175,8 +168,8 @@ def _backward_dkdv(w: KernelArgs, rows: BackwardRows) -> tuple[Tensor, Tensor]:
     tma = _all_take_tma(w, tensors)
     C = _constants(w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma, GROUPED=w.groups > 1)
     backward_dkdv_kernel[(triton.cdiv(M, c.BN) * L * K,)](
-        *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM)), Gradients(dk=dk, dv=dv), rows.stats, w.strides(), matrix_strides(rows.dO),
-        score=w.score, blocks=w.block_lists(c, by_keys=True), dropout=w.drop, sizes=w.sizes(), C=C, **_options(c),
+        *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM)), Gradients(dk=dk, dv=dv), rows.stats,
+        w.pass_args(w.block_lists(c, by_keys=True), _backward_strides(w, rows)), **w.sizes, C=C, **_options(c),
     )  # fmt: skip
     return dk, dv
 
@@ -193,8 +186,8 @@ def _backward_dq(w: KernelArgs, rows: BackwardRows) -> tuple[Tensor, Tensor | No
     tma = _all_take_tma(w, tensors)
     C = _constants(w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma)
     backward_dq_kernel[(row_blocks * L * H,)](
-        *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM)), Gradients(dq=dq, vector=dw), rows.stats, w.strides(), matrix_strides(rows.dO),
-        score=w.score, blocks=w.block_lists(c), dropout=w.drop, sizes=w.sizes(row_blocks), C=C, **_options(c),
+        *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM)), Gradients(dq=dq, vector=dw), rows.stats,
+        w.pass_args(w.block_lists(c), _backward_strides(w, rows)), **w.sizes, row_blocks=row_blocks, C=C, **_options(c),
     )  # fmt: skip
     return dq, None if dw is None else dw.sum((0, 1, 2))
 
@@ -215,53 +208,43 @@ def double_backward(
         dq = w.query.new_empty(w.query.shape)
         row_blocks = triton.cdiv(N, c.BM)
         double_backward_dq[(row_blocks * L * H,)](
-            *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM) * 2), Gradients(dq=dq), rows, strides, score=w.score, blocks=w.block_lists(c),
-            dropout=w.drop, sizes=w.sizes(row_blocks), C=_constants(w, c, **more), **_options(c),
+            *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM) * 2), Gradients(dq=dq), rows, w.pass_args(w.block_lists(c), strides),
+            **w.sizes, row_blocks=row_blocks, C=_constants(w, c, **more), **_options(c),
         )  # fmt: skip
     if needs[1] or needs[2]:
         c = w.config("double dkdv")
         dk, dv = w.key.new_empty(w.key.shape), w.value.new_empty(w.value.shape)
         double_backward_dkdv[(triton.cdiv(M, c.BN) * L * K,)](
-            *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM) * 2), Gradients(dk=dk, dv=dv), rows, strides, score=w.score,
-            blocks=w.block_lists(c, by_keys=True), dropout=w.drop, sizes=w.sizes(), C=_constants(w, c, GROUPED=w.groups > 1, **more), **_options(c),
+            *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM) * 2), Gradients(dk=dk, dv=dv), rows,
+            w.pass_args(w.block_lists(c, by_keys=True), strides), **w.sizes, C=_constants(w, c, GROUPED=w.groups > 1, **more), **_options(c),
         )  # fmt: skip
     return Gradients(dq, dk, dv)
-
-
-class BiasParts(NamedTuple):
-    """How the gradient of a bias is divided; no kernel is compiled for these numbers."""
-
-    count: int  # parts per batch item and head of the result
-    tiles: int  # that add to a part
-    key_blocks: int
-    shared_heads: int = 1  # query heads that share a bias
-    row_blocks: int = 1  # that share one place to add to
 
 
 def bias_gradient(w: KernelArgs, rows: BackwardRows, shape: tuple[int, ...]) -> Tensor:
     """The gradient of a bias tensor of `shape` (L|1, H|1, N|1, M|1), of slopes (H,), or of a table (H|1, 2R + 1)."""
     L, H, N = w.rows
-    row_blocks, columns, key_blocks = triton.cdiv(N, _BIAS_BLOCK), triton.cdiv(w.m, _BIAS_BLOCK), triton.cdiv(w.m, 128)
-    owners = L * H
+    row_blocks, key_blocks = triton.cdiv(N, _BIAS_BLOCK), triton.cdiv(w.m, _BIAS_BLOCK)
+    owners, shared_heads, shared_rows = L * H, 1, 1
     if w.kind == BIAS_RELATIVE:
-        shared = max(1, math.ceil(row_blocks * L * H * shape[-1] / 2**24))
-        mode, parts = bias_kernels.TABLE, BiasParts(triton.cdiv(row_blocks, shared), shared * columns, key_blocks, row_blocks=shared)
-        out = rows.delta.new_zeros(L, H, parts.count, shape[-1])
+        shared_rows = max(1, math.ceil(row_blocks * L * H * shape[-1] / 2**24))
+        mode, parts, tiles = bias_kernels.TABLE, triton.cdiv(row_blocks, shared_rows), shared_rows * key_blocks
+        out = rows.delta.new_zeros(L, H, parts, shape[-1])
     elif w.kind == BIAS_ALIBI or shape[3] == 1:
-        mode, parts = bias_kernels.ROWS, BiasParts(row_blocks, columns, key_blocks)
+        mode, parts, tiles = bias_kernels.ROWS, row_blocks, key_blocks
         out = rows.delta.new_empty(L, H, N)
     elif shape[2] == 1:
-        mode, parts = bias_kernels.KEYS, BiasParts(columns, row_blocks, key_blocks)
+        mode, parts, tiles = bias_kernels.KEYS, key_blocks, row_blocks
         out = rows.delta.new_empty(L, H, w.m)
     else:
-        heads, owners = H // shape[1], shape[0] * shape[1]
-        mode, parts = bias_kernels.PAIRS, BiasParts(row_blocks * columns, L // shape[0] * heads, key_blocks, heads)
+        owners, shared_heads = shape[0] * shape[1], H // shape[1]
+        mode, parts, tiles = bias_kernels.PAIRS, row_blocks * key_blocks, L // shape[0] * shared_heads
         out = rows.delta.new_empty(shape)
     c = Config(_BIAS_BLOCK, _BIAS_BLOCK, 4, 1)
     C = _constants(w, c, FAST=False, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=False, MODE=mode)
-    bias_kernels.bias_gradient[(parts.count * owners,)](
-        w.query, w.key, w.value, rows.dO, out, rows.stats, w.strides(), matrix_strides(rows.dO), score=w.score,
-        blocks=w.block_mask.by_rows(_BIAS_BLOCK, _BIAS_BLOCK), dropout=w.drop, sizes=w.sizes(), parts=parts, C=C, **_options(c),
+    bias_kernels.bias_gradient[(parts * owners,)](
+        w.query, w.key, w.value, rows.dO, out, rows.stats, w.pass_args(w.block_lists(c), _backward_strides(w, rows)), **w.sizes,
+        parts=parts, tiles=tiles, shared_heads=shared_heads, shared_rows=shared_rows, C=C, **_options(c),
     )  # fmt: skip
     if w.kind in (BIAS_RELATIVE, BIAS_ALIBI):
         total = out.sum((0, 2))  # (H, 2R + 1), (H,)
@@ -278,14 +261,6 @@ class WeightStats(NamedTuple):
     log_row_sum: Tensor
 
 
-class Grid(NamedTuple):
-    """A grid of cells over rows and keys; no kernel is compiled for these numbers."""
-
-    height: int
-    width: int
-    key_blocks: int
-
-
 def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
     """Σ over rows of the weight each key receives: (L, H, M)."""
     L, H, _ = w.rows
@@ -293,7 +268,7 @@ def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
     out = row_max.new_empty(L, H, w.m)
     q, k = _by_tma(w.by_tma, (w.query, w.key), (c.BM, c.BN))
     statistics_kernels.received[(triton.cdiv(w.m, c.BN) * L * H,)](
-        q, k, out, WeightStats(row_max, log_row_sum), w.strides(), w.score, w.block_lists(c, by_keys=True), w.sizes(),
+        q, k, out, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c, by_keys=True), w.strides()), **w.sizes,
         C=_statistics_constants(w, c, FAST=w.fast, TMA=w.by_tma), **_options(c),
     )  # fmt: skip
     return out
@@ -305,7 +280,7 @@ def moments(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> tuple[Tensor
     c = w.config("dq")
     health, distance = torch.empty_like(row_max), torch.empty_like(row_max)
     statistics_kernels.moments[(triton.cdiv(N, c.BM) * L * H,)](
-        w.query, w.key, health, distance, WeightStats(row_max, log_row_sum), w.strides(), w.score, w.block_lists(c), w.sizes(),
+        w.query, w.key, health, distance, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c), w.strides()), **w.sizes,
         C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c),
     )  # fmt: skip
     return health, distance
@@ -319,8 +294,8 @@ def pooled(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, height: int, wid
     c = c._replace(BM=min(c.BM, BM), BN=min(c.BN, BN))
     out = row_max.new_empty(L, H, height, width)
     statistics_kernels.pooled[(L * H * height * width,)](
-        w.query, w.key, out, WeightStats(row_max, log_row_sum), w.strides(), w.score, w.block_lists(c), w.sizes(),
-        Grid(height, width, triton.cdiv(w.m, 128)), C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c),
+        w.query, w.key, out, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c), w.strides()), **w.sizes,
+        height=height, width=width, key_blocks=triton.cdiv(w.m, 128), C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c),
     )  # fmt: skip
     return out
 
@@ -333,7 +308,7 @@ def top(w: KernelArgs, k: int) -> tuple[Tensor, Tensor]:
     c = c._replace(BM=min(c.BM, 32), BN=min(c.BN, 64), warps=4)
     ranks = w.query.new_empty(L, H, N, KP, dtype=torch.int64)
     statistics_kernels.top[(triton.cdiv(N, c.BM) * L * H,)](
-        w.query, w.key, ranks, w.strides(), w.score, w.block_lists(c), w.sizes(), k,
+        w.query, w.key, ranks, w.pass_args(w.block_lists(c), w.strides()), **w.sizes, k_best=k,
         C=_statistics_constants(w, c, FAST=False, TMA=False, KP=KP), **_options(c),
     )  # fmt: skip
     ranks = ranks.sort(dim=-1, descending=True).values[..., KP - k :]  # the places that stay empty come first
@@ -342,6 +317,10 @@ def top(w: KernelArgs, k: int) -> tuple[Tensor, Tensor]:
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     index = 0xFFFFFFFF - (ranks & 0xFFFFFFFF)
     return bits.view(torch.float32).masked_fill(none, -torch.inf), index.masked_fill(none, -1)
+
+
+def _backward_strides(w: KernelArgs, rows: BackwardRows) -> BackwardStrides:
+    return BackwardStrides(w.strides(), matrix_strides(rows.dO))
 
 
 def _constants(w: KernelArgs, c: Config, **more: Any) -> Constants:

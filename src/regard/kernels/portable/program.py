@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .aggregates import Head, Matrices, RowStats, RowTile
+from .aggregates import RowStats, RowTile
 from .tile_ops import (
     _BIAS_NONE,
     LOG2E,
@@ -23,44 +23,20 @@ from .tile_ops import (
 
 
 @triton.jit
-def make_head(batch, index, score, blocks, dropout, sizes, C: tl.constexpr):
-    """A head with its scale."""
+def head_scale(score, index, C: tl.constexpr):
+    """The scale of a head."""
     scale = score.scale
     if C.SCALES:
         scale = tl.load(score.scales + index)
-    return Head(batch, index, index // sizes.groups, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    return scale
 
 
 @triton.jit
-def at_queries(x, head, C: tl.constexpr):
-    """Matrices with q and dO at a head; descriptors stay as they are."""
-    q, do = x.q, x.do
+def at_head(x, batch, index, stride_batch, stride_head, C: tl.constexpr):
+    """A pointer to a head of x; a descriptor stays as it is."""
     if not C.TMA:
-        batch, index = head.batch.to(tl.int64), head.index.to(tl.int64)
-        if q is not None:
-            q = q + batch * x.strides.q_batch + index * x.strides.q_head
-        if do is not None:
-            do = do + batch * x.do_strides.batch + index * x.do_strides.head
-    return Matrices(q, x.k, x.v, do, x.strides, x.do_strides)
-
-
-@triton.jit
-def at_keys(x, batch, kv_index, C: tl.constexpr):
-    """Matrices with k and v at a head; descriptors stay as they are."""
-    k, v = x.k, x.v
-    if not C.TMA:
-        batch, kv_index = batch.to(tl.int64), kv_index.to(tl.int64)
-        if k is not None:
-            k = k + batch * x.strides.k_batch + kv_index * x.strides.k_head
-        if v is not None:
-            v = v + batch * x.strides.v_batch + kv_index * x.strides.v_head
-    return Matrices(x.q, k, v, x.do, x.strides, x.do_strides)
-
-
-@triton.jit
-def at_head(x, head, C: tl.constexpr):
-    """Matrices at a head."""
-    return at_keys(at_queries(x, head, C), head.batch, head.kv_index, C)
+        x = x + batch.to(tl.int64) * stride_batch + index.to(tl.int64) * stride_head
+    return x
 
 
 @triton.jit
@@ -128,7 +104,7 @@ def load_row_stats(stats, head, i, C: tl.constexpr):
     saves an operation and a register for each number.
     """
     n = head.sizes.n
-    first = (head.batch.to(tl.int64) * head.sizes.heads + head.index) * n
+    first = head.first_row
     if C.EXACT:
         offset = row_offset(tl.load(stats.row_max + first + i, mask=i < n, other=float("-inf")), C.FAST)
         log_sum = tl.load(stats.log_row_sum + first + i, mask=i < n, other=0.0) * LOG2E

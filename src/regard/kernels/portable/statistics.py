@@ -9,15 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .aggregates import Matrices
+from ..arguments import Sizes
+from .aggregates import Head, Matrices
 from .program import (
     additive_scores,
     at_head,
     head_logits,
+    head_scale,
     load_k,
     load_q,
     load_row_tile,
-    make_head,
     needed_blocks,
 )
 from .tile_ops import (
@@ -55,7 +56,7 @@ def masked_logits(Q, x, head, rows, j0, slot, C: tl.constexpr, MASKED: tl.conste
 def load_normalizer(stats, head, i, C: tl.constexpr):
     """What is subtracted from the logits of rows i, and the log row sum in log2 units: [BM] each."""
     n = head.sizes.n
-    first = (head.batch.to(tl.int64) * head.sizes.heads + head.index) * n
+    first = head.first_row
     offset = row_offset(tl.load(stats.row_max + first + i, mask=i < n, other=float("-inf")), C.FAST)
     return offset, tl.load(stats.log_row_sum + first + i, mask=i < n, other=0.0) * LOG2E
 
@@ -101,17 +102,24 @@ def weights_transposed(K, x, head, stats, j, b, slot, C: tl.constexpr, MASKED: t
     return P
 
 
-@triton.jit(do_not_specialize=["blocks", "sizes"])
-def received(q, k, out, stats, strides, score, blocks, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
+def received(q, k, out, stats, args, n, m, heads, groups, C: tl.constexpr):
     """Σ over rows of the weight of BN keys: program (block of keys, batch item and query head); summed once, at the end."""
-    n, m = sizes.n, sizes.m
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(m, C.BN))
-    head = make_head(owner // sizes.heads, owner % sizes.heads, score, blocks, None, sizes, C)
-    x = at_head(Matrices(q, k, None, None, strides, None), head, C)
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
     j = block * C.BN + tl.arange(0, C.BN)
     K = j
     if C.HIDDEN_DIM == 0:
-        K = load_k(x, head.batch, head.kv_index, block * C.BN, m, C, True)
+        K = load_k(x, batch, kv_index, block * C.BN, m, C, True)
     total = tl.zeros([C.BN, C.BM], tl.float32)
     first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(n, C.BM), tl.cdiv(n, C.BM), C)
     for t in range(full, full_end):
@@ -120,7 +128,7 @@ def received(q, k, out, stats, strides, score, blocks, sizes, C: tl.constexpr):
         for t in range(partials):
             b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
             total += weights_transposed(K, x, head, stats, j, b, slot, C, True)
-    tl.store(out + (head.batch.to(tl.int64) * sizes.heads + head.index) * m + j, tl.sum(total, 1), mask=j < m)
+    tl.store(out + (batch.to(tl.int64) * heads + index) * m + j, tl.sum(total, 1), mask=j < m)
 
 
 @triton.jit
@@ -139,13 +147,20 @@ def moments_step(free, far, Q, x, head, stats, rows, b, slot, C: tl.constexpr, M
     return free, far
 
 
-@triton.jit(do_not_specialize=["blocks", "sizes"])
-def moments(q, k, health, distance, stats, strides, score, blocks, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
+def moments(q, k, health, distance, stats, args, n, m, heads, groups, C: tl.constexpr):
     """Σ p (1 − p) and Σ p |i + m − n − j| of BM rows: program (block of rows, batch item and head)."""
-    n, m = sizes.n, sizes.m
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(n, C.BM))
-    head = make_head(owner // sizes.heads, owner % sizes.heads, score, blocks, None, sizes, C)
-    x = at_head(Matrices(q, k, None, None, strides, None), head, C)
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
     i = block * C.BM + tl.arange(0, C.BM)
     Q = load_queries(x, head, block * C.BM, C)
     rows = load_row_tile(head, i, C, True)
@@ -157,23 +172,29 @@ def moments(q, k, health, distance, stats, strides, score, blocks, sizes, C: tl.
     for t in range(partials):
         b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
         free, far = moments_step(free, far, Q, x, head, stats, rows, b, slot, C, True)
-    at = (head.batch.to(tl.int64) * sizes.heads + head.index) * n
-    tl.store(health + at + i, free, mask=i < n)
-    tl.store(distance + at + i, far, mask=i < n)
+    tl.store(health + first_row + i, free, mask=i < n)
+    tl.store(distance + first_row + i, far, mask=i < n)
 
 
-@triton.jit(do_not_specialize=["blocks", "sizes", "grid"])
-def pooled(q, k, out, stats, strides, score, blocks, sizes, grid, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "height", "width", "key_blocks"])
+def pooled(q, k, out, stats, args, n, m, heads, groups, height, width, key_blocks, C: tl.constexpr):
     """The mean weight of one cell of a grid over n × m: program (cell, batch item and head).
 
     Row i is in row ⌊i·height/n⌋ of the grid, key j in column ⌊j·width/m⌋; a program goes over exactly its rows and keys.
     """
-    n, m, height, width = sizes.n, sizes.m, grid.height, grid.width
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
     column, owner = program_tile(width)
     row = owner % height
     owner = owner // height
-    head = make_head(owner // sizes.heads, owner % sizes.heads, score, blocks, None, sizes, C)
-    x = at_head(Matrices(q, k, None, None, strides, None), head, C)
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
     top = ((row.to(tl.int64) * n + height - 1) // height).to(tl.int32)
     bottom = (((row + 1).to(tl.int64) * n + height - 1) // height).to(tl.int32)
     left = ((column.to(tl.int64) * m + width - 1) // width).to(tl.int32)
@@ -191,11 +212,11 @@ def pooled(q, k, out, stats, strides, score, blocks, sizes, grid, C: tl.constexp
             for j0 in range(start, stop, C.BN):
                 j = j0 + tl.arange(0, C.BN)
                 S = masked_logits(Q, x, head, rows, j0, 0, C, False)
-                show = unaligned_mask_tile(blocks, head.batch, head.index, rows.lo, hi, i, j, grid.key_blocks, C.MASK)
+                show = unaligned_mask_tile(blocks, batch, index, rows.lo, hi, i, j, key_blocks, C.MASK)
                 show = show & (j < right)[None, :] & some[:, None]
                 total += tl.where(show, weights(S, stats, head, i, C), 0.0)
     area = (bottom - top).to(tl.float32) * (right - left).to(tl.float32)
-    cell = ((head.batch.to(tl.int64) * sizes.heads + head.index) * height + row) * width + column
+    cell = ((batch.to(tl.int64) * heads + index) * height + row) * width + column
     tl.store(out + cell, tl.sum(tl.sum(total, 1), 0) / area)
 
 
@@ -223,13 +244,20 @@ def insert(best, S, j):
     return best
 
 
-@triton.jit(do_not_specialize=["blocks", "sizes", "k_best"])
-def top(q, k, out, strides, score, blocks, sizes, k_best, C: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "k_best"])
+def top(q, k, out, args, n, m, heads, groups, k_best, C: tl.constexpr):
     """The ranks of the KP strongest pairs of BM rows, in no order: program (block of rows, batch item and head)."""
-    n, m = sizes.n, sizes.m
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(n, C.BM))
-    head = make_head(owner // sizes.heads, owner % sizes.heads, score, blocks, None, sizes, C)
-    x = at_head(Matrices(q, k, None, None, strides, None), head, C)
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
     i = block * C.BM + tl.arange(0, C.BM)
     Q = load_queries(x, head, block * C.BM, C)
     rows = load_row_tile(head, i, C, True)
@@ -245,5 +273,5 @@ def top(q, k, out, strides, score, blocks, sizes, k_best, C: tl.constexpr):
         b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
         S = masked_logits(Q, x, head, rows, b * C.BN, slot, C, True)
         best = insert(best, S, b * C.BN + tl.arange(0, C.BN))
-    at = ((head.batch.to(tl.int64) * sizes.heads + head.index) * n + i)[:, None] * C.KP + slots[None, :]
+    at = (first_row + i)[:, None] * C.KP + slots[None, :]
     tl.store(out + at, best, mask=(i < n)[:, None])
