@@ -25,7 +25,12 @@ class Constants:
     PRECISION      how float32 is multiplied
     FAST           whether logits are products times one positive number, which then stay raw
     EXACT          whether exponents keep all digits of float32
-    ENTROPY, DROP, SINK, TMA, GROUPED    whether a kernel has to do with it; TMA: tensors are descriptors
+    ENTROPY, DROP, SINK    whether there is one
+    TMA            whether matrices are TMA descriptors
+    GROUPED        whether query heads share keys
+    BIAS_DOT       jvp: the kind of the bias's tangent
+    MODE           bias gradient: PAIRS, ROWS, KEYS or TABLE
+    KP, SPLITS     top, decode: places per row and splits, padded to powers of two
 
     >>> constants(BN=128, FAST=True)
     Constants(BN=128, FAST=True)
