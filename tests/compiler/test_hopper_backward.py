@@ -16,7 +16,15 @@ import regard
 from hopper_compiled import RECENT, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
 from regard.kernels import launch
-from regard.kernels.arguments import ALIBI, RELATIVE, TENSOR, BackwardRows, BiasArgs, DropoutArgs, KernelArgs
+from regard.kernels.arguments import (
+    BIAS_ALIBI,
+    BIAS_RELATIVE,
+    BIAS_TENSOR,
+    BackwardRows,
+    BiasArgs,
+    DropoutArgs,
+    KernelArgs,
+)
 from regard.kernels.block_lists import BlockMask
 from regard.kernels.hopper import backward_launch as chip
 from sass import inner_loops, lost_operands
@@ -24,7 +32,7 @@ from sass import inner_loops, lost_operands
 hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
 
 DIMS = (64, 80, 96, 128, 192, 256)
-BIASES = {"alibi": ALIBI, "tensor": TENSOR, "relative": RELATIVE}
+BIASES = {"alibi": BIAS_ALIBI, "tensor": BIAS_TENSOR, "relative": BIAS_RELATIVE}
 KINDS = ("plain", "spans", "bits", *BIASES)
 # What each run compiles, some 10 s each.
 EVERY_DAY = [("spans", 128, False), ("bits", 64, True), ("tensor", 256, False)]
@@ -59,7 +67,7 @@ def rows_of(w: KernelArgs, entropy: bool = False, dO: Tensor | None = None) -> B
 def made_for(w: KernelArgs, entropy: bool = False, tile: chip.BackwardTile | None = None) -> Any:
     """The kernel for a work."""
     tile = tile or chip.tile_for(w)
-    seen = torch.ones(*w.rows[:2], w.m, dtype=torch.int8) if w.kind in (TENSOR, RELATIVE) else None
+    seen = torch.ones(*w.rows[:2], w.m, dtype=torch.int8) if w.kind in (BIAS_TENSOR, BIAS_RELATIVE) else None
     arguments, options = chip.backward_arguments(w, rows_of(w, entropy), chip.workspace_for(w, tile), tile, seen)
     return chip.kernel_for(tile).warmup(**arguments, grid=(1,), **options)
 
@@ -179,9 +187,9 @@ MORE = {"softcap": 9.0, "scales": torch.ones(4)}
         (work(64, "spans", drop=DROPPED), (152, 256)),
         (work(128, "spans", drop=DROPPED), (184, 408)),
         (work(256, "spans", drop=DROPPED), (168, 360)),
-        (work(64, "spans", drop=DROPPED, **MORE, **biased(ALIBI)), (232, 368)),
-        (work(128, "bits", drop=DROPPED, **MORE, **biased(TENSOR)), (520, 664)),
-        (work(256, "bits", drop=DROPPED, **MORE, **biased(RELATIVE)), (552, 616)),
+        (work(64, "spans", drop=DROPPED, **MORE, **biased(BIAS_ALIBI)), (232, 368)),
+        (work(128, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (520, 664)),
+        (work(256, "bits", drop=DROPPED, **MORE, **biased(BIAS_RELATIVE)), (552, 616)),
     ],
     ids=["dropout at 64", "dropout at 128", "dropout at 256", "all at 64", "all at 128", "all at 256"],
 )
@@ -221,8 +229,8 @@ def reasons(w: KernelArgs, dO: Tensor | None = None) -> list[str]:
 
 
 HALF = torch.zeros(2, 4, N, 72, dtype=torch.bfloat16)
-DOUBLE = {"kind": TENSOR, "bias": BiasArgs(torch.zeros(4, N, N, dtype=torch.float64), 0, N * N, N, 1)}
-FAR = {"kind": TENSOR, "bias": BiasArgs(torch.zeros(1), 0, 0, 2**31 // (N - 1) + 1, 1)}
+DOUBLE = {"kind": BIAS_TENSOR, "bias": BiasArgs(torch.zeros(4, N, N, dtype=torch.float64), 0, N * N, N, 1)}
+FAR = {"kind": BIAS_TENSOR, "bias": BiasArgs(torch.zeros(1), 0, 0, 2**31 // (N - 1) + 1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -263,9 +271,9 @@ def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
         work(8),
         work(128, "bits"),
         work(128, "spans", drop=DROPPED),
-        work(256, **MORE, **biased(ALIBI)),
-        work(192, **biased(TENSOR)),
-        work(64, **biased(RELATIVE)),
+        work(256, **MORE, **biased(BIAS_ALIBI)),
+        work(192, **biased(BIAS_TENSOR)),
+        work(64, **biased(BIAS_RELATIVE)),
     ],
 )
 def test_all_else_is_taken(w: KernelArgs) -> None:

@@ -15,7 +15,7 @@ from hopper_compiled import RECENT, SHARED, N, biased, compiles, fits, machine_c
 from regard import warmup
 from regard.compat.triton import INTERPRETED
 from regard.core.rows import Rows
-from regard.kernels.arguments import ALIBI, PLAIN, TENSOR, DropoutArgs, KernelArgs
+from regard.kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_TENSOR, DropoutArgs, KernelArgs
 from regard.kernels.block_lists import SPANS, BlockMask
 from regard.kernels.block_mask import _mask_bits
 from regard.kernels.block_mask import block_mask as block_mask_of
@@ -63,7 +63,7 @@ def compiled(w: KernelArgs, tile: Any = None, entropy: bool = True) -> Any:
 def test_a_forward_compiles_for_hopper_and_spills_no_more_than_is_pinned(kind: str, dim: int, hopper: None) -> None:
     mask = kind.split(", ")[0]
     if "bias" in kind:
-        w = work(dim, mask, torch.float16, **biased(TENSOR))
+        w = work(dim, mask, torch.float16, **biased(BIAS_TENSOR))
     else:
         w = work(dim, mask)
     fits(compiled(w), stack=SPILLED.get((kind, dim), (0, 0))[RECENT])
@@ -239,8 +239,8 @@ def test_heads_are_scheduled_together_as_far_as_the_cache_holds_their_keys() -> 
 
 def test_a_bias_or_dropout_has_tiles_of_its_own() -> None:
     assert forward_launch.tile_for(work(128)) == configs.config(128)
-    assert forward_launch.tile_for(work(128, **biased(ALIBI))) == configs.config(128, bias_or_dropout=True)
-    assert work(128).kind == PLAIN
+    assert forward_launch.tile_for(work(128, **biased(BIAS_ALIBI))) == configs.config(128, bias_or_dropout=True)
+    assert work(128).kind == BIAS_NONE
 
 
 @compiles

@@ -12,7 +12,7 @@ import torch
 import hopper_compiled
 import regard
 from hopper_compiled import N, biased, compiles, fits, machine_code, work
-from regard.kernels.arguments import TENSOR, KernelArgs
+from regard.kernels.arguments import BIAS_TENSOR, KernelArgs
 from regard.kernels.block_lists import BlockMask
 from regard.kernels.block_mask import block_mask
 from regard.kernels.hopper import statistics_launch
@@ -39,7 +39,7 @@ hopper, asked_for = hopper_compiled.hopper, hopper_compiled.asked_for
 
 
 def looked_at(dim: int, kind: str, **more: Any) -> KernelArgs:
-    return work(dim, **biased(TENSOR), **more) if kind == "bias" else work(dim, kind, **more)
+    return work(dim, **biased(BIAS_TENSOR), **more) if kind == "bias" else work(dim, kind, **more)
 
 
 def compiled(which: str, w: KernelArgs, tile: statistics_launch.StatisticsTile | None = None) -> Any:

@@ -41,8 +41,8 @@ BACKWARD, WIDE_BACKWARD = "regard.kernels.hopper.backward.backward", "regard.ker
 PASSES = "regard.kernels.hopper.statistics"
 PORTABLE = {
     "regard.kernels.portable.forward.forward",
-    "regard.kernels.portable.backward.keys",
-    "regard.kernels.portable.backward.queries",
+    "regard.kernels.portable.backward.backward_dkdv",
+    "regard.kernels.portable.backward.backward_dq",
 }
 
 MADE: dict[str, Callable[[int, int], dict[str, Any]]] = {

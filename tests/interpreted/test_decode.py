@@ -10,7 +10,7 @@ import torch
 import regard
 from contract_cases import Case, Shape, agree, plain_results, results, truth
 from regard import biases
-from regard.kernels import launch
+from regard.kernels.portable import launch
 
 ONE = Shape(batch=2, heads=2, kv_heads=1, n=1, m=1030)
 SIX = Shape(batch=2, heads=6, kv_heads=2, n=1, m=1030)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.kernels.arguments import RELATIVE, TENSOR, BiasArgs, KernelArgs
+from regard.kernels.arguments import BIAS_RELATIVE, BIAS_TENSOR, BiasArgs, KernelArgs
 from regard.kernels.block_mask import block_mask
 from regard.kernels.hopper.backward_launch import seen_keys
 
@@ -56,14 +56,14 @@ def holds(w: KernelArgs, shown: Tensor, BM: int, BN: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_a_key_is_seen_if_mask_and_bias_show_it_to_some_row(name: str, BN: int) -> None:
     bias = some_bias(0.9)
-    w = work(MASKS[name], kind=TENSOR, bias=BiasArgs(bias, *bias.stride()))
+    w = work(MASKS[name], kind=BIAS_TENSOR, bias=BiasArgs(bias, *bias.stride()))
     holds(w, MASKS[name].dense(N, M) & (bias > -torch.inf), 64, BN)
 
 
 def test_a_bias_that_is_broadcast_hides_from_all() -> None:
     bias = some_bias(0.0)[0, 0, 0].clone()
     bias[[3, 199]] = -torch.inf
-    w = work(regard.everything(), kind=TENSOR, bias=BiasArgs(bias, 0, 0, 0, 1))
+    w = work(regard.everything(), kind=BIAS_TENSOR, bias=BiasArgs(bias, 0, 0, 0, 1))
     holds(w, (bias > -torch.inf).expand(N, M), 64, 128)
 
 
@@ -72,7 +72,7 @@ def test_a_table_of_relative_positions_hides_by_its_distances(name: str) -> None
     reach = 160
     table = torch.randn(H, 2 * reach + 1, generator=torch.Generator().manual_seed(2))
     table[:, reach - 60 :] = -torch.inf  # all but keys that are far behind their row
-    w = work(MASKS[name], kind=RELATIVE, bias=BiasArgs(table, 0, 2 * reach + 1, 0, 0, 0, reach))
+    w = work(MASKS[name], kind=BIAS_RELATIVE, bias=BiasArgs(table, 0, 2 * reach + 1, 0, 0, 0, reach))
     ahead = torch.arange(M) - torch.arange(N)[:, None]
     shown = MASKS[name].dense(N, M) & (table[:, ahead.clamp(-reach, reach) + reach] > -torch.inf)
     holds(w, shown, 64, 64)

@@ -98,8 +98,8 @@ def test_a_new_mask_of_a_known_kind_compiles_nothing(kind: str, compiled: set[tu
     known, others = KINDS[kind]
     known()
     before = set(compiled)
-    forward = f"{FORWARD}.forward" if kind != "few queries" else "regard.kernels.portable.decode.split"
-    assert {forward, f"{BACKWARD}.keys", f"{BACKWARD}.queries"} <= {name for name, _ in before}
+    forward = f"{FORWARD}.forward" if kind != "few queries" else "regard.kernels.portable.decode.decode_split"
+    assert {forward, f"{BACKWARD}.backward_dkdv", f"{BACKWARD}.backward_dq"} <= {name for name, _ in before}
     for at, other in enumerate(others):
         other()
         assert sorted(name for name, _ in compiled - before) == [], f"call {at} compiles"
@@ -108,5 +108,5 @@ def test_a_new_mask_of_a_known_kind_compiles_nothing(kind: str, compiled: set[tu
 def test_the_masks_of_a_kernel_are_of_three_kinds(compiled: set[tuple[str, str]]) -> None:
     for mask in (None, regard.causal(), regard.padding([5, 1000]), regard.strided(3), keep(2, 4, 1024, 1024)):
         call(mask)
-    for name in (f"{FORWARD}.forward", f"{BACKWARD}.keys", f"{BACKWARD}.queries", f"{PASSES}.received"):
+    for name in (f"{FORWARD}.forward", f"{BACKWARD}.backward_dkdv", f"{BACKWARD}.backward_dq", f"{PASSES}.received"):
         assert sum(kernel == name for kernel, _ in compiled) == 3

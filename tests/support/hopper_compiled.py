@@ -17,8 +17,8 @@ triton = pytest.importorskip("triton")
 import regard  # noqa: E402
 from regard.compat.triton import INTERPRETED  # noqa: E402
 from regard.kernels.arguments import (  # noqa: E402
-    RELATIVE,
-    TENSOR,
+    BIAS_RELATIVE,
+    BIAS_TENSOR,
     BiasArgs,
     KernelArgs,
 )
@@ -94,9 +94,9 @@ def work(dim: int = 64, mask: str = "none", dtype: torch.dtype = torch.bfloat16,
 
 
 def biased(kind: int) -> dict[str, Any]:
-    if kind == TENSOR:
+    if kind == BIAS_TENSOR:
         return {"kind": kind, "bias": BiasArgs(torch.zeros(4, N, N), 0, N * N, N, 1)}
-    return {"kind": kind, "bias": BiasArgs(torch.zeros(4, 65), 0, 65 if kind == RELATIVE else 1, 0, 0, 0, 32)}
+    return {"kind": kind, "bias": BiasArgs(torch.zeros(4, 65), 0, 65 if kind == BIAS_RELATIVE else 1, 0, 0, 0, 32)}
 
 
 def told(kernel: Any, tool: str, *options: str) -> str:

@@ -29,7 +29,7 @@ from ..core.nonfinite import zero_unseen
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..core.spec import Spec
-from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
+from ..kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR
 from ..kernels.block_lists import BlockMask
 from ..kernels.block_mask import block_mask, most_bytes, traceable, traceable_spans
 from ..kernels.engine import Inputs, TritonEngine
@@ -89,12 +89,12 @@ class Triton(Backend):
         return p.shaped(pooled(w, row_max, log_row_sum, height, width))
 
     def top(self, p: Problem, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
-        from ..kernels.launch import strongest
+        from ..kernels.launch import top
 
         if k > _MOST:
             return statistics.top(p, rows, k, self.tile_sizes)
         w, row_max, log_row_sum = _late_pass(p, rows)
-        logits, index = strongest(w, k)
+        logits, index = top(w, k)
         weights = (logits - row_max[..., None] - log_row_sum[..., None]).exp().masked_fill(index < 0, 0.0)
         return p.shaped(weights.to(p.dtype)), p.shaped(index)
 
@@ -197,14 +197,14 @@ def _engine(p: Problem, mask: BlockMask | None) -> tuple[TritonEngine, Inputs]:
     query, key, scale, vector = _folded(p)
     if INTERPRETED and p.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply it
         query, key = query.float(), key.float()
-    kind, offset, table = PLAIN, 0, None
+    kind, offset, table = BIAS_NONE, 0, None
     if isinstance(p.bias, Tensor):
-        kind, table = TENSOR, p.bias
+        kind, table = BIAS_TENSOR, p.bias
     elif isinstance(p.bias, Alibi | Relative):
-        kind = ALIBI if isinstance(p.bias, Alibi) else RELATIVE
+        kind = BIAS_ALIBI if isinstance(p.bias, Alibi) else BIAS_RELATIVE
         offset = p.keys - p.rows if p.bias.offset is None else p.bias.offset
         table = p.bias.tensors[0].float()
-        table = table[None] if kind == RELATIVE and table.dim() == 1 else table
+        table = table[None] if kind == BIAS_RELATIVE and table.dim() == 1 else table
     spec = Spec.of(p, seed)
     if vector is not None:
         spec = replace(spec, pair=Additive.pair, cost=query.shape[-1], paired=1)

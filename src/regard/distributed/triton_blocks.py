@@ -12,7 +12,7 @@ from ..autograd.engine import Engine, MaybeTensors, Needs
 from ..biases import Alibi, Relative
 from ..core.rows import Rows
 from ..core.spec import Spec
-from ..kernels.arguments import ALIBI, PLAIN, RELATIVE, TENSOR
+from ..kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR
 from ..kernels.block_mask import block_mask
 from ..kernels.engine import Inputs, TritonEngine
 from .blocks import Block, BlockAttention, block_bias, block_spec
@@ -23,8 +23,8 @@ __all__ = ["TritonBlockAttention", "bias_kind"]
 def bias_kind(bias: object) -> int:
     """The kernels' constant for this kind of bias."""
     if bias is None:
-        return PLAIN
-    return ALIBI if isinstance(bias, Alibi) else RELATIVE if isinstance(bias, Relative) else TENSOR
+        return BIAS_NONE
+    return BIAS_ALIBI if isinstance(bias, Alibi) else BIAS_RELATIVE if isinstance(bias, Relative) else BIAS_TENSOR
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class TritonBlockAttention(BlockAttention):
         return Inputs(query.narrow(-2, rows.local_start, rows.size), key, value, self.bias(bias, block), *others)
 
     def bias(self, bias: Tensor | None, block: Block) -> Tensor | None:
-        return block_bias(bias, block.rows, block.keys) if self.bias_kind == TENSOR else bias
+        return block_bias(bias, block.rows, block.keys) if self.bias_kind == BIAS_TENSOR else bias
 
     def forward(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> Rows:
         rows = super().forward(x, block, kv)

@@ -1,4 +1,4 @@
-"""One problem as the kernels take it: tensors, numbers, and the mask's layout; no scores, no masks, no modules."""
+"""One problem as kernels take it: tensors, numbers and a block mask; no scores, no masks, no modules."""
 
 from __future__ import annotations
 
@@ -13,10 +13,33 @@ from ..compat.triton import INTERPRETED
 from .block_lists import NONE, BlockLists, BlockMask
 from .portable.configs import Config, config, hopper, padded
 
-__all__ = ["BackwardRows", "DoubleBackwardRows", "KernelArgs", "Tangents"]
+__all__ = [
+    "BIAS_ALIBI",
+    "BIAS_NONE",
+    "BIAS_RELATIVE",
+    "BIAS_TENSOR",
+    "BackwardRows",
+    "BackwardStrides",
+    "BiasArgs",
+    "DoubleBackwardRows",
+    "DoubleBackwardStrides",
+    "DropoutArgs",
+    "Gradients",
+    "KernelArgs",
+    "MatrixStrides",
+    "PassArgs",
+    "RowStatsArgs",
+    "ScoreArgs",
+    "Sizes",
+    "Strides",
+    "TangentArgs",
+    "Tangents",
+    "matrix_strides",
+    "takes_tma",
+]
 
 
-PLAIN, TENSOR, ALIBI, RELATIVE = 0, 1, 2, 3  # kinds of bias
+BIAS_NONE, BIAS_TENSOR, BIAS_ALIBI, BIAS_RELATIVE = 0, 1, 2, 3
 
 
 class BiasArgs(NamedTuple):
@@ -27,51 +50,102 @@ class BiasArgs(NamedTuple):
     head: int = 0
     row: int = 0
     key: int = 0
-    offset: int = 0  # of a structured bias: row i stands at key i + offset
-    reach: int = 0  # of a table: the distance from which on all are alike
+    offset: int = 0  # if structured: row i stands at key i + offset
+    reach: int = 0  # of a table: the distance from which on all entries are the same
 
 
 class DropoutArgs(NamedTuple):
-    """Dropout: a 64-bit key a row, the bound that a pair's number must reach, and what the kept are divided by."""
+    """Dropout: a 64-bit key per row, the bound that a pair's number must reach, and what kept weights are multiplied by."""
 
     keys: Tensor | None = None  # int64 (L, H, N)
     bound: int = 0
     factor: float = 1.0
 
 
+class ScoreArgs(NamedTuple):
+    """What makes logits of products, or of the additive score."""
+
+    scale: float
+    scales: Tensor | None  # float32 (H,), instead of scale
+    cap: float  # 0 if there is none
+    bias: BiasArgs
+    vector: Tensor | None  # float32 (D,), of the additive score
+
+
+class Sizes(NamedTuple):
+    """The sizes of a problem. Launches pass each on its own: Triton compiles for the values of integers in tuples."""
+
+    n: int
+    m: int
+    heads: int  # of the queries
+    groups: int  # query heads that share a key head
+
+
 class Strides(NamedTuple):
     """Strides of query, key, value and output in numbers."""
 
-    q_item: int
+    q_batch: int
     q_head: int
     q_row: int
     q_dim: int
-    k_item: int
+    k_batch: int
     k_head: int
     k_row: int
     k_dim: int
-    v_item: int
+    v_batch: int
     v_head: int
     v_row: int
     v_dim: int
-    o_item: int
+    o_batch: int
     o_head: int
     o_row: int
 
 
+class MatrixStrides(NamedTuple):
+    """Strides of one tensor in numbers."""
+
+    batch: int
+    head: int
+    row: int
+    dim: int
+
+
+class RowStatsArgs(NamedTuple):
+    """What a backward kernel reads of each row: float32 (L, H, N) each."""
+
+    row_max: Tensor
+    log_row_sum: Tensor
+    delta: Tensor
+    g_entropy: Tensor | None
+    mean: Tensor | None
+
+
 class BackwardRows(NamedTuple):
-    """What a backward pass is given: of each row, with the sink's share already in them."""
+    """What a backward pass gets for each row, with the sink's share already included."""
 
     dO: Tensor  # (L, H, N, E)
-    row_max: Tensor  # (L, H, N): the largest logit; lse where numbers are not float32
+    row_max: Tensor  # (L, H, N): the largest logit; lse unless numbers are float32
     log_row_sum: Tensor  # lse above it
     delta: Tensor
     g_entropy: Tensor | None
     mean: Tensor | None  # E[S] above lse; above the largest logit in float32
 
+    @property
+    def stats(self) -> RowStatsArgs:
+        return RowStatsArgs(*self[1:])
+
+
+class Gradients(NamedTuple):
+    """Gradients of queries (float32 and not yet scaled if scales are a tensor), keys, values and the additive score's vector."""
+
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    vector: Tensor | None = None
+
 
 class Tangents(NamedTuple):
-    """The tangents of a problem's tensors; None for what stands still."""
+    """The tangents of a problem's tensors; None for a tensor without one."""
 
     query: Tensor | None = None  # of the shapes and dtypes of their tensors
     key: Tensor | None = None
@@ -80,35 +154,63 @@ class Tangents(NamedTuple):
     bias: BiasArgs = BiasArgs()
 
     @property
-    def kinds(self) -> dict[str, Any]:
-        moving = {"MOVES_Q": self.query, "MOVES_K": self.key, "MOVES_V": self.value}
-        return {name: x is not None for name, x in moving.items()}
-
-    @property
     def strides(self) -> Strides:
-        query, key, value = (stride_of(x) for x in (self.query, self.key, self.value))
+        query, key, value = (matrix_strides(x) for x in (self.query, self.key, self.value))
         return Strides(*query, *key, *value, 0, 0, 0)
 
 
 class DoubleBackwardRows(NamedTuple):
-    """What the tangent of a backward pass is given of each row: float32 (L, H, N) each, a dot for what moves."""
+    """What the tangent of a backward pass gets for each row: float32 (L, H, N) each, the tangents named `_dot`."""
 
-    row_max: Tensor  # the largest logit; lse where numbers are not float32
+    row_max: Tensor  # the largest logit; lse unless numbers are float32
     log_row_sum: Tensor
     delta: Tensor
     delta_dot: Tensor
-    u: Tensor  # the tangent of lse
-    g: Tensor | None = None  # of the entropy
-    g_dot: Tensor | None = None
-    mean: Tensor | None = None  # E[S] as in Slopes
+    lse_dot: Tensor
+    g_entropy: Tensor | None = None
+    g_entropy_dot: Tensor | None = None
+    mean: Tensor | None = None  # E[S] as in BackwardRows
     mean_dot: Tensor | None = None
+
+
+class BackwardStrides(NamedTuple):
+    """Strides of query, key, value and output, and of dO."""
+
+    x: Strides
+    do: MatrixStrides
+
+
+class DoubleBackwardStrides(NamedTuple):
+    """Strides of query, key and value, of dO, and of their tangents."""
+
+    x: Strides
+    x_dot: Strides
+    do: MatrixStrides
+    do_dot: MatrixStrides
+
+
+class PassArgs(NamedTuple):
+    """What every kernel reads apart from its matrices and sizes."""
+
+    strides: Strides | BackwardStrides | DoubleBackwardStrides
+    score: ScoreArgs
+    blocks: BlockLists
+    dropout: DropoutArgs
+
+
+class TangentArgs(NamedTuple):
+    """What a jvp reads of the tangents, apart from matrices."""
+
+    strides: Strides
+    scales: Tensor | None
+    bias: BiasArgs
 
 
 @dataclass(eq=False)
 class KernelArgs:
     """Attention of query (L, H, N, D) to key (L, K, M, D) and value (L, K, M, E); H a multiple of K, any strides.
 
-    For the additive score, `vector` (D,) is there, and query and key are what it adds up: (L, H, N, D), (L, K, M, D).
+    The additive score has a `vector` (D,); then query and key are the projections that it adds up, of the same shapes.
     """
 
     query: Tensor
@@ -116,9 +218,9 @@ class KernelArgs:
     value: Tensor
     block_mask: BlockMask
     scale: float = 1.0
-    scales: Tensor | None = None  # float32 (H,), in the place of scale
+    scales: Tensor | None = None  # float32 (H,), instead of scale
     softcap: float | None = None
-    kind: int = PLAIN  # of the bias
+    kind: int = BIAS_NONE  # of the bias
     bias: BiasArgs = field(default_factory=BiasArgs)
     drop: DropoutArgs = field(default_factory=DropoutArgs)
     sink: Tensor | None = None  # float32 (H,)
@@ -151,59 +253,60 @@ class KernelArgs:
             self.scales is None
             and self.scale > 0
             and self.softcap is None
-            and self.kind == PLAIN
+            and self.kind == BIAS_NONE
             and self.vector is None
         )
 
     @property
     def exact(self) -> bool:
-        """Whether exponents are told to all digits of float32."""
+        """Whether exponents keep all digits of float32."""
         return self.query.element_size() == 4
 
     def config(self, direction: str) -> Config:
         size = max(self.query.element_size(), self.value.element_size())
         dim = max(padded(self.query.shape[3]), padded(self.value.shape[3]))
-        laden = self.kind != PLAIN or self.drop.keys is not None
+        extras = self.kind != BIAS_NONE or self.drop.keys is not None
         if direction == "forward" and self.block_mask.kind == NONE:
             direction = "plain forward"
-        return config(direction, self.query.device, size, dim, self.vector is not None, laden)
+        return config(direction, self.query.device, size, dim, self.vector is not None, extras)
 
     @cached_property
-    def described(self) -> bool:
-        """Whether the chip's copy engine can fetch blocks of q, k and v: unit stride, the others multiples of 16 bytes."""
+    def by_tma(self) -> bool:
+        """Whether TMA can load blocks of q, k and v: the last stride 1, the others multiples of 16 bytes."""
         tensors = (self.query, self.key, self.value)
         return (
-            not INTERPRETED and self.vector is None and hopper(self.query.device) and all(map(describable, tensors))
+            not INTERPRETED and self.vector is None and hopper(self.query.device) and all(map(takes_tma, tensors))
         )
 
     @cached_property
     def approximate(self) -> bool:
+        """Whether the additive score may take the hardware's tanh."""
         return (
             self.value.element_size() == 2 and self.query.is_cuda and torch.version.hip is None and not INTERPRETED
         )
 
     @cached_property
     def precision(self) -> str:
-        """How float32 is multiplied: in tf32 only if torch may; else to float32's rounding, by three products of tf32."""
+        """How float32 is multiplied: in tf32 only if torch is allowed to; else to float32's rounding, by three tf32 products."""
         if torch.backends.cuda.matmul.allow_tf32:
             return "tf32"
         return "tf32x3" if self.query.is_cuda and torch.version.hip is None else "ieee"
 
     @cached_property
     def dims(self) -> dict[str, Any]:
-        """The compile-time sizes of every kernel that knows values."""
+        """The compile-time sizes of every kernel that reads values."""
         D, E = self.query.shape[3], self.value.shape[3]
         return {"D": D, "DV": E, "DP": padded(D), "DVP": padded(E)}
 
     @cached_property
     def kinds(self) -> dict[str, Any]:
-        """What a kernel is compiled for, apart from sizes; a mask has only its kind in it."""
+        """What a kernel is compiled for, apart from sizes; masks differ by kind alone."""
         return {
             "MASK": self.block_mask.kind,
             "BIAS": self.kind,
             "CAP": self.softcap is not None,
             "SCALES": self.scales is not None,
-            "HIDDEN": self.query.shape[3] if self.vector is not None else 0,
+            "HIDDEN_DIM": self.query.shape[3] if self.vector is not None else 0,
             "APPROXIMATE": self.approximate,
             "PRECISION": self.precision,
         }
@@ -212,15 +315,24 @@ class KernelArgs:
         tail = (0, 0, 0) if output is None else output.stride()[:3]
         return Strides(*self.query.stride(), *self.key.stride(), *self.value.stride(), *tail)
 
-    def where(self, blocks: Config, turned: bool = False) -> BlockLists:
-        return (self.block_mask.by_keys if turned else self.block_mask.by_rows)(blocks.BM, blocks.BN)
+    def pass_args(self, blocks: BlockLists, strides: Strides | BackwardStrides | DoubleBackwardStrides) -> PassArgs:
+        score = ScoreArgs(self.scale, self.scales, self.softcap or 0.0, self.bias, self.vector)
+        return PassArgs(strides, score, blocks, self.drop)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers that no kernel is compiled for."""
+        return Sizes(self.n, self.m, self.heads, self.groups)._asdict()
+
+    def block_lists(self, c: Config, by_keys: bool = False) -> BlockLists:
+        return (self.block_mask.by_keys if by_keys else self.block_mask.by_rows)(c.BM, c.BN)
 
 
-def describable(x: Tensor) -> bool:
-    """Whether a tensor can be described to the copy engine."""
+def takes_tma(x: Tensor) -> bool:
+    """Whether TMA can load a tensor."""
     size = x.element_size()
     return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and s > 0 for s in x.stride()[:3])
 
 
-def stride_of(x: Tensor | None) -> tuple[int, int, int, int]:
-    return (0, 0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2), x.stride(3))
+def matrix_strides(x: Tensor | None) -> MatrixStrides:
+    return MatrixStrides(0, 0, 0, 0) if x is None else MatrixStrides(x.stride(0), x.stride(1), x.stride(2), x.stride(3))

@@ -29,7 +29,7 @@ from ..core.nonfinite import zero_unseen
 from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import TileSizes
-from .arguments import ALIBI, RELATIVE, TENSOR, BiasArgs, DropoutArgs
+from .arguments import BIAS_ALIBI, BIAS_RELATIVE, BIAS_TENSOR, BiasArgs, DropoutArgs
 from .block_lists import BlockMask
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class TritonEngine(Engine):
         from . import launch
 
         inputs = _inputs(x)
-        rows = launch.attend(self.kernel_args(inputs), self.observed)
+        rows = launch.forward(self.kernel_args(inputs), self.observed)
         if inputs.sink is None:
             return rows
         _, lse, entropy, log_row_sum = add_sink(inputs.sink.detach(), *rows[1:])
@@ -135,12 +135,12 @@ class TritonEngine(Engine):
         """Output, lse and entropy in strips of plain torch: (L, H, N, …)."""
         inputs, spec = _inputs(x), self.spec
         heads = inputs.key.shape[1]
-        bias = group_bias(inputs.bias, heads) if self.bias_kind == TENSOR else None
+        bias = group_bias(inputs.bias, heads) if self.bias_kind == BIAS_TENSOR else None
         query, key, value = (t.float() for t in zero_unseen(spec, inputs.query, inputs.key, inputs.value, bias))
         if inputs.vector is None:
             query = query * (self.scale if inputs.scale is None else inputs.scale.reshape(-1, 1, 1))
         shared: tuple[Tensor, ...] = () if inputs.vector is None else (inputs.vector,)
-        if self.bias_kind in (ALIBI, RELATIVE) and inputs.bias is not None:
+        if self.bias_kind in (BIAS_ALIBI, BIAS_RELATIVE) and inputs.bias is not None:
             shared += (inputs.bias,)
         folded = FoldedProblem(query.unflatten(1, (heads, query.shape[1] // heads)), key, value, bias, shared, spec)
         tensors = (folded.query, key, value, *(() if bias is None else (bias,)), *shared)
@@ -188,19 +188,19 @@ class TritonEngine(Engine):
         if bias is None:
             return BiasArgs()
         bias = bias.detach()
-        if self.bias_kind == TENSOR:
+        if self.bias_kind == BIAS_TENSOR:
             strides = (0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
             return BiasArgs(bias, *strides)
         bias = bias.contiguous()
         head = 0 if bias.shape[0] == 1 else bias.stride(0)
-        reach = bias.shape[-1] // 2 if self.bias_kind == RELATIVE else 0
+        reach = bias.shape[-1] // 2 if self.bias_kind == BIAS_RELATIVE else 0
         return BiasArgs(bias, 0, head, 0, 0, self.bias_offset, reach)
 
     def _jvp(self, x: Inputs, w: Derivatives) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
         from . import launch
 
         args = self.kernel_args(x._replace(sink=None))
-        rows, tangents = launch.push(args, self._tangents(x, args, w), self.observed)
+        rows, tangents = launch.jvp(args, self._tangents(x, args, w), self.observed)
         if x.sink is None:
             return rows, tangents
         d_sink = torch.zeros_like(x.sink) if w.sink is None else w.sink
@@ -224,7 +224,7 @@ class TritonEngine(Engine):
         args = self.kernel_args(x)
         given, d_sink = _backward_rows(args, x.sink, rows, g)
         wants_query = needed.query or needed.scale or needed.vector
-        found = launch.slopes(args, given, wants_query, needed.key or needed.value)
+        found = launch.backward(args, given, wants_query, needed.key or needed.value)
         dq, d_scale = found.dq, None
         if dq is not None:
             if args.scales is not None and x.scale is not None:
@@ -234,7 +234,7 @@ class TritonEngine(Engine):
             dq = (-dq if self._negates_query(x) else dq).to(x.query.dtype)
         d_bias = None
         if needed.bias and x.bias is not None:
-            d_bias = launch.bias_slopes(args, given, tuple(x.bias.shape)).to(x.bias.dtype)
+            d_bias = launch.bias_gradient(args, given, tuple(x.bias.shape)).to(x.bias.dtype)
         dk = None if found.dk is None else found.dk.to(x.key.dtype)
         grads = Derivatives(dq, dk, found.dv, d_bias, d_scale, d_sink, found.vector)
         return Derivatives(*(t if need else None for t, need in zip(grads, needed, strict=True)))
@@ -250,8 +250,9 @@ class TritonEngine(Engine):
         dO_dot = None if dO_dot is None else _readable(dO_dot)
         moving = _double_backward_rows(args, given, rows, d_rows, g, (dO_dot, g_lse_dot, g_H_dot))
         needs = (n.query, n.key, n.value)
-        dq, dk, dv = launch.bend(args, self._tangents(x, args, w), given.dO, dO_dot, moving, needs)
-        return Derivatives(-dq if dq is not None and self._negates_query(x) else dq, dk, dv)
+        found = launch.double_backward(args, self._tangents(x, args, w), given.dO, dO_dot, moving, needs)
+        dq = -found.dq if found.dq is not None and self._negates_query(x) else found.dq
+        return Derivatives(dq, found.dk, found.dv)
 
 
 class TorchScaleEngine(TritonEngine):
@@ -310,7 +311,7 @@ def _backward_rows(
     dO = torch.zeros_like(rows.output) if dO is None else _readable(dO)
     g_lse = None if g_lse is None else torch.where(rows.lse > -torch.inf, g_lse, 0.0).contiguous()
     g_H = None if g_H is None else g_H.contiguous()
-    delta, lse = launch.prepare(args, rows, dO, g_lse)
+    delta, lse = launch.backward_preprocess(args, rows, dO, g_lse)
     mean, d_sink = None, None
     share = None if sink is None else (sink.detach()[:, None] - rows.lse).exp()  # of the sink in each row
     if g_H is not None:
@@ -341,7 +342,7 @@ def _double_backward_rows(
     made = DoubleBackwardRows(given.row_max, given.log_row_sum, given.delta, delta_dot.contiguous(), lse_dot.contiguous())
     if g_H is None and g_H_dot is None:
         return made
-    zeros = torch.zeros_like(made.u)
+    zeros = torch.zeros_like(made.lse_dot)
     g_H, g_H_dot = (zeros if t is None else t.contiguous() for t in (g_H, g_H_dot))
     mean = (rows.log_row_sum if args.exact else zeros) - rows.entropy
-    return made._replace(g=g_H, g_dot=g_H_dot, mean=mean, mean_dot=(lse_dot - H_dot).contiguous())
+    return made._replace(g_entropy=g_H, g_entropy_dot=g_H_dot, mean=mean, mean_dot=(lse_dot - H_dot).contiguous())

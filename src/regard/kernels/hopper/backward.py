@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store
-from ..portable.tile_ops import _ALIBI, _NONE, _PLAIN, DEEP, LN2, LOG2E, seats
+from ..portable.tile_ops import _BIAS_ALIBI, _BIAS_NONE, _NONE, DEEP, LN2, LOG2E, program_tile
 from .aggregates import (
     BackwardBarriers,
     BackwardDescriptors,
@@ -134,7 +134,7 @@ def compute_P(S, lse, tile, scale, unit, partial, params, TRAITS: gl.constexpr):
         S = params.cap * capped_tanh(S, scale, params.cap)
     elif not TRAITS.FAST:
         S *= scale
-    if TRAITS.BIAS != _PLAIN:
+    if TRAITS.BIAS != _BIAS_NONE:
         X = load_bias(tile, params, TRAITS)
         S = gl.where(X != float("-inf"), S + X, float("-inf"))  # by the bias and not by the sum, which a hidden key may make NaN
     if partial:
@@ -147,7 +147,7 @@ def compute_P(S, lse, tile, scale, unit, partial, params, TRAITS: gl.constexpr):
 def compute_dS(P, dP, lse, g, tile, partial, params, TRAITS: gl.constexpr):
     """dS [BM, ROWS] of the scaled products, from dP − δ. The slope of a cap is computed from P."""
     BIAS: gl.constexpr = TRAITS.BIAS
-    if BIAS != _PLAIN and BIAS != _ALIBI:
+    if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
         dP = gl.where(P > 0.0, dP, 0.0)
     else:
         if partial:
@@ -157,7 +157,7 @@ def compute_dS(P, dP, lse, g, tile, partial, params, TRAITS: gl.constexpr):
     dS = P * dP
     if TRAITS.CAP:
         S = log2(P) * LN2 + lse[:, None]
-        if BIAS != _PLAIN:
+        if BIAS != _BIAS_NONE:
             S -= load_bias(tile, params, TRAITS)
         t = S * (1.0 / params.cap)
         dS = gl.where(P > 0.0, dS * (1.0 - t * t), 0.0)
@@ -199,7 +199,7 @@ def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
 def zero_unseen_keys(X, batch, kv_head, j0, params, TRAITS: gl.constexpr):
     """Set keys X [ROWS, DA] that no row may attend to to 0, since they may be NaN. `params.seen` says what a bias hides by −inf."""
     C: gl.constexpr = TRAITS.DA
-    HIDING: gl.constexpr = TRAITS.BIAS != _PLAIN and TRAITS.BIAS != _ALIBI
+    HIDING: gl.constexpr = TRAITS.BIAS != _BIAS_NONE and TRAITS.BIAS != _BIAS_ALIBI
     if TRAITS.MASK != _NONE or HIDING:
         j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
         if gl.min(seen_by_some(params, batch, kv_head, j, HIDING), 0) == 0:
@@ -216,9 +216,9 @@ def zero_unseen_keys(X, batch, kv_head, j0, params, TRAITS: gl.constexpr):
 def clean_queries(X, lse, partial, TRAITS: gl.constexpr):
     """`zero_empty_rows`, where the mask or the bias may hide all keys from a row."""
     BIAS: gl.constexpr = TRAITS.BIAS
-    if TRAITS.MASK != _NONE or BIAS != _PLAIN:
+    if TRAITS.MASK != _NONE or BIAS != _BIAS_NONE:
         empty = partial
-        if BIAS != _PLAIN and BIAS != _ALIBI:
+        if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
             empty = partial | has_empty_row(lse, TRAITS.BM)
         if empty:
             zero_empty_rows(X, lse, TRAITS.BM, TRAITS.DA)
@@ -445,7 +445,7 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
 @triton.jit(do_not_specialize=["n", "D"])
 def dq_postprocess(dq_sums, semaphores, dq, scale, n, D, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, SEMAPHORES: tl.constexpr):
     """A row block of dQ from its sums, in PARTS of C columns; zeros if no key block added to it."""
-    block, batch_head = seats(tl.cdiv(n, BM))
+    block, batch_head = program_tile(tl.cdiv(n, BM))
     at = tl.program_id(0)
     some = tl.load(semaphores + at * SEMAPHORES) > 0
     r = tl.arange(0, BM)

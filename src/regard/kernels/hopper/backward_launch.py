@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..arguments import RELATIVE, TENSOR, BackwardRows, KernelArgs
+from ..arguments import BIAS_RELATIVE, BIAS_TENSOR, BackwardRows, KernelArgs
 from ..portable.configs import padded
 from . import backward_wide
 from . import forward_launch as forward
@@ -71,9 +71,9 @@ class BackwardWorkspace(NamedTuple):
 def refuses(w: KernelArgs, s: BackwardRows) -> list[str]:
     """Why the kernel cannot compute these gradients; empty if it can."""
     reasons = forward.refuses(w)
-    if w.kind in (TENSOR, RELATIVE) and w.bias.at is not None and w.bias.at.dtype not in GLUON_DTYPES:
+    if w.kind in (BIAS_TENSOR, BIAS_RELATIVE) and w.bias.at is not None and w.bias.at.dtype not in GLUON_DTYPES:
         reasons.append(f"a bias has float32, float16 or bfloat16 numbers; got {w.bias.at.dtype}")
-    if w.kind == TENSOR and max(w.bias.row, w.bias.key, (w.n - 1) * w.bias.row + (w.m - 1) * w.bias.key) >= 2**31:
+    if w.kind == BIAS_TENSOR and max(w.bias.row, w.bias.key, (w.n - 1) * w.bias.row + (w.m - 1) * w.bias.key) >= 2**31:
         reasons.append(f"the numbers of a bias are counted in 31 bits; got strides of {w.bias.row} and {w.bias.key}")
     if s.dO.dtype != w.query.dtype or not describable(s.dO):
         reasons.append(f"TMA cannot describe the output's gradient: {s.dO.dtype}, strides {tuple(s.dO.stride())}")
@@ -92,7 +92,7 @@ def launch_backward(w: KernelArgs, s: BackwardRows, tile: BackwardTile | None = 
     """dQ (in float32 and not yet scaled where there is a tensor of scales), dK and dV."""
     tile = tile or tile_for(w)
     workspace = workspace_for(w, tile)
-    seen = seen_keys(w, tile.BM, tile.BN) if w.kind in (TENSOR, RELATIVE) else None
+    seen = seen_keys(w, tile.BM, tile.BN) if w.kind in (BIAS_TENSOR, BIAS_RELATIVE) else None
     arguments, options = backward_arguments(w, s, workspace, tile, seen)
     L, K, M, _ = w.key.shape
     kernel_for(tile)[(cdiv(M, tile.BN) * L * K,)](**arguments, **options)

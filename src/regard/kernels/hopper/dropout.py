@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.tile_ops import drop_keys, kept
+from ..portable.tile_ops import dropout_keep, dropout_row_keys
 from .register_layouts import transposed_layout
 from .tile_scheduler import ROWS
 
@@ -36,8 +36,8 @@ def keep_bits(tile, params, BM: gl.constexpr):
     """Which weights of a tile are kept, one register of bits per thread."""
     gl.static_assert(BM <= 64, "a thread has 32 weights at most")
     i = tile.b * BM + gl.arange(0, BM, gl.SliceLayout(1, transposed_layout(BM)))  # [BM]
-    low, high = drop_keys(params.drop, tile.batch, tile.h, params.num_heads, i, params.n)
-    bits = gl.where(kept(low, high, tile.j, params.drop.bound), bit_of_weight(BM), 0)
+    low, high = dropout_row_keys(params.drop, tile.batch, tile.h, params.num_heads, i, params.n)
+    bits = gl.where(dropout_keep(low, high, tile.j, params.drop.bound), bit_of_weight(BM), 0)
     return gl.sum(gl.sum(gl.sum(split_by_thread(bits, BM), 4), 2), 0)
 
 

@@ -28,7 +28,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...compat.gluon import group_barrier, tma_store
-from ..portable.tile_ops import _NONE, _PLAIN, LN2, LOG2E, LOWEST, bias_rows, drop_keys, off_by, shown, span_rows
+from ..portable.tile_ops import (
+    _BIAS_NONE,
+    _NONE,
+    LN2,
+    LOG2E,
+    LOWEST,
+    bias_row_pointers,
+    dropout_row_keys,
+    mask_tile,
+    row_max_residual,
+    row_spans,
+)
 from .aggregates import (
     ForwardBarriers,
     ForwardDescriptors,
@@ -93,9 +104,9 @@ def masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS: gl.constexpr, MA
     show = j
     if not TRAITS.FAST:
         S, show = score(S, rows.scale, params.cap, params.bias, rows.bias_at, rows.i, j, params.n, params.M, TRAITS.CAP, TRAITS.BIAS)
-    if TRAITS.BIAS != _PLAIN:
+    if TRAITS.BIAS != _BIAS_NONE:
         if MASKED:
-            show = show & shown(params.lists, lo, hi, gl.maximum(slot, 0), rows.i, j, TRAITS.MASK) & (slot >= 0)
+            show = show & mask_tile(params.lists, lo, hi, gl.maximum(slot, 0), rows.i, j, TRAITS.MASK) & (slot >= 0)
         S = gl.where(show, S, float("-inf"))
     elif MASKED:
         S = apply_mask(S, params.lists, lo, hi, slot, rows.i, j0, TRAITS.MASK)
@@ -113,7 +124,7 @@ def find_unseen(show, rows, j0, params, TRAITS: gl.constexpr, MASKED: gl.constex
     """Whether a block has a key that no row may attend to (with a bias, no row of the group), whose value may be NaN."""
     seen = 0
     dirty = 0
-    if TRAITS.BIAS != _PLAIN:
+    if TRAITS.BIAS != _BIAS_NONE:
         seen = gl.max(show.to(gl.int32), 0)
         dirty = 1 - gl.min(seen, 0)
     elif MASKED and TRAITS.MASK != _NONE:
@@ -131,7 +142,7 @@ def zero_unseen(X, into, seen, rows, j0, params, C: gl.constexpr, TRAITS: gl.con
     Without a bias every group writes the same numbers to the same place, and reads them after its own writes.
     """
     VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    if TRAITS.BIAS != _PLAIN:
+    if TRAITS.BIAS != _BIAS_NONE:
         into.store(gl.where((gl.convert_layout(seen, gl.SliceLayout(1, VL)) > 0)[:, None], X.load(VL), 0.0))
     else:
         at = seen_offset(params.lists, rows)
@@ -146,9 +157,9 @@ def clean_values(values, rows, stage, params, G: gl.constexpr, TRAITS: gl.conste
     """The index of a block's values after cleaning: their stage, or with a bias the group's own block. They are loaded."""
     V, VB = params.smem.V, params.smem.VB
     at = stage
-    if TRAITS.BIAS != _PLAIN or (MASKED and TRAITS.MASK != _NONE):
+    if TRAITS.BIAS != _BIAS_NONE or (MASKED and TRAITS.MASK != _NONE):
         if values.dirty != 0:
-            if TRAITS.BIAS != _PLAIN:
+            if TRAITS.BIAS != _BIAS_NONE:
                 at = TRAITS.STAGES + G
             zero_unseen(flat(V.index(stage), TRAITS.BN, TRAITS.EA), flat(V.index(at), TRAITS.BN, TRAITS.EA), values.seen, rows, values.j0, params,
                         TRAITS.EA, TRAITS)
@@ -200,7 +211,7 @@ def mma_one_block(t, O, R, P, softmax, values, stage, phase, rows, zero, params,
     m, l, e, top = softmax
     BN: gl.constexpr = TRAITS.BN
     EB: gl.constexpr = TRAITS.EB
-    HIDES: gl.constexpr = MASKED or TRAITS.BIAS != _PLAIN
+    HIDES: gl.constexpr = MASKED or TRAITS.BIAS != _BIAS_NONE
     LAZY: gl.constexpr = TRAITS.FAST and TRAITS.PERSISTENT
     values_at = clean_values(values, rows, stage, params, G, TRAITS, MASKED)
     j0 = values.j0
@@ -214,7 +225,7 @@ def mma_one_block(t, O, R, P, softmax, values, stage, phase, rows, zero, params,
     lo, hi = rows.i, rows.i
     if MASKED:
         j0 = b * BN  # all values of a full block are clean
-        lo, hi = span_rows(lists, rows.batch, rows.h, rows.i, params.n, params.M, TRAITS.MASK)  # each time: full blocks need the registers
+        lo, hi = row_spans(lists, rows.batch, rows.h, rows.i, params.n, params.M, TRAITS.MASK)  # each time: full blocks need the registers
     S = warpgroup_mma_wait(2 if EB > 0 else 1, deps=[S])
     mbarrier.arrive(barriers.k_free.index(stage))
     OVERLAP: gl.constexpr = TRAITS.GROUPS == 2 or not TRAITS.ENTROPY  # whether the softmax overlaps the group's own product
@@ -298,7 +309,7 @@ def epilogue(O, R, softmax, i, row, rows, params, TRAITS: gl.constexpr):
             tma_store(params.descriptors.ob, [batch, h, row, EA], smem.QB.index(rows.q_buffer))
     at = (batch.to(gl.int64) * params.num_heads + h) * n + i
     ln_l = gl.log2(l) * LN2
-    log_row_sum = ln_l + off_by(m, row_max, empty, TRAITS.FAST)
+    log_row_sum = ln_l + row_max_residual(m, row_max, empty, TRAITS.FAST)
     gl.store(outputs.lse + at, gl.where(empty, float("-inf"), row_max + log_row_sum), mask=i < n)
     gl.store(outputs.row_max + at, gl.where(empty, float("-inf"), row_max), mask=i < n)
     gl.store(outputs.log_row_sum + at, log_row_sum, mask=i < n)
@@ -330,7 +341,7 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
     Q_BUFFERS: gl.constexpr = 2 if PERSISTENT else 1
     tile = gl.program_id(0)
     all_seen = 1
-    if MASK != _NONE and BIAS == _PLAIN:
+    if MASK != _NONE and BIAS == _BIAS_NONE:
         all_seen = gl.load(lists.all_keys_visible)
     stored = False  # whether there is a previous row block
     if PERSISTENT:
@@ -351,10 +362,10 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
         if TRAITS.SCALES:
             scale = gl.load(params.scales + h)
         unit = scale * LOG2E
-        bias_at = bias_rows(params.bias, batch, h, i, BIAS)
+        bias_at = bias_row_pointers(params.bias, batch, h, i, BIAS)
         keys = (i, i)
         if TRAITS.DROP:
-            keys = drop_keys(params.drop, batch, h, params.num_heads, i, n)
+            keys = dropout_row_keys(params.drop, batch, h, params.num_heads, i, n)
         m = gl.full([ROWS], LOWEST, gl.float32, SR)
         l = partial_sums(zero)
         e = l
@@ -380,12 +391,12 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
         rows = RowBlock(i, q_buffer * GROUPS + G, batch, h, key_blocks, bias_at, keys, scale, unit, all_seen)
         mbarrier.wait(k_ready.index(stage), phase)
         S = start_QK(params.smem, rows.q_buffer, stage, zero, TRAITS)
-        lo, hi = span_rows(lists, batch, h, i, n, M, MASK)
+        lo, hi = row_spans(lists, batch, h, i, n, M, MASK)
         hi = gl.where(key_blocks.total > 0, hi, 0)
         S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
-        S, show = masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS, BIAS != _PLAIN)
-        if BIAS == _PLAIN:
+        S, show = masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS, BIAS != _BIAS_NONE)
+        if BIAS == _BIAS_NONE:
             if begin < unmasked:
                 S = apply_mask(S, lists, lo, hi, slot, i, j0, MASK)
         seen, dirty = find_unseen(show, rows, j0, params, TRAITS, True)
@@ -401,7 +412,7 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
             for t in range(begin + 1, unmasked):
                 O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
                     t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, True, False)
-        if BIAS == _PLAIN:  # the values of full blocks are clean
+        if BIAS == _BIAS_NONE:  # the values of full blocks are clean
             clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, True)
         unmasked = gl.maximum(begin + 1, unmasked)
         fixed = count
@@ -451,7 +462,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
             ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr,
             PERSISTENT: gl.constexpr, TMA_STORE: gl.constexpr):
     """A program takes one row block of one head, or in a persistent grid one after the other."""
-    CLEANED_BLOCKS: gl.constexpr = GROUPS if BIAS != _PLAIN else 0
+    CLEANED_BLOCKS: gl.constexpr = GROUPS if BIAS != _BIAS_NONE else 0
     Q_BUFFERS: gl.constexpr = 2 if PERSISTENT else 1  # row blocks in flight
     Q = gl.allocate_shared_memory(q.dtype, [Q_BUFFERS * GROUPS, 1, 1, ROWS, DA], q.layout)
     K = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DA], k.layout)

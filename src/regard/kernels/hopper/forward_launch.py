@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...compat.triton import INTERPRETED
 from ...core.rows import Rows
-from ..arguments import PLAIN, KernelArgs
+from ..arguments import BIAS_NONE, KernelArgs
 from ..block_lists import BITS, MASK_BLOCK, BlockLists
 from . import launch_cache
 from .configs import ROWS, Tile, cdiv, chunks, config
@@ -50,7 +50,7 @@ def refuses(w: KernelArgs) -> list[str]:
 
 def tile_for(w: KernelArgs) -> Tile:
     """The tile: by the dims, and by whether there is a bias or dropout."""
-    return config(max(w.query.shape[3], w.value.shape[3]), w.kind != PLAIN or w.drop.keys is not None)
+    return config(max(w.query.shape[3], w.value.shape[3]), w.kind != BIAS_NONE or w.drop.keys is not None)
 
 
 def launch_forward(w: KernelArgs, entropy: bool, tile: Tile | None = None, swizzle: int | None = None) -> Rows:

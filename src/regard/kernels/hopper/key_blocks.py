@@ -7,7 +7,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.tile_ops import _ALIBI, _BITS, _NONE, _SPANS, _TENSOR, bias_rows, bias_tile, seat
+from ..portable.tile_ops import (
+    _BIAS_ALIBI,
+    _BIAS_TENSOR,
+    _BITS,
+    _NONE,
+    _SPANS,
+    bias_row_pointers,
+    bias_tile,
+    block_list_start,
+)
 from . import ptx
 from .online_softmax import MASK_BIT
 from .register_layouts import transposed_layout
@@ -28,11 +37,11 @@ def row_block_range(params, batch, h, block, BM: gl.constexpr, MASK: gl.constexp
     if MASK == _NONE:
         first, count = 0, gl.cdiv(params.n, BM)
     elif MASK == _SPANS:
-        at = params.lists.bounds + seat(params.lists, batch, h, MASK) + block * 4
+        at = params.lists.bounds + block_list_start(params.lists, batch, h, MASK) + block * 4
         first = gl.load(at)
         count = gl.load(at + 3) - first
     else:
-        at = params.dq_order.start + seat(params.lists, batch, h, MASK) + block
+        at = params.dq_order.start + block_list_start(params.lists, batch, h, MASK) + block
         first = gl.load(at)
         count = gl.load(at + 1) - first
     return first, count
@@ -129,11 +138,11 @@ def load_bias(tile, params, TRAITS: gl.constexpr):
     bias, b, j = params.bias, tile.b, tile.j
     BM: gl.constexpr = TRAITS.BM
     i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, transposed_layout(BM)))  # [BM]
-    if TRAITS.BIAS == _ALIBI:
-        X = bias_tile(bias, bias_rows(bias, tile.batch, tile.h, i, TRAITS.BIAS), i, j, params.n, params.M, TRAITS.BIAS)
+    if TRAITS.BIAS == _BIAS_ALIBI:
+        X = bias_tile(bias, bias_row_pointers(bias, tile.batch, tile.h, i, TRAITS.BIAS), i, j, params.n, params.M, TRAITS.BIAS)
     else:
         at = bias.at + tile.h.to(gl.int64) * bias.head + tile.batch.to(gl.int64) * bias.item
-        if TRAITS.BIAS == _TENSOR:
+        if TRAITS.BIAS == _BIAS_TENSOR:
             each = gl.minimum(i, params.n - 1)[:, None] * bias.row + gl.minimum(j, params.M - 1)[None, :] * bias.key  # [BM, ROWS]
         else:
             ahead = j[None, :] - (i[:, None] + bias.offset)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...compat.torch import is_capturing
 from ...core.rows import Rows
-from ..arguments import PLAIN, KernelArgs
+from ..arguments import BIAS_NONE, KernelArgs
 from ..block_lists import NONE, BlockLists
 from .configs import Tile
 from .descriptors import with_base
@@ -52,7 +52,7 @@ def results(found: Rows) -> dict[str, Any]:
 
 def key_of(w: KernelArgs, entropy: bool, tile: Tile) -> Hashable:
     """The key of a call in the cache; None for calls with parts that are not cached."""
-    if w.kind != PLAIN or w.drop.keys is not None or w.sink is not None or w.scales is not None:
+    if w.kind != BIAS_NONE or w.drop.keys is not None or w.sink is not None or w.scales is not None:
         return None
     q, k, v = w.query, w.key, w.value
     mask = None if w.block_mask.kind == NONE else id(w.block_mask)

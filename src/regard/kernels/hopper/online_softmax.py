@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.tile_ops import _BITS, _NONE, DEEP, LOG2E, kept, logits
+from ..portable.tile_ops import _BITS, _NONE, DEEP, LOG2E, dropout_keep, logits
 from . import ptx
 from .configs import OUTLIER_BITS
 from .tile_scheduler import ROWS
@@ -170,7 +170,7 @@ def pack_P(P, keys, j, drop, dtype, DROP: gl.constexpr):
     So the loop carries it in the registers that the product reads. Separate halves would be packed in each block.
     """
     if DROP:
-        P = gl.where(kept(keys[0], keys[1], j, drop.bound), P, 0.0)
+        P = gl.where(dropout_keep(keys[0], keys[1], j, drop.bound), P, 0.0)
     even, odd = P.reshape([ROWS, P.shape[1] // 2, 2]).split()  # [ROWS, BN / 2]
     if dtype == gl.bfloat16:
         pairs = gl.inline_asm_elementwise(BF16, "=r,f,f", [even, odd], gl.int32, True, 1)

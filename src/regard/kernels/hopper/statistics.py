@@ -24,7 +24,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...compat.gluon import tma_load
-from ..portable.tile_ops import _BITS, _NONE, _PLAIN, LOG2E, bias_rows, level_of, met, seat, shown, span_rows
+from ..portable.tile_ops import (
+    _BIAS_NONE,
+    _BITS,
+    _NONE,
+    LOG2E,
+    bias_row_pointers,
+    block_list_start,
+    block_range,
+    mask_tile,
+    row_offset,
+    row_spans,
+)
 from .aggregates import KeyBlocks, traits_of
 from .forward import flat
 from .online_softmax import score
@@ -132,7 +143,7 @@ class MapState(NamedTuple):
 @gluon.jit
 def row_block_range(lists, batch, h, block, n, MASK: gl.constexpr):
     """The row blocks that a key block visits, as the fields of `KeyBlocks`."""
-    first, full, full_end, rest = met(lists, seat(lists, batch, h, MASK), block, gl.cdiv(n, PAIR), gl.cdiv(n, PAIR), MASK)
+    first, full, full_end, rest = block_range(lists, block_list_start(lists, batch, h, MASK), block, gl.cdiv(n, PAIR), gl.cdiv(n, PAIR), MASK)
     return first, full, full_end, full_end - full, full_end - full + rest
 
 
@@ -187,9 +198,9 @@ def start_S(i, stage, phase, zero, head, params, TRAITS: gl.constexpr):
 def logits_of(S, i, head, params, TRAITS: gl.constexpr):
     """Products [ROWS, BN] to logits, −inf where a bias hides them; FAST leaves them raw products."""
     if not TRAITS.FAST:
-        bias_at = bias_rows(params.bias, head.batch, head.h, i, TRAITS.BIAS)
+        bias_at = bias_row_pointers(params.bias, head.batch, head.h, i, TRAITS.BIAS)
         S, show = score(S, head.scale, params.cap, params.bias, bias_at, i, head.j, params.n, params.M, TRAITS.CAP, TRAITS.BIAS)
-        if TRAITS.BIAS != _PLAIN:
+        if TRAITS.BIAS != _BIAS_NONE:
             S = gl.where(show, S, float("-inf"))
     return S
 
@@ -197,7 +208,7 @@ def logits_of(S, i, head, params, TRAITS: gl.constexpr):
 @gluon.jit
 def exponentials(S, row_max, log_row_sum, unit, FAST: gl.constexpr):
     """exp of logits [ROWS, BN] relative to the row max, and the share [ROWS] that normalises each row."""
-    level = level_of(row_max, FAST)  # [ROWS]
+    level = row_offset(row_max, FAST)  # [ROWS]
     if FAST:
         T = S * unit - level[:, None]
     else:
@@ -245,8 +256,8 @@ def add_weights(S, row_max, log_row_sum, total, i, slot, head, params, TRAITS: g
     """Add the weights of products [ROWS, BN] to the total of their keys [4, 8, BN]."""
     S = logits_of(S, i, head, params, TRAITS)
     if MASKED:
-        lo, hi = span_rows(params.lists, head.batch, head.h, i, params.n, params.M, TRAITS.MASK)
-        S = gl.where(shown(params.lists, lo, hi, slot, i, head.j, TRAITS.MASK), S, float("-inf"))
+        lo, hi = row_spans(params.lists, head.batch, head.h, i, params.n, params.M, TRAITS.MASK)
+        S = gl.where(mask_tile(params.lists, lo, hi, slot, i, head.j, TRAITS.MASK), S, float("-inf"))
     P, share = exponentials(S, row_max, log_row_sum, head.unit, TRAITS.FAST)
     return total + column_sums(P * share[:, None], TRAITS.BN)
 
@@ -343,7 +354,7 @@ def map_row_blocks(grid, batch, h, column, band, params, MASK: gl.constexpr):
     if MASK == _BITS:
         first, full, full_end, last = 0, 0, 0, gl.cdiv(n, PAIR)
     else:
-        first, full, full_end, rest = met(lists, seat(lists, batch, h, MASK), column, gl.cdiv(n, PAIR), gl.cdiv(n, PAIR), MASK)
+        first, full, full_end, rest = block_range(lists, block_list_start(lists, batch, h, MASK), column, gl.cdiv(n, PAIR), gl.cdiv(n, PAIR), MASK)
         last = first + full_end - full + rest
     low, high = edge(band * grid.bands, grid.height, n), edge(gl.minimum((band + 1) * grid.bands, grid.height), grid.height, n)
     return gl.maximum(first, low // PAIR), full, full_end, gl.minimum(last, gl.cdiv(high, PAIR)), low, high
@@ -437,10 +448,10 @@ def add_to_cells(S, row_max, log_row_sum, state, i0, i, masked, slots, map_part,
     S = logits_of(S, i, head, params, TRAITS)
     if MASK != _NONE:
         if masked:
-            lo, hi = span_rows(lists, head.batch, head.h, i, n, params.M, MASK)
-            show = shown(lists, lo, hi, gl.maximum(slots[0], 0), i, head.j, MASK)
+            lo, hi = row_spans(lists, head.batch, head.h, i, n, params.M, MASK)
+            show = mask_tile(lists, lo, hi, gl.maximum(slots[0], 0), i, head.j, MASK)
             if MASK == _BITS:
-                right = shown(lists, lo, hi, gl.maximum(slots[1], 0), i, head.j, MASK)
+                right = mask_tile(lists, lo, hi, gl.maximum(slots[1], 0), i, head.j, MASK)
                 left = (head.j // PAIR == map_part.start // PAIR)[None, :]
                 show = (left & show & (slots[0] >= 0)) | ((left == 0) & right & (slots[1] >= 0))
             S = gl.where(show, S, float("-inf"))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import PLAIN, KernelArgs
+from ..arguments import BIAS_NONE, KernelArgs
 from ..block_lists import SPANS, BlockLists, bounds_by_keys, pad_to_multiple, strides_of
 from . import forward_launch as forward
 from .configs import ROWS, cdiv, chunks, padded
@@ -61,7 +61,7 @@ _TILES: dict[int, StatisticsTile] = {
 def tile_for(w: KernelArgs) -> StatisticsTile:
     """The tile: by the dim, and by whether there is a bias."""
     tile = _TILES[padded(w.query.shape[3])]
-    return tile if w.kind == PLAIN else tile._replace(BN=64)
+    return tile if w.kind == BIAS_NONE else tile._replace(BN=64)
 
 
 def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, tile: StatisticsTile | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...compat.gluon import tma_load
-from ..portable.tile_ops import _BITS, _SPANS, met, seat
+from ..portable.tile_ops import _BITS, _SPANS, block_list_start, block_range
 from . import ptx
 from .aggregates import KeyBlocks
 from .configs import ROWS as _ROWS
@@ -66,7 +66,7 @@ def advance(stage, phase, STAGES: gl.constexpr):
 @gluon.jit
 def key_block_range(lists, batch, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
     """The key blocks that a row block visits, as the fields of `KeyBlocks`."""
-    first, full, full_end, rest = met(lists, seat(lists, batch, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
+    first, full, full_end, rest = block_range(lists, block_list_start(lists, batch, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
     return first, full, full_end, full_end - full, full_end - full + rest
 
 

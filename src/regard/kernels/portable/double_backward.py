@@ -1,15 +1,16 @@
-"""The tangent of attention's backward pass: what double backward and Hessian-vector products are made of.
+"""The tangent of attention's backward pass, from which double backward and Hessian-vector products are made.
 
-With t the tangent of the logits less that of lse, and a dot for what moves, the backward pass
+With t the tangent of the logits less that of lse, and a dot for tangents, the backward pass
 
     dS = P ∘ B,   B = dP − δ − g_H · (S − mean),   dV = Pᵀ dO,   dQ = scale · dS K,   dK = scale · dSᵀ Q
 
-moves by
+has the tangent
 
     dS˙ = P ∘ (t B + B˙),   B˙ = dP˙ − δ˙ − g_H˙·(S − mean) − g_H·(t + u − mean˙),   dP˙ = dO V˙ᵀ + dO˙ Vᵀ
     dV˙ = (P ∘ t)ᵀ dO + Pᵀ dO˙,   dQ˙ = scale · (dS˙ K + dS K˙),   dK˙ = scale · (dS˙ᵀ Q + dSᵀ Q˙)
 
-where u is the tangent of lse. Two kernels, as in the backward pass, without atomics: `keys` and `queries`.
+where u is the tangent of lse. Two kernels, as in the backward pass, without atomics. The tangents of q, k, v and dO are
+None where there is none, which saves their products.
 """
 
 from __future__ import annotations
@@ -17,84 +18,85 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..arguments import Sizes
+from .aggregates import Head, Matrices, RowStatsDot
+from .backward import along_rows, down_columns, store_dkdv
+from .program import (
+    at_head,
+    head_scale,
+    load_do,
+    load_k,
+    load_q,
+    load_row_stats,
+    load_row_tile,
+    load_v,
+    needed_blocks,
+    visible_logits,
+    visible_logits_transposed,
+)
 from .tile_ops import (
+    _BIAS_NONE,
     _NONE,
-    _PLAIN,
     DEEP,
     LN2,
     LOG2E,
-    bias_rows,
-    drop_keys,
-    kept,
-    level_of,
-    load,
-    logits,
-    met,
-    partial,
-    seat,
-    seats,
-    shown,
-    span_rows,
+    dropout_keep,
+    full_block,
+    partial_block,
+    program_tile,
     tanh,
-    visible_keys,
-    whole_block,
+    zero_hidden_keys,
 )
 
 
 @triton.jit
-def facts(rows, row, i, n, ENTROPY: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr):
-    """Of rows i, each [BM]: the level, lse above it in log2 units, δ, δ˙, u; and for the entropy g, g˙, mean, mean˙."""
-    if EXACT:
-        level = level_of(tl.load(row.row_max + rows + i, mask=i < n, other=float("-inf")), FAST)
-        above = tl.load(row.log_row_sum + rows + i, mask=i < n, other=0.0) * LOG2E
-    else:  # `row_max` holds lse here
-        level = tl.load(row.row_max + rows + i, mask=i < n, other=float("inf"))
-        above = level
-    d = tl.load(row.delta + rows + i, mask=i < n, other=0.0)
-    dd = tl.load(row.delta_dot + rows + i, mask=i < n, other=0.0)
-    u = tl.load(row.u + rows + i, mask=i < n, other=0.0)
-    g, gg, e, ee = d, d, d, d
-    if ENTROPY:
-        g = tl.load(row.g + rows + i, mask=i < n, other=0.0)
-        gg = tl.load(row.g_dot + rows + i, mask=i < n, other=0.0)
-        e = tl.load(row.mean + rows + i, mask=i < n, other=0.0)
-        ee = tl.load(row.mean_dot + rows + i, mask=i < n, other=0.0)
-    return level, above, d, dd, u, g, gg, e, ee
+def load_row_stats_dot(stats, head, i, C: tl.constexpr):
+    """The tangents of what is known of rows i: RowStatsDot, [BM] each."""
+    n = head.sizes.n
+    first = head.first_row
+    delta = tl.load(stats.delta_dot + first + i, mask=i < n, other=0.0)
+    lse = tl.load(stats.lse_dot + first + i, mask=i < n, other=0.0)
+    g_entropy, mean = delta, delta
+    if C.ENTROPY:
+        g_entropy = tl.load(stats.g_entropy_dot + first + i, mask=i < n, other=0.0)
+        mean = tl.load(stats.mean_dot + first + i, mask=i < n, other=0.0)
+    return RowStatsDot(delta, lse, g_entropy, mean)
 
 
 @triton.jit
-def bent(S, T, dP, dPd, raw, show, level, above, d, dd, u, g, gg, e, ee, keep, factor, scale, unit, cap, ENTROPY: tl.constexpr,
-         FAST: tl.constexpr, EXACT: tl.constexpr, CAP: tl.constexpr, DROP: tl.constexpr, HIDES: tl.constexpr):
-    """P and P ∘ t with dropout, dS of the raw scores and its tangent; the row facts have the shape of S already."""
-    X = S * unit - level if FAST else (S - level) * LOG2E  # log2 of the weight, but for the denominator
-    if ENTROPY:
+def softmax_double_backward(S, T, dP, dPd, raw, show, keep, row, dot, head, C: tl.constexpr, HIDES: tl.constexpr):
+    """P and P ∘ t with dropout, dS of the raw scores and its tangent; the row statistics broadcast to S."""
+    X = S * head.unit - row.offset if C.FAST else (S - row.offset) * LOG2E  # log2 of the weight, but for the denominator
+    if C.ENTROPY:
         X = tl.maximum(X, DEEP)  # finite, so that P·X is 0 and not NaN
-    P = tl.exp2(X - above) if EXACT else tl.exp2(X)
-    t_raw = T * scale
+    P = tl.exp2(X - row.log_sum) if C.EXACT else tl.exp2(X)
+    cap = head.score.cap
+    t_raw = T * head.scale
     t = t_raw
     th = t
-    if CAP:
-        th = tanh(raw * scale / cap)
+    if C.CAP:
+        th = tanh(raw * head.scale / cap)
         t = t_raw * (1.0 - th * th)
     if HIDES:
         P = tl.where(show, P, 0.0)
         t = tl.where(show, t, 0.0)
-    R = t - u
+    R = t - dot.lse
     Pd, PR = P, P * R
-    if DROP:
+    if C.DROP:
+        factor = head.dropout.factor
         Pd = tl.where(keep, P * factor, 0.0)
         PR = tl.where(keep, PR * factor, 0.0)
         dP = tl.where(keep, dP * factor, 0.0)
         dPd = tl.where(keep, dPd * factor, 0.0)
-    B = dP - d
-    Bd = dPd - dd
-    if ENTROPY:
-        surprise = X * LN2 - e
-        B -= g * surprise
-        Bd -= gg * surprise + g * (t - ee)
+    B = dP - row.delta
+    Bd = dPd - dot.delta
+    if C.ENTROPY:
+        surprise = X * LN2 - row.mean
+        B -= row.g_entropy * surprise
+        Bd -= dot.g_entropy * surprise + row.g_entropy * (t - dot.mean)
     dS = P * B
     dSd = P * (R * B + Bd)
-    if CAP:
+    if C.CAP:
         slope = 1.0 - th * th
         dSd = slope * (dSd - dS * th * t_raw * (2.0 / cap))
         dS = dS * slope
@@ -105,258 +107,191 @@ def bent(S, T, dP, dPd, raw, show, level, above, d, dd, u, g, gg, e, ee, keep, f
 
 
 @triton.jit
-def rows_step(K, V, dK, dV, q, k, do, Kd, Vd, qd, dod, item, h, strides, moves, grads, i0, j, slot, rows, row, scale, unit, cap, bias, where, drop,
-              heads, n, M,
-              D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-              MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
-              DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MOVES_Q: tl.constexpr, MOVES_K: tl.constexpr,
-              MOVES_V: tl.constexpr, MOVES_G: tl.constexpr, MASKED: tl.constexpr):
-    """Add to dK˙ and dV˙ [BN, …] what the rows i0 … i0 + BM give; tiles are turned, [BN, BM]."""
-    i = i0 + tl.arange(0, BM)
-    wide = i.to(tl.int64)
-    if TMA:
-        Q = q.load([item, h, i0, 0]).reshape(BM, DP)
-        dO = do.load([item, h, i0, 0]).reshape(BM, DVP)
-    else:
-        Q = load(q, wide * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
-        dO = load(do, wide * grads.q_row, i < n, DV, grads.q_dim, DVP, True)  # [BM, DVP]
+def dkdv_dot_step(dK, dV, K, V, Kd, Vd, x, xd, head, stats, j, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """Add to dK˙ and dV˙ [BN, …] what block b of the rows contributes; tiles are transposed, [BN, BM]."""
+    i = b * C.BM + tl.arange(0, C.BM)
+    rows = load_row_tile(head, i, C, MASKED)
+    Q = load_q(x, head, b * C.BM, C)
+    dO = load_do(x, head, b * C.BM, C)
     Qd, dOd = Q, dO
-    if MOVES_Q:
-        if TMA:
-            Qd = qd.load([item, h, i0, 0]).reshape(BM, DP)
-        else:
-            Qd = load(qd, wide * moves.q_row, i < n, D, moves.q_dim, DP, True)
-    if MOVES_G:
-        if TMA:
-            dOd = dod.load([item, h, i0, 0]).reshape(BM, DVP)
-        else:
-            dOd = load(dod, wide * grads.k_row, i < n, DV, grads.k_dim, DVP, True)
-    S = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # [BN, BM]
-    T = tl.zeros([BN, BM], tl.float32)
-    if MOVES_Q:
-        T = tl.dot(K, tl.trans(Qd), T, input_precision=PRECISION)
-    if MOVES_K:
-        T = tl.dot(Kd, tl.trans(Q), T, input_precision=PRECISION)
+    if xd.q is not None:
+        Qd = load_q(xd, head, b * C.BM, C)
+    if xd.do is not None:
+        dOd = load_do(xd, head, b * C.BM, C)
+    S = tl.dot(K, tl.trans(Q), input_precision=C.PRECISION)  # [BN, BM]
+    T = tl.zeros([C.BN, C.BM], tl.float32)
+    if xd.q is not None:
+        T = tl.dot(K, tl.trans(Qd), T, input_precision=C.PRECISION)
+    if xd.k is not None:
+        T = tl.dot(Kd, tl.trans(Q), T, input_precision=C.PRECISION)
     raw = S
-    HIDES: tl.constexpr = MASKED or BIAS != _PLAIN
-    show = j
-    if not FAST:
-        S, show = logits(tl.trans(S), scale, cap, bias, bias_rows(bias, item, h, i, BIAS), i, j, n, M, CAP, BIAS)
-        S = tl.trans(S)
-        if BIAS != _PLAIN:
-            show = tl.trans(show)
-    if MASKED:
-        lo, hi = span_rows(where, item, h, i, n, M, MASK)
-        masked = (S != float("-inf")) & tl.trans(shown(where, lo, hi, slot, i, j, MASK))
-        show = masked if BIAS == _PLAIN else show & masked
-    level, above, d, dd, u, g, gg, e, ee = facts(rows, row, i, n, ENTROPY, FAST, EXACT)
-    if HIDES:  # a row that sees nothing leaves no trace, not even a NaN
-        Q = tl.where((level < float("inf"))[:, None], Q, 0.0)
-        Qd = tl.where((level < float("inf"))[:, None], Qd, 0.0)
+    HIDES: tl.constexpr = MASKED or C.BIAS != _BIAS_NONE
+    S, show = visible_logits_transposed(S, rows, j, slot, head, C, MASKED)
+    row = load_row_stats(stats, head, i, C)
+    dot = load_row_stats_dot(stats, head, i, C)
+    if HIDES:  # a row that attends to nothing leaves no trace, not even a NaN
+        Q = tl.where((row.offset < float("inf"))[:, None], Q, 0.0)
+        Qd = tl.where((row.offset < float("inf"))[:, None], Qd, 0.0)
     keep = j
-    if DROP:
-        low, high = drop_keys(drop, item, h, heads, i, n)
-        keep = tl.trans(kept(low, high, j, drop.bound))
-    dP = tl.dot(V, tl.trans(dO), input_precision=PRECISION)  # [BN, BM]
-    dPd = tl.zeros([BN, BM], tl.float32)
-    if MOVES_V:
-        dPd = tl.dot(Vd, tl.trans(dO), dPd, input_precision=PRECISION)
-    if MOVES_G:
-        dPd = tl.dot(V, tl.trans(dOd), dPd, input_precision=PRECISION)
-    P, PR, dS, dSd = bent(S, T, dP, dPd, raw, show, level[None, :], above[None, :], d[None, :], dd[None, :], u[None, :], g[None, :], gg[None, :],
-                          e[None, :], ee[None, :], keep, drop.factor, scale, unit, cap, ENTROPY, FAST, EXACT, CAP, DROP, HIDES)
-    dV = tl.dot(PR.to(dO.dtype), dO, dV, input_precision=PRECISION)  # [BN, DVP]
-    if MOVES_G:
-        dV = tl.dot(P.to(dO.dtype), dOd, dV, input_precision=PRECISION)
-    dK = tl.dot(dSd.to(Q.dtype), Q, dK, input_precision=PRECISION)  # [BN, DP]
-    if MOVES_Q:
-        dK = tl.dot(dS.to(Q.dtype), Qd, dK, input_precision=PRECISION)
+    if C.DROP:
+        keep = tl.trans(dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound))
+    dP = tl.dot(V, tl.trans(dO), input_precision=C.PRECISION)  # [BN, BM]
+    dPd = tl.zeros([C.BN, C.BM], tl.float32)
+    if xd.v is not None:
+        dPd = tl.dot(Vd, tl.trans(dO), dPd, input_precision=C.PRECISION)
+    if xd.do is not None:
+        dPd = tl.dot(V, tl.trans(dOd), dPd, input_precision=C.PRECISION)
+    dot = RowStatsDot(dot.delta[None, :], dot.lse[None, :], dot.g_entropy[None, :], dot.mean[None, :])
+    P, PR, dS, dSd = softmax_double_backward(S, T, dP, dPd, raw, show, keep, along_rows(row), dot, head, C, HIDES)
+    dV = tl.dot(PR.to(dO.dtype), dO, dV, input_precision=C.PRECISION)  # [BN, DVP]
+    if xd.do is not None:
+        dV = tl.dot(P.to(dO.dtype), dOd, dV, input_precision=C.PRECISION)
+    dK = tl.dot(dSd.to(Q.dtype), Q, dK, input_precision=C.PRECISION)  # [BN, DP]
+    if xd.q is not None:
+        dK = tl.dot(dS.to(Q.dtype), Qd, dK, input_precision=C.PRECISION)
     return dK, dV
 
 
-@triton.jit(do_not_specialize=["n", "M", "where", "drop", "heads", "groups"])
-def keys(q, k, v, do, qd, kd, vd, dod, dk, dv, row, strides, moves, grads, scale, cap, bias, where, drop, n, M, heads, groups,
-         D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
-         DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, GROUPED: tl.constexpr, MOVES_Q: tl.constexpr,
-         MOVES_K: tl.constexpr, MOVES_V: tl.constexpr, MOVES_G: tl.constexpr):
-    """dK˙ and dV˙ of BN keys: program (block of keys, item and key head); its query heads one after the other."""
-    block, own = seats(tl.cdiv(M, BN))
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
+def double_backward_dkdv(q, k, v, do, qd, kd, vd, dod, out, stats, args, n, m, heads, groups, C: tl.constexpr):
+    """dK˙ and dV˙ of BN keys: program (block of keys, batch item and key head); its query heads one after the other."""
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(tl.cdiv(m, C.BN))
     kv_heads = heads // groups
-    kv_head = own % kv_heads
-    item = own // kv_heads
-    j = block * BN + tl.arange(0, BN)  # [BN]
-    wide = j.to(tl.int64)
-    if TMA:
-        K = k.load([item, kv_head, block * BN, 0]).reshape(BN, DP)
-        V = v.load([item, kv_head, block * BN, 0]).reshape(BN, DVP)
-    else:
-        K = load(k + item.to(tl.int64) * strides.k_item + kv_head.to(tl.int64) * strides.k_head, wide * strides.k_row, j < M, D, strides.k_dim, DP, True)
-        V = load(v + item.to(tl.int64) * strides.v_item + kv_head.to(tl.int64) * strides.v_head, wide * strides.v_row, j < M, DV, strides.v_dim, DVP, True)
+    kv_index = owner % kv_heads
+    batch = owner // kv_heads
+    k = at_head(k, batch, kv_index, strides.x.k_batch, strides.x.k_head, C)
+    v = at_head(v, batch, kv_index, strides.x.v_batch, strides.x.v_head, C)
+    if kd is not None:
+        kd = at_head(kd, batch, kv_index, strides.x_dot.k_batch, strides.x_dot.k_head, C)
+    if vd is not None:
+        vd = at_head(vd, batch, kv_index, strides.x_dot.v_batch, strides.x_dot.v_head, C)
+    x = Matrices(None, k, v, None, strides.x, strides.do)
+    xd = Matrices(None, kd, vd, None, strides.x_dot, strides.do_dot)
+    j = block * C.BN + tl.arange(0, C.BN)  # [BN]
+    K = load_k(x, batch, kv_index, block * C.BN, m, C, True)
+    V = load_v(x, batch, kv_index, block * C.BN, m, C, True)
     Kd, Vd = K, V
-    if MOVES_K:
-        if TMA:
-            Kd = kd.load([item, kv_head, block * BN, 0]).reshape(BN, DP)
-        else:
-            Kd = load(kd + item.to(tl.int64) * moves.k_item + kv_head.to(tl.int64) * moves.k_head, wide * moves.k_row, j < M, D, moves.k_dim, DP, True)
-    if MOVES_V:
-        if TMA:
-            Vd = vd.load([item, kv_head, block * BN, 0]).reshape(BN, DVP)
-        else:
-            Vd = load(vd + item.to(tl.int64) * moves.v_item + kv_head.to(tl.int64) * moves.v_head, wide * moves.v_row, j < M, DV, moves.v_dim, DVP, True)
-    dK = tl.zeros([BN, DP], tl.float32)
-    dV = tl.zeros([BN, DVP], tl.float32)
-    unit = scale * LOG2E
-    for g in range(groups if GROUPED else 1):
-        h = kv_head * groups + g
-        rows = (item.to(tl.int64) * heads + h) * n
-        q_h, do_h, qd_h, dod_h = q, do, qd, dod
-        if not TMA:
-            q_h = q + item.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
-            do_h = do + item.to(tl.int64) * grads.q_item + h.to(tl.int64) * grads.q_head
-            if MOVES_Q:
-                qd_h = qd + item.to(tl.int64) * moves.q_item + h.to(tl.int64) * moves.q_head
-            if MOVES_G:
-                dod_h = dod + item.to(tl.int64) * grads.k_item + h.to(tl.int64) * grads.k_head
-        first, full, until, rest = met(where, seat(where, item, h, MASK), block, tl.cdiv(n, BM), tl.cdiv(n, BM), MASK)
-        for t in range(full, until):
-            b = whole_block(where, t, MASK)
-            dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, Kd, Vd, qd_h, dod_h, item, h, strides, moves, grads, b * BM, j, 0, rows, row, scale, unit,
-                               cap, bias, where, drop, heads, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, EXACT, ENTROPY, DROP, TMA,
-                               PRECISION, MOVES_Q, MOVES_K, MOVES_V, MOVES_G, False)
-        if MASK != _NONE:
-            for t in range(rest):
-                b, slot = partial(where, t, first, full, until, MASK)
-                dK, dV = rows_step(K, V, dK, dV, q_h, k, do_h, Kd, Vd, qd_h, dod_h, item, h, strides, moves, grads, b * BM, j, slot, rows, row, scale,
-                                   unit, cap, bias, where, drop, heads, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, EXACT, ENTROPY, DROP,
-                                   TMA, PRECISION, MOVES_Q, MOVES_K, MOVES_V, MOVES_G, True)
-    dK *= scale
-    d = tl.arange(0, DP)
-    at = ((item.to(tl.int64) * kv_heads + kv_head) * M + wide)[:, None] * D + d[None, :]
-    tl.store(dk + at, dK.to(dk.dtype.element_ty), mask=(j < M)[:, None] & (d < D)[None, :])
-    d = tl.arange(0, DVP)
-    at = ((item.to(tl.int64) * kv_heads + kv_head) * M + wide)[:, None] * DV + d[None, :]
-    tl.store(dv + at, dV.to(dv.dtype.element_ty), mask=(j < M)[:, None] & (d < DV)[None, :])
+    if xd.k is not None:
+        Kd = load_k(xd, batch, kv_index, block * C.BN, m, C, True)
+    if xd.v is not None:
+        Vd = load_v(xd, batch, kv_index, block * C.BN, m, C, True)
+    dK = tl.zeros([C.BN, C.DP], tl.float32)
+    dV = tl.zeros([C.BN, C.DVP], tl.float32)
+    for g in range(groups if C.GROUPED else 1):
+        index = kv_index * groups + g
+        scale = head_scale(score, index, C)
+        first_row = (batch.to(tl.int64) * heads + index) * n
+        head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+        qd_g, dod_g = qd, dod
+        if qd_g is not None:
+            qd_g = at_head(qd, batch, index, strides.x_dot.q_batch, strides.x_dot.q_head, C)
+        if dod_g is not None:
+            dod_g = at_head(dod, batch, index, strides.do_dot.batch, strides.do_dot.head, C)
+        q_g = at_head(q, batch, index, strides.x.q_batch, strides.x.q_head, C)
+        do_g = at_head(do, batch, index, strides.do.batch, strides.do.head, C)
+        x_g = Matrices(q_g, k, v, do_g, strides.x, strides.do)
+        xd_g = Matrices(qd_g, kd, vd, dod_g, strides.x_dot, strides.do_dot)
+        first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(n, C.BM), tl.cdiv(n, C.BM), C)
+        for t in range(full, full_end):
+            b = full_block(blocks, t, C.MASK)
+            dK, dV = dkdv_dot_step(dK, dV, K, V, Kd, Vd, x_g, xd_g, head, stats, j, b, 0, C, False)
+        if C.MASK != _NONE:
+            for t in range(partials):
+                b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
+                dK, dV = dkdv_dot_step(dK, dV, K, V, Kd, Vd, x_g, xd_g, head, stats, j, b, slot, C, True)
+    dK *= score.scale
+    store_dkdv(out, dK, dV, batch, kv_index, kv_heads, j, m, C)
 
 
 @triton.jit
-def keys_step(Q, dO, Qd, dOd, dQ, k, v, kd, vd, item, h, kv_head, strides, moves, i, j0, lo, hi, slot, at, halves, level, above, d, dd, u, g, gg, e, ee,
-              scale, unit, cap, bias, where, drop, n, M,
-              D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-              MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
-              DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MOVES_Q: tl.constexpr, MOVES_K: tl.constexpr,
-              MOVES_V: tl.constexpr, MOVES_G: tl.constexpr, MASKED: tl.constexpr):
-    """Add to dQ˙ [BM, DP] what the keys j0 … j0 + BN give."""
-    j = j0 + tl.arange(0, BN)
-    wide = j.to(tl.int64)
-    if TMA:
-        K = k.load([item, kv_head, j0, 0]).reshape(BN, DP)
-        V = v.load([item, kv_head, j0, 0]).reshape(BN, DVP)
-    else:
-        K = load(k, wide * strides.k_row, j < M, D, strides.k_dim, DP, MASKED)  # [BN, DP]
-        V = load(v, wide * strides.v_row, j < M, DV, strides.v_dim, DVP, MASKED)  # [BN, DVP]
+def dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """Add to dQ˙ [BM, DP] what block b of the keys contributes."""
+    m = head.sizes.m
+    j = b * C.BN + tl.arange(0, C.BN)
+    K = load_k(x, head.batch, head.kv_index, b * C.BN, m, C, MASKED)
+    V = load_v(x, head.batch, head.kv_index, b * C.BN, m, C, MASKED)
     Kd, Vd = K, V
-    if MOVES_K:
-        if TMA:
-            Kd = kd.load([item, kv_head, j0, 0]).reshape(BN, DP)
-        else:
-            Kd = load(kd, wide * moves.k_row, j < M, D, moves.k_dim, DP, MASKED)
-    if MOVES_V:
-        if TMA:
-            Vd = vd.load([item, kv_head, j0, 0]).reshape(BN, DVP)
-        else:
-            Vd = load(vd, wide * moves.v_row, j < M, DV, moves.v_dim, DVP, MASKED)
-    S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # [BM, BN]
-    T = tl.zeros([BM, BN], tl.float32)
-    if MOVES_Q:
-        T = tl.dot(Qd, tl.trans(K), T, input_precision=PRECISION)
-    if MOVES_K:
-        T = tl.dot(Q, tl.trans(Kd), T, input_precision=PRECISION)
+    if xd.k is not None:
+        Kd = load_k(xd, head.batch, head.kv_index, b * C.BN, m, C, MASKED)
+    if xd.v is not None:
+        Vd = load_v(xd, head.batch, head.kv_index, b * C.BN, m, C, MASKED)
+    S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)  # [BM, BN]
+    T = tl.zeros([C.BM, C.BN], tl.float32)
+    if xd.q is not None:
+        T = tl.dot(Qd, tl.trans(K), T, input_precision=C.PRECISION)
+    if xd.k is not None:
+        T = tl.dot(Q, tl.trans(Kd), T, input_precision=C.PRECISION)
     raw = S
-    HIDES: tl.constexpr = MASKED or BIAS != _PLAIN
-    show = j
-    if not FAST:
-        S, show = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
-    if MASKED:
-        masked = (S != float("-inf")) & shown(where, lo, hi, slot, i, j, MASK)
-        show = masked if BIAS == _PLAIN else show & masked
+    HIDES: tl.constexpr = MASKED or C.BIAS != _BIAS_NONE
+    S, show = visible_logits(S, rows, j, slot, head, C, MASKED)
     if HIDES:
-        K = visible_keys(K, show, where, item, h, j, M, MASK, BIAS)
-        Kd = visible_keys(Kd, show, where, item, h, j, M, MASK, BIAS)
+        K = zero_hidden_keys(K, show, head.blocks, head.batch, head.index, j, m, C.MASK, C.BIAS)
+        Kd = zero_hidden_keys(Kd, show, head.blocks, head.batch, head.index, j, m, C.MASK, C.BIAS)
     keep = j
-    if DROP:
-        keep = kept(halves[0], halves[1], j, drop.bound)
-    dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)  # [BM, BN]
-    dPd = tl.zeros([BM, BN], tl.float32)
-    if MOVES_V:
-        dPd = tl.dot(dO, tl.trans(Vd), dPd, input_precision=PRECISION)
-    if MOVES_G:
-        dPd = tl.dot(dOd, tl.trans(V), dPd, input_precision=PRECISION)
-    P, PR, dS, dSd = bent(S, T, dP, dPd, raw, show, level[:, None], above[:, None], d[:, None], dd[:, None], u[:, None], g[:, None], gg[:, None],
-                          e[:, None], ee[:, None], keep, drop.factor, scale, unit, cap, ENTROPY, FAST, EXACT, CAP, DROP, HIDES)
-    dQ = tl.dot(dSd.to(K.dtype), K, dQ, input_precision=PRECISION)  # [BM, DP]
-    if MOVES_K:
-        dQ = tl.dot(dS.to(K.dtype), Kd, dQ, input_precision=PRECISION)
+    if C.DROP:
+        keep = dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound)
+    dP = tl.dot(dO, tl.trans(V), input_precision=C.PRECISION)  # [BM, BN]
+    dPd = tl.zeros([C.BM, C.BN], tl.float32)
+    if xd.v is not None:
+        dPd = tl.dot(dO, tl.trans(Vd), dPd, input_precision=C.PRECISION)
+    if xd.do is not None:
+        dPd = tl.dot(dOd, tl.trans(V), dPd, input_precision=C.PRECISION)
+    dot = RowStatsDot(dot.delta[:, None], dot.lse[:, None], dot.g_entropy[:, None], dot.mean[:, None])
+    P, PR, dS, dSd = softmax_double_backward(S, T, dP, dPd, raw, show, keep, down_columns(row), dot, head, C, HIDES)
+    dQ = tl.dot(dSd.to(K.dtype), K, dQ, input_precision=C.PRECISION)  # [BM, DP]
+    if xd.k is not None:
+        dQ = tl.dot(dS.to(K.dtype), Kd, dQ, input_precision=C.PRECISION)
     return dQ
 
 
-@triton.jit(do_not_specialize=["n", "M", "where", "drop", "blocks", "heads", "groups"])
-def queries(q, k, v, do, qd, kd, vd, dod, dq, row, strides, moves, grads, scale, cap, bias, where, drop, n, M, blocks, heads, groups,
-            D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, ENTROPY: tl.constexpr,
-            DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MOVES_Q: tl.constexpr, MOVES_K: tl.constexpr,
-            MOVES_V: tl.constexpr, MOVES_G: tl.constexpr):
-    """dQ˙ of BM rows: program (block of rows, item and head)."""
-    block, own = seats(blocks)
-    block = blocks - 1 - block
-    h = own % heads
-    item = own // heads
-    kv_head = h // groups
-    i = block * BM + tl.arange(0, BM)  # [BM]
-    wide = i.to(tl.int64)
-    unit = scale * LOG2E
-    if TMA:
-        Q = q.load([item, h, block * BM, 0]).reshape(BM, DP)
-        dO = do.load([item, h, block * BM, 0]).reshape(BM, DVP)
-    else:
-        Q = load(q + item.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head, wide * strides.q_row, i < n, D, strides.q_dim, DP, True)
-        dO = load(do + item.to(tl.int64) * grads.q_item + h.to(tl.int64) * grads.q_head, wide * grads.q_row, i < n, DV, grads.q_dim, DVP, True)
-        k = k + item.to(tl.int64) * strides.k_item + kv_head.to(tl.int64) * strides.k_head
-        v = v + item.to(tl.int64) * strides.v_item + kv_head.to(tl.int64) * strides.v_head
-        if MOVES_K:
-            kd = kd + item.to(tl.int64) * moves.k_item + kv_head.to(tl.int64) * moves.k_head
-        if MOVES_V:
-            vd = vd + item.to(tl.int64) * moves.v_item + kv_head.to(tl.int64) * moves.v_head
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "row_blocks"])
+def double_backward_dq(q, k, v, do, qd, kd, vd, dod, out, stats, args, n, m, heads, groups, row_blocks, C: tl.constexpr):
+    """dQ˙ of BM rows: program (block of rows, batch item and head)."""
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(row_blocks)
+    block = row_blocks - 1 - block
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.x.q_batch, strides.x.q_head, C)
+    k = at_head(k, batch, kv_index, strides.x.k_batch, strides.x.k_head, C)
+    v = at_head(v, batch, kv_index, strides.x.v_batch, strides.x.v_head, C)
+    do = at_head(do, batch, index, strides.do.batch, strides.do.head, C)
+    if qd is not None:
+        qd = at_head(qd, batch, index, strides.x_dot.q_batch, strides.x_dot.q_head, C)
+    if dod is not None:
+        dod = at_head(dod, batch, index, strides.do_dot.batch, strides.do_dot.head, C)
+    if kd is not None:
+        kd = at_head(kd, batch, kv_index, strides.x_dot.k_batch, strides.x_dot.k_head, C)
+    if vd is not None:
+        vd = at_head(vd, batch, kv_index, strides.x_dot.v_batch, strides.x_dot.v_head, C)
+    x = Matrices(q, k, v, do, strides.x, strides.do)
+    xd = Matrices(qd, kd, vd, dod, strides.x_dot, strides.do_dot)
+    i = block * C.BM + tl.arange(0, C.BM)  # [BM]
+    Q = load_q(x, head, block * C.BM, C)
+    dO = load_do(x, head, block * C.BM, C)
     Qd, dOd = Q, dO
-    if MOVES_Q:
-        if TMA:
-            Qd = qd.load([item, h, block * BM, 0]).reshape(BM, DP)
-        else:
-            Qd = load(qd + item.to(tl.int64) * moves.q_item + h.to(tl.int64) * moves.q_head, wide * moves.q_row, i < n, D, moves.q_dim, DP, True)
-    if MOVES_G:
-        if TMA:
-            dOd = dod.load([item, h, block * BM, 0]).reshape(BM, DVP)
-        else:
-            dOd = load(dod + item.to(tl.int64) * grads.k_item + h.to(tl.int64) * grads.k_head, wide * grads.k_row, i < n, DV, grads.k_dim, DVP, True)
-    rows = (item.to(tl.int64) * heads + h) * n
-    level, above, d, dd, u, g, gg, e, ee = facts(rows, row, i, n, ENTROPY, FAST, EXACT)
-    at = bias_rows(bias, item, h, i, BIAS)
-    lo, hi = span_rows(where, item, h, i, n, M, MASK)
-    halves = (i, i)
-    if DROP:
-        halves = drop_keys(drop, item, h, heads, i, n)
-    dQ = tl.zeros([BM, DP], tl.float32)
-    first, full, until, rest = met(where, seat(where, item, h, MASK), block, tl.cdiv(M, BN), M // BN, MASK)
-    for t in range(full, until):
-        b = whole_block(where, t, MASK)
-        dQ = keys_step(Q, dO, Qd, dOd, dQ, k, v, kd, vd, item, h, kv_head, strides, moves, i, b * BN, lo, hi, 0, at, halves, level, above, d, dd, u, g, gg,
-                       e, ee, scale, unit, cap, bias, where, drop, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, EXACT, ENTROPY, DROP, TMA,
-                       PRECISION, MOVES_Q, MOVES_K, MOVES_V, MOVES_G, False)
-    for t in range(rest):
-        b, slot = partial(where, t, first, full, until, MASK)
-        dQ = keys_step(Q, dO, Qd, dOd, dQ, k, v, kd, vd, item, h, kv_head, strides, moves, i, b * BN, lo, hi, slot, at, halves, level, above, d, dd, u, g,
-                       gg, e, ee, scale, unit, cap, bias, where, drop, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST, EXACT, ENTROPY, DROP,
-                       TMA, PRECISION, MOVES_Q, MOVES_K, MOVES_V, MOVES_G, True)
+    if xd.q is not None:
+        Qd = load_q(xd, head, block * C.BM, C)
+    if xd.do is not None:
+        dOd = load_do(xd, head, block * C.BM, C)
+    row = load_row_stats(stats, head, i, C)
+    dot = load_row_stats_dot(stats, head, i, C)
+    rows = load_row_tile(head, i, C, True)
+    dQ = tl.zeros([C.BM, C.DP], tl.float32)
+    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
+    for t in range(full, full_end):
+        b = full_block(blocks, t, C.MASK)
+        dQ = dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, 0, C, False)
+    for t in range(partials):
+        b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
+        dQ = dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, slot, C, True)
     dQ *= scale
-    c = tl.arange(0, DP)
-    tl.store(dq + (rows + wide)[:, None] * D + c[None, :], dQ.to(dq.dtype.element_ty), mask=(i < n)[:, None] & (c < D)[None, :])
+    d = tl.arange(0, C.DP)
+    at = (first_row + i.to(tl.int64))[:, None] * C.D + d[None, :]
+    tl.store(out.dq + at, dQ.to(out.dq.dtype.element_ty), mask=(i < n)[:, None] & (d < C.D)[None, :])

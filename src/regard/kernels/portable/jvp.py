@@ -5,223 +5,212 @@ With t = dS the tangent of the logits, and everything relative to the running ma
     u = Σ exp(S − m)·t        A = Σ exp(S − m)·(t V + dV)        c = Σ exp(S − m)·t·(S − m)
     d lse = u / l             dO = A / l − (u / l)·O             d entropy = −(c / l − (u / l)·(e / l)) = −Cov_p(t, S)
 
-t = scale·(dQ·K + Q·dK), then through the cap, plus the bias's own tangent. What stands still costs nothing: MOVES says
-which of queries, keys, values, scales and bias have a tangent.
+t = scale·(dQ·K + Q·dK), then through the cap, plus the bias's own tangent. Queries, keys, values, scales and bias without
+a tangent cost nothing: theirs is None.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from ..arguments import Sizes
+from .aggregates import Head, Matrices
+from .program import (
+    at_head,
+    head_scale,
+    load_k,
+    load_q,
+    load_row_tile,
+    load_v,
+    needed_blocks,
+    visible_logits,
+)
 from .tile_ops import (
-    _PLAIN,
+    _BIAS_NONE,
     DEEP,
     LN2,
     LOG2E,
     LOWEST,
-    bias_rows,
+    bias_row_pointers,
     bias_tile,
-    drop_keys,
-    kept,
-    load,
-    logits,
-    met,
-    off_by,
-    partial,
-    seat,
-    seats,
-    shown,
-    span_rows,
+    dropout_keep,
+    full_block,
+    partial_block,
+    program_tile,
+    row_max_residual,
     tanh,
-    visible_keys,
-    whole_block,
+    zero_hidden_keys,
 )
 
 
+class State(NamedTuple):
+    """The running sums of BM rows."""
+
+    O: Any  # [BM, DVP]
+    A: Any  # [BM, DVP]
+    m: Any  # [BM], as all below
+    l: Any
+    e: Any
+    u: Any
+    c: Any
+
+
+class ScoreDot(NamedTuple):
+    """The tangent of what makes the logits of BM rows."""
+
+    scale: Any  # a number, if scales is there
+    scales: Any
+    bias: Any
+    bias_rows: Any  # pointers to the bias's tangent in these rows
+
+
 @triton.jit
-def moved_logits(raw, T, scale, d_scale, cap, d_bias, d_at, i, j, n, M, SCALES: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr):
-    """The tangent t [BM, BN] of the logits, from products `raw` and their tangent T; BIAS is 0 if the bias stands still."""
-    t = T * scale
-    if SCALES:
-        t += raw * d_scale
-    if CAP:
-        th = tanh(raw * scale / cap)
+def logits_dot(raw, T, rows, j, head, dot, C: tl.constexpr):
+    """The tangent t [BM, BN] of the logits, from products `raw` and their tangent T."""
+    t = T * head.scale
+    if dot.scales is not None:
+        t += raw * dot.scale
+    if C.CAP:
+        th = tanh(raw * head.scale / head.score.cap)
         t = t * (1.0 - th * th)
-    if BIAS != _PLAIN:
-        t += bias_tile(d_bias, d_at, i, j, n, M, BIAS)
+    if C.BIAS_DOT != _BIAS_NONE:
+        t += bias_tile(dot.bias, dot.bias_rows, rows.i, j, head.sizes.n, head.sizes.m, C.BIAS_DOT)
     return t
 
 
 @triton.jit
-def fold(S, t, show, m, l, e, u, c, unit, ENTROPY: tl.constexpr, FAST: tl.constexpr, HIDES: tl.constexpr):
-    """Fold logits S and their tangent t [BM, BN] into m, l, e, u, c [BM]: P, P∘t, and what rescales the past."""
+def online_softmax_jvp(S, t, show, state, unit, C: tl.constexpr, HIDES: tl.constexpr):
+    """Add logits S and their tangent t [BM, BN] to m, l, e, u, c [BM], and rescale O and A: P, P∘t and the new state."""
+    m, l, e, u, c = state.m, state.l, state.e, state.u, state.c
     if HIDES:
         S = tl.where(show, S, float("-inf"))
         t = tl.where(show, t, 0.0)
-    if FAST:
+    if C.FAST:
         m_new = tl.maximum(m, tl.max(S, 1) * unit)  # [BM] in log2 units
         X = S * unit - m_new[:, None]  # [BM, BN]
-        down = m - m_new
+        shift = m - m_new
     else:
         m_new = tl.maximum(m, tl.max(S, 1))  # [BM] in natural units
         X = (S - m_new[:, None]) * LOG2E
-        down = (m - m_new) * LOG2E
+        shift = (m - m_new) * LOG2E
     if HIDES:
         X = tl.maximum(X, DEEP)  # finite, so that P·X is 0 and not NaN
-    down = tl.maximum(down, DEEP)
+    shift = tl.maximum(shift, DEEP)
     P = tl.exp2(X)  # [BM, BN]
-    a = tl.exp2(down)  # [BM]
+    a = tl.exp2(shift)  # [BM]
     Pt = P * t
-    if ENTROPY:
-        e = a * (e + down * l) + tl.sum(P * X, 1)
-        c = a * (c + down * u) + tl.sum(Pt * X, 1)
+    if C.ENTROPY:
+        e = a * (e + shift * l) + tl.sum(P * X, 1)
+        c = a * (c + shift * u) + tl.sum(Pt * X, 1)
     l = a * l + tl.sum(P, 1)
     u = a * u + tl.sum(Pt, 1)
-    return P, Pt, m_new, l, e, u, c, a
+    return P, Pt, State(state.O * a[:, None], state.A * a[:, None], m_new, l, e, u, c)
 
 
 @triton.jit
-def meet(Q, dQ, k, v, dk, dv, item, h, kv_head, strides, moves, O, A, m, l, e, u, c, i, j0, lo, hi, slot, at, d_at, keys, scale, d_scale,
-         unit, cap, bias, d_bias, where, drop, n, M,
-         D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
-         DROP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MOVES_Q: tl.constexpr, MOVES_K: tl.constexpr,
-         MOVES_V: tl.constexpr, MOVES_SCALES: tl.constexpr, MOVES_BIAS: tl.constexpr, MASKED: tl.constexpr):
-    """One block of keys, j0 … j0 + BN."""
-    j = j0 + tl.arange(0, BN)  # [BN]
-    wide = j.to(tl.int64)
-    there = j < M
-    if TMA:
-        K = k.load([item, kv_head, j0, 0]).reshape(BN, DP)
-    else:
-        K = load(k, wide * strides.k_row, there, D, strides.k_dim, DP, MASKED)  # [BN, DP]
-    S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # [BM, BN]
-    T = tl.zeros([BM, BN], tl.float32)
-    if MOVES_Q:
-        T = tl.dot(dQ, tl.trans(K), T, input_precision=PRECISION)
-    if MOVES_K:
-        if TMA:
-            dK = dk.load([item, kv_head, j0, 0]).reshape(BN, DP)
-        else:
-            dK = load(dk, wide * moves.k_row, there, D, moves.k_dim, DP, MASKED)
-        T = tl.dot(Q, tl.trans(dK), T, input_precision=PRECISION)
-    HIDES: tl.constexpr = MASKED or BIAS != _PLAIN
-    show = j
-    t = moved_logits(S, T, scale, d_scale, cap, d_bias, d_at, i, j, n, M, MOVES_SCALES, CAP, MOVES_BIAS)
-    if not FAST:
-        S, show = logits(S, scale, cap, bias, at, i, j, n, M, CAP, BIAS)
-    if MASKED:
-        masked = (S != float("-inf")) & shown(where, lo, hi, slot, i, j, MASK)
-        show = masked if BIAS == _PLAIN else show & masked
-    P, Pt, m, l, e, u, c, a = fold(S, t, show, m, l, e, u, c, unit, ENTROPY, FAST, HIDES)
-    O = O * a[:, None]
-    A = A * a[:, None]
-    if DROP:
-        keep = kept(keys[0], keys[1], j, drop.bound)
+def jvp_step(state, Q, dQ, x, dx, head, dot, rows, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """Add block b of the keys."""
+    m = head.sizes.m
+    j0 = b * C.BN
+    j = j0 + tl.arange(0, C.BN)  # [BN]
+    K = load_k(x, head.batch, head.kv_index, j0, m, C, MASKED)
+    S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)  # [BM, BN]
+    T = tl.zeros([C.BM, C.BN], tl.float32)
+    if dx.q is not None:
+        T = tl.dot(dQ, tl.trans(K), T, input_precision=C.PRECISION)
+    if dx.k is not None:
+        dK = load_k(dx, head.batch, head.kv_index, j0, m, C, MASKED)
+        T = tl.dot(Q, tl.trans(dK), T, input_precision=C.PRECISION)
+    HIDES: tl.constexpr = MASKED or C.BIAS != _BIAS_NONE
+    t = logits_dot(S, T, rows, j, head, dot, C)
+    S, show = visible_logits(S, rows, j, slot, head, C, MASKED)
+    P, Pt, state = online_softmax_jvp(S, t, show, state, head.unit, C, HIDES)
+    if C.DROP:
+        keep = dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound)
         P = tl.where(keep, P, 0.0)
         Pt = tl.where(keep, Pt, 0.0)
-    if TMA:
-        V = v.load([item, kv_head, j0, 0]).reshape(BN, DVP)
-    else:
-        V = load(v, wide * strides.v_row, there, DV, strides.v_dim, DVP, MASKED)  # [BN, DVP]
+    V = load_v(x, head.batch, head.kv_index, j0, m, C, MASKED)
     if HIDES:
-        V = visible_keys(V, show, where, item, h, j, M, MASK, BIAS)
+        V = zero_hidden_keys(V, show, head.blocks, head.batch, head.index, j, m, C.MASK, C.BIAS)
     P = P.to(V.dtype)
-    O = tl.dot(P, V, O, input_precision=PRECISION)
-    A = tl.dot(Pt.to(V.dtype), V, A, input_precision=PRECISION)
-    if MOVES_V:
-        if TMA:
-            dV = dv.load([item, kv_head, j0, 0]).reshape(BN, DVP)
-        else:
-            dV = load(dv, wide * moves.v_row, there, DV, moves.v_dim, DVP, MASKED)
+    O = tl.dot(P, V, state.O, input_precision=C.PRECISION)
+    A = tl.dot(Pt.to(V.dtype), V, state.A, input_precision=C.PRECISION)
+    if dx.v is not None:
+        dV = load_v(dx, head.batch, head.kv_index, j0, m, C, MASKED)
         if HIDES:
-            dV = visible_keys(dV, show, where, item, h, j, M, MASK, BIAS)
-        A = tl.dot(P, dV, A, input_precision=PRECISION)
-    return O, A, m, l, e, u, c
+            dV = zero_hidden_keys(dV, show, head.blocks, head.batch, head.index, j, m, C.MASK, C.BIAS)
+        A = tl.dot(P, dV, A, input_precision=C.PRECISION)
+    return State(O, A, state.m, state.l, state.e, state.u, state.c)
 
 
-@triton.jit(do_not_specialize=["n", "M", "where", "drop", "blocks", "heads", "groups"])
-def push(q, k, v, dq, dk, dv, o, lse, row_max, log_row_sum, entropy, d_o, d_lse, d_entropy, strides, moves, scale, scales, d_scales, cap, bias, d_bias,
-         where, drop, n, M, blocks, heads, groups,
-         D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         MASK: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, FAST: tl.constexpr, ENTROPY: tl.constexpr,
-         DROP: tl.constexpr, SCALES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MOVES_Q: tl.constexpr,
-         MOVES_K: tl.constexpr, MOVES_V: tl.constexpr, MOVES_SCALES: tl.constexpr, MOVES_BIAS: tl.constexpr):
-    """Program (block of rows, item and head), as in the forward pass; a sink is not seen here."""
-    block, own = seats(blocks)
-    block = blocks - 1 - block
-    h = own % heads
-    item = own // heads
-    kv_head = h // groups
-    i = block * BM + tl.arange(0, BM)  # [BM]
-    wide = i.to(tl.int64)
-    d_scale = scale * 0.0
-    if SCALES:
-        scale = tl.load(scales + h)
-    if MOVES_SCALES:
-        d_scale = tl.load(d_scales + h)
-    unit = scale * LOG2E
-    if TMA:
-        Q = q.load([item, h, block * BM, 0]).reshape(BM, DP)
-        dQ = Q
-        if MOVES_Q:
-            dQ = dq.load([item, h, block * BM, 0]).reshape(BM, DP)
-    else:
-        q = q + item.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
-        k = k + item.to(tl.int64) * strides.k_item + kv_head.to(tl.int64) * strides.k_head
-        v = v + item.to(tl.int64) * strides.v_item + kv_head.to(tl.int64) * strides.v_head
-        Q = load(q, wide * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
-        dQ = Q
-        if MOVES_Q:
-            dq = dq + item.to(tl.int64) * moves.q_item + h.to(tl.int64) * moves.q_head
-            dQ = load(dq, wide * moves.q_row, i < n, D, moves.q_dim, DP, True)
-        if MOVES_K:
-            dk = dk + item.to(tl.int64) * moves.k_item + kv_head.to(tl.int64) * moves.k_head
-        if MOVES_V:
-            dv = dv + item.to(tl.int64) * moves.v_item + kv_head.to(tl.int64) * moves.v_head
-    at = bias_rows(bias, item, h, i, BIAS)
-    d_at = bias_rows(d_bias, item, h, i, MOVES_BIAS)
-    lo, hi = span_rows(where, item, h, i, n, M, MASK)
-    keys = (i, i)
-    if DROP:
-        keys = drop_keys(drop, item, h, heads, i, n)
-    first, full, until, rest = met(where, seat(where, item, h, MASK), block, tl.cdiv(M, BN), M // BN, MASK)
-    m = tl.full([BM], LOWEST, tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    e, u, c = l, l, l
-    O = tl.zeros([BM, DVP], tl.float32)
-    A = tl.zeros([BM, DVP], tl.float32)
-    for b_at in range(full, until):
-        b = whole_block(where, b_at, MASK)
-        O, A, m, l, e, u, c = meet(Q, dQ, k, v, dk, dv, item, h, kv_head, strides, moves, O, A, m, l, e, u, c, i, b * BN, lo, hi, 0, at, d_at, keys,
-                                   scale, d_scale, unit, cap, bias, d_bias, where, drop, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST,
-                                   ENTROPY, DROP, TMA, PRECISION, MOVES_Q, MOVES_K, MOVES_V, MOVES_SCALES, MOVES_BIAS, False)
-    for b_at in range(rest):
-        b, slot = partial(where, b_at, first, full, until, MASK)
-        O, A, m, l, e, u, c = meet(Q, dQ, k, v, dk, dv, item, h, kv_head, strides, moves, O, A, m, l, e, u, c, i, b * BN, lo, hi, slot, at, d_at, keys,
-                                   scale, d_scale, unit, cap, bias, d_bias, where, drop, n, M, D, DV, DP, DVP, BM, BN, MASK, BIAS, CAP, FAST,
-                                   ENTROPY, DROP, TMA, PRECISION, MOVES_Q, MOVES_K, MOVES_V, MOVES_SCALES, MOVES_BIAS, True)
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "row_blocks"])
+def jvp(q, k, v, dq, dk, dv, out, d_out, args, d_args, n, m, heads, groups, row_blocks, C: tl.constexpr):
+    """Program (block of rows, batch item and head), as in the forward pass; a sink is not included here."""
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    d_strides = d_args.strides
+    block, owner = program_tile(row_blocks)
+    block = row_blocks - 1 - block
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    v = at_head(v, batch, kv_index, strides.v_batch, strides.v_head, C)
+    if dq is not None:
+        dq = at_head(dq, batch, index, d_strides.q_batch, d_strides.q_head, C)
+    if dk is not None:
+        dk = at_head(dk, batch, kv_index, d_strides.k_batch, d_strides.k_head, C)
+    if dv is not None:
+        dv = at_head(dv, batch, kv_index, d_strides.v_batch, d_strides.v_head, C)
+    x = Matrices(q, k, v, None, strides, None)
+    dx = Matrices(dq, dk, dv, None, d_strides, None)
+    i = block * C.BM + tl.arange(0, C.BM)  # [BM]
+    d_scale = scale
+    if d_args.scales is not None:
+        d_scale = tl.load(d_args.scales + index)
+    Q = load_q(x, head, block * C.BM, C)
+    dQ = Q
+    if dx.q is not None:
+        dQ = load_q(dx, head, block * C.BM, C)
+    rows = load_row_tile(head, i, C, True)
+    bias_rows = bias_row_pointers(d_args.bias, batch, index, i, C.BIAS_DOT)
+    dot = ScoreDot(d_scale, d_args.scales, d_args.bias, bias_rows)
+    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
+    zeros = tl.zeros([C.BM], tl.float32)
+    O = tl.zeros([C.BM, C.DVP], tl.float32)
+    state = State(O, O, tl.full([C.BM], LOWEST, tl.float32), zeros, zeros, zeros, zeros)
+    for t in range(full, full_end):
+        state = jvp_step(state, Q, dQ, x, dx, head, dot, rows, full_block(blocks, t, C.MASK), 0, C, False)
+    for t in range(partials):
+        b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
+        state = jvp_step(state, Q, dQ, x, dx, head, dot, rows, b, slot, C, True)
 
-    empty = l == 0.0
-    l = tl.where(empty, 1.0, l)
-    top = m * LN2 if FAST else m  # [BM] natural units
-    u = u / l
-    factor = drop.factor / l if DROP else 1.0 / l
-    O = O * factor[:, None]
-    A = A * factor[:, None] - u[:, None] * O
-    d = tl.arange(0, DVP)
-    here = (i < n)[:, None] & (d < DV)[None, :]
-    to = item.to(tl.int64) * strides.o_item + h.to(tl.int64) * strides.o_head + wide[:, None] * strides.o_row + d[None, :]
-    tl.store(o + to, O.to(o.dtype.element_ty), mask=here)
-    tl.store(d_o + to, A.to(d_o.dtype.element_ty), mask=here)
-    row = (item.to(tl.int64) * heads + h) * n + i
+    empty = state.l == 0.0
+    l = tl.where(empty, 1.0, state.l)
+    row_max = state.m * LN2 if C.FAST else state.m  # [BM] natural units
+    u = state.u / l
+    factor = dropout.factor / l if C.DROP else 1.0 / l
+    O = state.O * factor[:, None]
+    A = state.A * factor[:, None] - u[:, None] * O
+    d = tl.arange(0, C.DVP)
+    valid = (i < n)[:, None] & (d < C.DV)[None, :]
+    to = batch.to(tl.int64) * strides.o_batch + index.to(tl.int64) * strides.o_head
+    to = to + i.to(tl.int64)[:, None] * strides.o_row + d[None, :]
+    tl.store(out.output + to, O.to(out.output.dtype.element_ty), mask=valid)
+    tl.store(d_out.output + to, A.to(d_out.output.dtype.element_ty), mask=valid)
+    at = first_row + i
     ln_l = tl.log2(l) * LN2
-    above = ln_l + off_by(m, top, empty, FAST)
-    tl.store(lse + row, tl.where(empty, float("-inf"), top + above), mask=i < n)
-    tl.store(row_max + row, tl.where(empty, float("-inf"), top), mask=i < n)
-    tl.store(log_row_sum + row, above, mask=i < n)
-    tl.store(d_lse + row, u, mask=i < n)
-    if ENTROPY:
-        tl.store(entropy + row, ln_l - e / l * LN2, mask=i < n)
-        tl.store(d_entropy + row, (u * e - c) / l * LN2, mask=i < n)
+    log_row_sum = ln_l + row_max_residual(state.m, row_max, empty, C.FAST)
+    tl.store(out.lse + at, tl.where(empty, float("-inf"), row_max + log_row_sum), mask=i < n)
+    tl.store(out.max_logit + at, tl.where(empty, float("-inf"), row_max), mask=i < n)
+    tl.store(out.log_row_sum + at, log_row_sum, mask=i < n)
+    tl.store(d_out.lse + at, u, mask=i < n)
+    if C.ENTROPY:
+        tl.store(out.entropy + at, ln_l - state.e / l * LN2, mask=i < n)
+        tl.store(d_out.entropy + at, (u * state.e - state.c) / l * LN2, mask=i < n)

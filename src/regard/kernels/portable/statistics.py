@@ -1,6 +1,7 @@
-"""What the weights say, from q, k and what the forward pass found: passes that never hold n × m numbers.
+"""Statistics of the weights, from q, k and what the forward pass found: passes that never hold n × m numbers.
 
-P = exp(S − max − spread), with the largest logit and ln of the denominator of each row: exact even where logits are large.
+P = exp(S − row max − log row sum), with the largest logit and ln of the denominator of each row: exact even where logits
+are large.
 """
 
 from __future__ import annotations
@@ -8,217 +9,214 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..arguments import Sizes
+from .aggregates import Head, Matrices
+from .program import (
+    additive_scores,
+    at_head,
+    head_logits,
+    head_scale,
+    load_k,
+    load_q,
+    load_row_tile,
+    needed_blocks,
+)
 from .tile_ops import (
+    _BIAS_NONE,
     _NONE,
-    _PLAIN,
     LOG2E,
-    additive,
-    bias_rows,
-    level_of,
-    load,
-    logits,
-    met,
-    partial,
-    seat,
-    seats,
-    shown,
-    shown_anywhere,
-    span_rows,
-    whole_block,
+    full_block,
+    mask_tile,
+    partial_block,
+    program_tile,
+    row_offset,
+    unaligned_mask_tile,
 )
 
 
 @triton.jit
-def scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, slot, n, M,
-           D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-           CAP: tl.constexpr, FAST: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr,
-           MASKED: tl.constexpr):
-    """The logits [BM, BN] of rows i and keys j, −inf where hidden; FAST leaves them raw products."""
-    if HIDDEN > 0:
-        S = additive(q, k, vector, i, j, n, M, strides.q_row, strides.q_dim, strides.k_row, strides.k_dim, BM, BN, HIDDEN, APPROXIMATE)
+def masked_logits(Q, x, head, rows, j0, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """The logits [BM, BN] of rows and the keys j0 … j0 + BN, −inf where hidden; FAST leaves them raw products."""
+    j = j0 + tl.arange(0, C.BN)
+    if C.HIDDEN_DIM > 0:
+        S = additive_scores(x, head, rows.i, j, C)
     else:
-        K = load(k, j.to(tl.int64) * strides.k_row, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
-        S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
-    if not FAST:
-        S, show = logits(S, scale, cap, bias, bias_rows(bias, l, h, i, BIAS), i, j, n, M, CAP, BIAS)
-        if BIAS != _PLAIN:
+        K = load_k(x, head.batch, head.kv_index, j0, head.sizes.m, C, True)
+        S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)
+    if not C.FAST:
+        S, show = head_logits(S, rows, j, head, C)
+        if C.BIAS != _BIAS_NONE:
             S = tl.where(show, S, float("-inf"))
     if MASKED:
-        S = tl.where(shown(where, lo, hi, slot, i, j, MASK), S, float("-inf"))
+        S = tl.where(mask_tile(head.blocks, rows.lo, rows.hi, slot, rows.i, j, C.MASK), S, float("-inf"))
     return S
 
 
 @triton.jit
-def weights(S, row_max, log_row_sum, rows, i, n, unit, FAST: tl.constexpr):
-    """The weights [BM, BN] of logits; 0 in a row that sees nothing."""
-    level = level_of(tl.load(row_max + rows + i, mask=i < n, other=float("-inf")), FAST)  # [BM]
-    above = tl.load(log_row_sum + rows + i, mask=i < n, other=0.0) * LOG2E
-    T = S * unit - level[:, None] if FAST else (S - level[:, None]) * LOG2E
-    return tl.exp2(T - above[:, None])
+def load_normalizer(stats, head, i, C: tl.constexpr):
+    """What is subtracted from the logits of rows i, and the log row sum in log2 units: [BM] each."""
+    n = head.sizes.n
+    first = head.first_row
+    offset = row_offset(tl.load(stats.row_max + first + i, mask=i < n, other=float("-inf")), C.FAST)
+    return offset, tl.load(stats.log_row_sum + first + i, mask=i < n, other=0.0) * LOG2E
 
 
 @triton.jit
-def queries(q, strides, i, n, D: tl.constexpr, DP: tl.constexpr, HIDDEN: tl.constexpr):
-    """The queries of rows i [BM, DP]; the additive score loads its own."""
-    Q = i
-    if HIDDEN == 0:
-        Q = load(q, i.to(tl.int64) * strides.q_row, i < n, D, strides.q_dim, DP, True)
+def weights(S, stats, head, i, C: tl.constexpr):
+    """The weights [BM, BN] of logits; 0 in a row that attends to nothing."""
+    offset, log_sum = load_normalizer(stats, head, i, C)
+    T = S * head.unit - offset[:, None] if C.FAST else (S - offset[:, None]) * LOG2E
+    return tl.exp2(T - log_sum[:, None])
+
+
+@triton.jit
+def load_queries(x, head, i0, C: tl.constexpr):
+    """The queries i0 … i0 + BM, [BM, DP]; the additive score loads its own."""
+    Q = i0
+    if C.HIDDEN_DIM == 0:
+        Q = load_q(x, head, i0, C)
     return Q
 
 
 @triton.jit
-def turned_weights(K, q, k, row_max, log_row_sum, rows, strides, scale, unit, cap, bias, where, vector, l, h, i0, j, slot, n, M,
-                   D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-                   CAP: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
-                   PRECISION: tl.constexpr, MASKED: tl.constexpr):
-    """The weights [BN, BM] of keys j and the rows i0 … i0 + BM."""
-    i = i0 + tl.arange(0, BM)
-    if HIDDEN > 0:
-        S = tl.trans(additive(q, k, vector, i, j, n, M, strides.q_row, strides.q_dim, strides.k_row, strides.k_dim, BM, BN, HIDDEN, APPROXIMATE))
+def weights_transposed(K, x, head, stats, j, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """The weights [BN, BM] of keys j and block b of the rows."""
+    i = b * C.BM + tl.arange(0, C.BM)
+    rows = load_row_tile(head, i, C, MASKED)
+    if C.HIDDEN_DIM > 0:
+        S = tl.trans(additive_scores(x, head, i, j, C))
     else:
-        if TMA:
-            Q = q.load([l, h, i0, 0]).reshape(BM, DP)
-        else:
-            Q = load(q, i.to(tl.int64) * strides.q_row, i < n, D, strides.q_dim, DP, True)  # [BM, DP]
-        S = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # [BN, BM]
-    level = level_of(tl.load(row_max + rows + i, mask=i < n, other=float("-inf")), FAST)  # [BM]
-    above = tl.load(log_row_sum + rows + i, mask=i < n, other=0.0) * LOG2E
-    if FAST:
-        T = S * unit - level[None, :]
+        Q = load_q(x, head, b * C.BM, C)
+        S = tl.dot(K, tl.trans(Q), input_precision=C.PRECISION)  # [BN, BM]
+    offset, log_sum = load_normalizer(stats, head, i, C)
+    if C.FAST:
+        T = S * head.unit - offset[None, :]
     else:
-        S, show = logits(tl.trans(S), scale, cap, bias, bias_rows(bias, l, h, i, BIAS), i, j, n, M, CAP, BIAS)
-        if BIAS != _PLAIN:
+        S, show = head_logits(tl.trans(S), rows, j, head, C)
+        if C.BIAS != _BIAS_NONE:
             S = tl.where(show, S, float("-inf"))
-        T = (tl.trans(S) - level[None, :]) * LOG2E
-    P = tl.exp2(T - above[None, :])
+        T = (tl.trans(S) - offset[None, :]) * LOG2E
+    P = tl.exp2(T - log_sum[None, :])
     if MASKED:
-        lo, hi = span_rows(where, l, h, i, n, M, MASK)
-        P = tl.where(tl.trans(shown(where, lo, hi, slot, i, j, MASK)), P, 0.0)
+        P = tl.where(tl.trans(mask_tile(head.blocks, rows.lo, rows.hi, slot, i, j, C.MASK)), P, 0.0)
     return P
 
 
-@triton.jit(do_not_specialize=["n", "M", "where", "heads", "groups"])
-def received(q, k, out, row_max, log_row_sum, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups,
-             D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-             CAP: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, HIDDEN: tl.constexpr,
-             APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr):
-    """Σ over rows of the weight of BN keys: program (block of keys, item and query head); summed once, at the end."""
-    block, own = seats(tl.cdiv(M, BN))
-    h = own % heads
-    l = own // heads
-    j = block * BN + tl.arange(0, BN)
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
+def received(q, k, out, stats, args, n, m, heads, groups, C: tl.constexpr):
+    """Σ over rows of the weight of BN keys: program (block of keys, batch item and query head); summed once, at the end."""
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(tl.cdiv(m, C.BN))
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
+    j = block * C.BN + tl.arange(0, C.BN)
     K = j
-    if TMA:
-        K = k.load([l, h // groups, block * BN, 0]).reshape(BN, DP)
-    else:
-        q += l.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
-        k += l.to(tl.int64) * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
-        if HIDDEN == 0:
-            K = load(k, j.to(tl.int64) * strides.k_row, j < M, D, strides.k_dim, DP, True)  # [BN, DP]
-    if SCALES:
-        scale = tl.load(scales + h)
-    unit = scale * LOG2E
-    rows = (l.to(tl.int64) * heads + h) * n
-    total = tl.zeros([BN, BM], tl.float32)
-    first, full, until, rest = met(where, seat(where, l, h, MASK), block, tl.cdiv(n, BM), tl.cdiv(n, BM), MASK)
-    for t in range(full, until):
-        b = whole_block(where, t, MASK)
-        total += turned_weights(K, q, k, row_max, log_row_sum, rows, strides, scale, unit, cap, bias, where, vector, l, h, b * BM, j, 0, n, M,
-                                D, DP, BM, BN, MASK, BIAS, CAP, FAST, TMA, HIDDEN, APPROXIMATE, PRECISION, False)
-    if MASK != _NONE:
-        for t in range(rest):
-            b, slot = partial(where, t, first, full, until, MASK)
-            total += turned_weights(K, q, k, row_max, log_row_sum, rows, strides, scale, unit, cap, bias, where, vector, l, h, b * BM, j, slot, n, M,
-                                    D, DP, BM, BN, MASK, BIAS, CAP, FAST, TMA, HIDDEN, APPROXIMATE, PRECISION, True)
-    tl.store(out + (l.to(tl.int64) * heads + h) * M + j, tl.sum(total, 1), mask=j < M)
+    if C.HIDDEN_DIM == 0:
+        K = load_k(x, batch, kv_index, block * C.BN, m, C, True)
+    total = tl.zeros([C.BN, C.BM], tl.float32)
+    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(n, C.BM), tl.cdiv(n, C.BM), C)
+    for t in range(full, full_end):
+        total += weights_transposed(K, x, head, stats, j, full_block(blocks, t, C.MASK), 0, C, False)
+    if C.MASK != _NONE:
+        for t in range(partials):
+            b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
+            total += weights_transposed(K, x, head, stats, j, b, slot, C, True)
+    tl.store(out + (batch.to(tl.int64) * heads + index) * m + j, tl.sum(total, 1), mask=j < m)
 
 
 @triton.jit
-def apart(i, j, n, M):
-    """How far the keys j lie from the rows i [BM, BN], the ends of both aligned."""
-    return tl.abs((i + M - n)[:, None] - j[None, :]).to(tl.float32)
+def distances(i, j, n, m):
+    """|i + m − n − j| of rows i and keys j [BM, BN]: the ends of both are aligned."""
+    return tl.abs((i + m - n)[:, None] - j[None, :]).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["n", "M", "where", "heads", "groups"])
-def moments(q, k, health, distance, row_max, log_row_sum, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups,
-            D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-            CAP: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr,
-            PRECISION: tl.constexpr):
-    """Σ p (1 − p) and Σ p |i + M − n − j| of BM rows: program (block of rows, item and head)."""
-    block, own = seats(tl.cdiv(n, BM))
-    h = own % heads
-    l = own // heads
-    q += l.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
-    k += l.to(tl.int64) * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
-    if SCALES:
-        scale = tl.load(scales + h)
-    i = block * BM + tl.arange(0, BM)
-    Q = queries(q, strides, i, n, D, DP, HIDDEN)
-    lo, hi = span_rows(where, l, h, i, n, M, MASK)
-    rows = (l.to(tl.int64) * heads + h) * n
-    free = tl.zeros([BM], tl.float32)
-    far = tl.zeros([BM], tl.float32)
-    first, full, until, rest = met(where, seat(where, l, h, MASK), block, tl.cdiv(M, BN), M // BN, MASK)
-    for t in range(full, until):
-        b = whole_block(where, t, MASK)
-        j = b * BN + tl.arange(0, BN)
-        S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, 0, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
-                   FAST, HIDDEN, APPROXIMATE, PRECISION, False)
-        P = weights(S, row_max, log_row_sum, rows, i, n, scale * LOG2E, FAST)
-        free += tl.sum(P - P * P, 1)
-        far += tl.sum(P * apart(i, j, n, M), 1)
-    for t in range(rest):
-        b, slot = partial(where, t, first, full, until, MASK)
-        j = b * BN + tl.arange(0, BN)
-        S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, slot, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
-                   FAST, HIDDEN, APPROXIMATE, PRECISION, True)
-        P = weights(S, row_max, log_row_sum, rows, i, n, scale * LOG2E, FAST)
-        free += tl.sum(P - P * P, 1)
-        far += tl.sum(P * apart(i, j, n, M), 1)
-    tl.store(health + rows + i, free, mask=i < n)
-    tl.store(distance + rows + i, far, mask=i < n)
+@triton.jit
+def moments_step(free, far, Q, x, head, stats, rows, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """Add block b of the keys."""
+    j = b * C.BN + tl.arange(0, C.BN)
+    P = weights(masked_logits(Q, x, head, rows, b * C.BN, slot, C, MASKED), stats, head, rows.i, C)
+    free += tl.sum(P - P * P, 1)
+    far += tl.sum(P * distances(rows.i, j, head.sizes.n, head.sizes.m), 1)
+    return free, far
 
 
-@triton.jit(do_not_specialize=["n", "M", "height", "width", "where", "key_blocks", "heads", "groups"])
-def pooled(q, k, out, row_max, log_row_sum, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups, key_blocks, height, width,
-           D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr,
-           CAP: tl.constexpr, SCALES: tl.constexpr, FAST: tl.constexpr, HIDDEN: tl.constexpr, APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr):
-    """The mean weight of one cell of a grid over n × M: program (cell, item and head).
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
+def moments(q, k, health, distance, stats, args, n, m, heads, groups, C: tl.constexpr):
+    """Σ p (1 − p) and Σ p |i + m − n − j| of BM rows: program (block of rows, batch item and head)."""
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(tl.cdiv(n, C.BM))
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
+    i = block * C.BM + tl.arange(0, C.BM)
+    Q = load_queries(x, head, block * C.BM, C)
+    rows = load_row_tile(head, i, C, True)
+    free = tl.zeros([C.BM], tl.float32)
+    far = tl.zeros([C.BM], tl.float32)
+    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
+    for t in range(full, full_end):
+        free, far = moments_step(free, far, Q, x, head, stats, rows, full_block(blocks, t, C.MASK), 0, C, False)
+    for t in range(partials):
+        b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
+        free, far = moments_step(free, far, Q, x, head, stats, rows, b, slot, C, True)
+    tl.store(health + first_row + i, free, mask=i < n)
+    tl.store(distance + first_row + i, far, mask=i < n)
 
-    Row i is in row ⌊i·height/n⌋ of the grid, key j in column ⌊j·width/M⌋; a program walks over exactly its rows and keys.
+
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "height", "width", "key_blocks"])
+def pooled(q, k, out, stats, args, n, m, heads, groups, height, width, key_blocks, C: tl.constexpr):
+    """The mean weight of one cell of a grid over n × m: program (cell, batch item and head).
+
+    Row i is in row ⌊i·height/n⌋ of the grid, key j in column ⌊j·width/m⌋; a program goes over exactly its rows and keys.
     """
-    x, own = seats(width)
-    y = own % height
-    own = own // height
-    h = own % heads
-    l = own // heads
-    q += l.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
-    k += l.to(tl.int64) * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
-    if SCALES:
-        scale = tl.load(scales + h)
-    top = ((y.to(tl.int64) * n + height - 1) // height).to(tl.int32)
-    bottom = (((y + 1).to(tl.int64) * n + height - 1) // height).to(tl.int32)
-    left = ((x.to(tl.int64) * M + width - 1) // width).to(tl.int32)
-    right = (((x + 1).to(tl.int64) * M + width - 1) // width).to(tl.int32)
-    rows = (l.to(tl.int64) * heads + h) * n
-    total = tl.zeros([BM, BN], tl.float32)
-    for i0 in range(top, bottom, BM):
-        i = i0 + tl.arange(0, BM)
-        lo, hi = span_rows(where, l, h, i, n, M, MASK)
-        hi = tl.where(i < bottom, hi, 0)  # the rows of the next cell are not ours
-        some = hi > lo
-        start = tl.maximum(left, tl.min(tl.where(some, lo, M), 0))
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    column, owner = program_tile(width)
+    row = owner % height
+    owner = owner // height
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
+    top = ((row.to(tl.int64) * n + height - 1) // height).to(tl.int32)
+    bottom = (((row + 1).to(tl.int64) * n + height - 1) // height).to(tl.int32)
+    left = ((column.to(tl.int64) * m + width - 1) // width).to(tl.int32)
+    right = (((column + 1).to(tl.int64) * m + width - 1) // width).to(tl.int32)
+    total = tl.zeros([C.BM, C.BN], tl.float32)
+    for i0 in range(top, bottom, C.BM):
+        i = i0 + tl.arange(0, C.BM)
+        rows = load_row_tile(head, i, C, True)
+        hi = tl.where(i < bottom, rows.hi, 0)  # the rows of the next cell are not ours
+        some = hi > rows.lo
+        start = tl.maximum(left, tl.min(tl.where(some, rows.lo, m), 0))
         stop = tl.minimum(right, tl.max(hi, 0))
         if start < stop:
-            Q = queries(q, strides, i, n, D, DP, HIDDEN)
-            for j0 in range(start, stop, BN):
-                j = j0 + tl.arange(0, BN)
-                S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, 0, n, M, D, DP, BM, BN, MASK, BIAS,
-                           CAP, FAST, HIDDEN, APPROXIMATE, PRECISION, False)
-                show = shown_anywhere(where, l, h, lo, hi, i, j, key_blocks, MASK) & (j < right)[None, :] & some[:, None]
-                total += tl.where(show, weights(S, row_max, log_row_sum, rows, i, n, scale * LOG2E, FAST), 0.0)
+            Q = load_queries(x, head, i0, C)
+            for j0 in range(start, stop, C.BN):
+                j = j0 + tl.arange(0, C.BN)
+                S = masked_logits(Q, x, head, rows, j0, 0, C, False)
+                show = unaligned_mask_tile(blocks, batch, index, rows.lo, hi, i, j, key_blocks, C.MASK)
+                show = show & (j < right)[None, :] & some[:, None]
+                total += tl.where(show, weights(S, stats, head, i, C), 0.0)
     area = (bottom - top).to(tl.float32) * (right - left).to(tl.float32)
-    cell = ((l.to(tl.int64) * heads + h) * height + y) * width + x
+    cell = ((batch.to(tl.int64) * heads + index) * height + row) * width + column
     tl.store(out + cell, tl.sum(tl.sum(total, 1), 0) / area)
 
 
@@ -246,37 +244,34 @@ def insert(best, S, j):
     return best
 
 
-@triton.jit(do_not_specialize=["n", "M", "k_best", "where", "heads", "groups"])
-def strongest(q, k, out, strides, scale, scales, cap, bias, where, vector, n, M, heads, groups, k_best,
-              D: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr,
-              BIAS: tl.constexpr, CAP: tl.constexpr, SCALES: tl.constexpr, HIDDEN: tl.constexpr,
-              APPROXIMATE: tl.constexpr, PRECISION: tl.constexpr):
-    """The ranks of the KP strongest pairs of BM rows, in no order: program (block of rows, item and head)."""
-    block, own = seats(tl.cdiv(n, BM))
-    h = own % heads
-    l = own // heads
-    q += l.to(tl.int64) * strides.q_item + h.to(tl.int64) * strides.q_head
-    k += l.to(tl.int64) * strides.k_item + (h // groups).to(tl.int64) * strides.k_head
-    if SCALES:
-        scale = tl.load(scales + h)
-    i = block * BM + tl.arange(0, BM)
-    Q = queries(q, strides, i, n, D, DP, HIDDEN)
-    lo, hi = span_rows(where, l, h, i, n, M, MASK)
-    slots = tl.arange(0, KP)
-    best = tl.full([BM, KP], -0x8000000000000000, tl.int64)
-    best = tl.where((slots < k_best)[None, :], best, 0x7FFFFFFFFFFFFFFF)  # places that nobody may take
-    first, full, until, rest = met(where, seat(where, l, h, MASK), block, tl.cdiv(M, BN), M // BN, MASK)
-    for t in range(full, until):
-        b = whole_block(where, t, MASK)
-        j = b * BN + tl.arange(0, BN)
-        S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, 0, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
-                   False, HIDDEN, APPROXIMATE, PRECISION, False)
-        best = insert(best, S, j)
-    for t in range(rest):
-        b, slot = partial(where, t, first, full, until, MASK)
-        j = b * BN + tl.arange(0, BN)
-        S = scores(Q, q, k, strides, scale, cap, bias, where, vector, l, h, i, j, lo, hi, slot, n, M, D, DP, BM, BN, MASK, BIAS, CAP,
-                   False, HIDDEN, APPROXIMATE, PRECISION, True)
-        best = insert(best, S, j)
-    at = ((l.to(tl.int64) * heads + h) * n + i)[:, None] * KP + slots[None, :]
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "k_best"])
+def top(q, k, out, args, n, m, heads, groups, k_best, C: tl.constexpr):
+    """The ranks of the KP strongest pairs of BM rows, in no order: program (block of rows, batch item and head)."""
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(tl.cdiv(n, C.BM))
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
+    i = block * C.BM + tl.arange(0, C.BM)
+    Q = load_queries(x, head, block * C.BM, C)
+    rows = load_row_tile(head, i, C, True)
+    slots = tl.arange(0, C.KP)
+    best = tl.full([C.BM, C.KP], -0x8000000000000000, tl.int64)
+    best = tl.where((slots < k_best)[None, :], best, 0x7FFFFFFFFFFFFFFF)  # places that stay empty
+    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
+    for t in range(full, full_end):
+        j0 = full_block(blocks, t, C.MASK) * C.BN
+        S = masked_logits(Q, x, head, rows, j0, 0, C, False)
+        best = insert(best, S, j0 + tl.arange(0, C.BN))
+    for t in range(partials):
+        b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
+        S = masked_logits(Q, x, head, rows, b * C.BN, slot, C, True)
+        best = insert(best, S, b * C.BN + tl.arange(0, C.BN))
+    at = (first_row + i)[:, None] * C.KP + slots[None, :]
     tl.store(out + at, best, mask=(i < n)[:, None])
