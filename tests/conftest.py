@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
 from world import World
 
 settings.register_profile("everyday", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from contract_cases import CASES
 from world import World
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from world import Failed, World
 
 TIMEOUT = 4.0

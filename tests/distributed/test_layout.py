@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from world import World
 
 from regard import distributed
 from regard.errors import ArgumentError
-from world import World
 
 Worlds = Callable[[int], World]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import CASES, Case, leaves
 from torch import Tensor
 
 import regard
-from contract_cases import CASES, Case, leaves
 from regard import biases
 from regard.backends import Backend, Chunked
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from world import World
 
 import regard
 from regard import distributed
-from world import World
 
 DEVICE = "cuda"
 LONG = 600.0  # seconds: every rank compiles its kernels

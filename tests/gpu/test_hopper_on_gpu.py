@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import CASES, Case, agree, plain_results, results, truth
 from torch import Tensor
 
 import regard
-from contract_cases import CASES, Case, agree, plain_results, results, truth
 from gpu.test_core_on_gpu import moved
 from gpu.test_kernels_on_gpu import (
     DEVICE,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import agree, plain_results, results, truth
 from torch import Tensor
 
 import regard
-from contract_cases import agree, plain_results, results, truth
 from regard import biases
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from contract_cases import BY_NAME, CASES, Case, Shape, agree, as_double, plain_results, results, truth, zero_if_none
 
 import regard
-from contract_cases import BY_NAME, CASES, Case, Shape, agree, as_double, plain_results, results, truth, zero_if_none
 from regard import scores
 
 GROUPED = {"plain", "bias", "dense per head", "predicate", "all together"}  # two heads of keys with two queries each

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import Case, Shape, agree, plain_results, results, truth
 
 import regard
-from contract_cases import Case, Shape, agree, plain_results, results, truth
 from regard import biases
 from regard.kernels import launch
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import BY_NAME, Case, Shape, leaves
 from torch import Tensor
 
 import regard
-from contract_cases import BY_NAME, Case, Shape, leaves
 from regard import biases
 
 TINY = Shape(batch=2, heads=2, kv_heads=1, n=5, m=7, d=4, dv=3)

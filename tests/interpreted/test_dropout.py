@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from contract_cases import Shape, agree, as_double, leaves
 from torch import Tensor
 
 import regard
-from contract_cases import Shape, agree, as_double, leaves
 from regard import biases, scores
 from regard.core.dropout import keep
 

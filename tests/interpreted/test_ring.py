@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from contract_cases import BY_NAME, Case, Shape, agree, as_double, leaves, loss, plain_results, truth, zero_if_none
 
 import regard
-from contract_cases import BY_NAME, Case, Shape, agree, as_double, leaves, loss, plain_results, truth, zero_if_none
 from regard import distributed
 
 FEW = Shape(heads=2, kv_heads=1, n=9, m=12, d=8, dv=4)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from contract_cases import agree, as_double, leaves, loss
 from torch import Tensor
 
 import regard
-from contract_cases import agree, as_double, leaves, loss
 
 N, M, D, E = 20, 40, 16, 12
 
