@@ -58,7 +58,7 @@ def test_a_map_is_the_mean_of_the_dense_weights_in_each_cell(name: str, height: 
 def test_top_is_a_stable_sort_of_the_dense_weights(name: str) -> None:
     p, rows, S, P = dense(name)
     found, where = statistics.top(p, rows, 5, FEW_ROWS)
-    order = S.sort(-1, descending=True, stable=True).indices[..., :5]
+    order = S.sort(dim=-1, descending=True, stable=True).indices[..., :5]
     shown = S.gather(-1, order) > -torch.inf
     assert torch.equal(where, order.masked_fill(~shown, -1))
     torch.testing.assert_close(found, P.gather(-1, order).masked_fill(~shown, 0.0))

@@ -66,8 +66,14 @@ def posed(name: str) -> Problem:
 
 def folded(name: str) -> FoldedProblem:
     """The folded problem of a case, without a graph."""
-    with torch.no_grad():
-        return fold(posed(name), seed=3)
+    x = fold(posed(name), seed=3)
+    return x._replace(
+        query=x.query.detach(),
+        key=x.key.detach(),
+        value=x.value.detach(),
+        bias=None if x.bias is None else x.bias.detach(),
+        shared=tuple(t.detach() for t in x.shared),
+    )
 
 
 def tensors_of(x: FoldedProblem) -> tuple[Tensor | None, ...]:
