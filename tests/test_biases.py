@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import regard
 from regard.biases import Alibi, Bias, Relative, alibi, relative
 from regard.errors import DtypeError, ShapeError
 from regard.positions import alibi_slopes
@@ -113,3 +114,14 @@ def test_an_invalid_bias_is_refused() -> None:
         relative([0.0, 1.0, 2.0])  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match="alibi: offset must be an int"):
         alibi(torch.ones(2), offset=1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_minus_infinity_in_a_relative_table_hides_as_a_mask_does(backend: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind()
+    table = torch.zeros(2, 5)
+    table[:, 3:] = -torch.inf
+    seen = regard.observe(q, k, v, bias=relative(table), backend=backend)
+    same = regard.observe(q, k, v, mask=regard.causal(), backend=backend)
+    for member in ("output", "lse", "entropy", "visible", "received"):
+        torch.testing.assert_close(getattr(seen, member), getattr(same, member))

@@ -1,14 +1,16 @@
-"""The structure of the package: who imports whom, how long things are, what is documented, what an import costs."""
+"""The structure of the package: layers, imports, sizes, private symbols, tests that mirror it, what an import costs."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,7 @@ LAYERS = tuple(name for level in LEVELS for name in level)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
 
@@ -89,6 +92,32 @@ def test_a_module_imports_only_what_stands_above_it(file: Path) -> None:
     assert not wrong, f"{here} stands above {wrong}"
 
 
+def test_the_root_has_at_most_12_modules_and_the_package_at_most_13_levels() -> None:
+    root = sorted(file.stem for file in PACKAGE.glob("*.py"))
+    assert len(root) <= 12, f"{len(root)} modules: {root}; a new one belongs into a folder"
+    assert len(LEVELS) <= 13
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    imports = {module_of(file): {found for found in imported_by(file) if found in MODULES} for file in FILES}
+    circle = next((found for module in sorted(imports) if (found := circle_from(module, imports))), [])
+    assert not circle, " -> ".join(".".join(module) for module in circle)
+
+
+def circle_from(start: tuple[str, ...], imports: dict[tuple[str, ...], set[tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """A way from a module back to itself; empty if there is none."""
+    ways, reached = [[start]], set()
+    while ways:
+        way = ways.pop()
+        for module in sorted(imports[way[-1]]):
+            if module == start and len(way) > 1:
+                return [*way, start]
+            if module not in reached and module != start:
+                reached.add(module)
+                ways.append([*way, module])
+    return []
+
+
 @pytest.mark.parametrize("file", [file for file in FILES if file.parent.name == "backends"], ids=lambda file: file.stem)
 def test_a_backend_imports_no_other_backend(file: Path) -> None:
     if file.stem in ("__init__", "dispatch"):  # which know them all
@@ -107,6 +136,175 @@ def test_no_function_is_longer_than_60_lines_and_no_file_than_500(file: Path) ->
     functions = [node for node in ast.walk(parsed(file)) if isinstance(node, Function)]
     long = {node.name: node.end_lineno - node.lineno + 1 for node in functions if node.end_lineno - node.lineno >= 60}
     assert not long
+
+
+KERNEL_FILES = [file for file in FILES if "kernels" in file.relative_to(PACKAGE).parts]
+MOST_PARAMETERS = 16  # of a function that a kernel calls
+MOST_POSITIONAL = 12  # arguments of a launch
+
+
+def is_jit(node: ast.AST) -> bool:
+    """Whether a function is compiled by Triton: @triton.jit or @gluon.jit, with options or without."""
+    if not isinstance(node, Function):
+        return False
+    marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in node.decorator_list]
+    return any(isinstance(mark, ast.Attribute) and mark.attr == "jit" for mark in marks)
+
+
+def used_names(node: Function) -> set[str]:
+    """What the body of a function calls, or passes on by its name."""
+    inner = [part for step in node.body for part in ast.walk(step)]
+    methods = {part.func.attr for part in inner if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)}
+    return {part.id for part in inner if isinstance(part, ast.Name)} | methods
+
+
+def launches(file: Path) -> list[ast.Call]:
+    """Calls of the form kernel[grid](…)."""
+    calls = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Subscript) and isinstance(call.func.ctx, ast.Load)]
+
+
+def launched(file: Path, call: ast.Call) -> str:
+    """The name under which the kernel of a launch is defined."""
+    imports = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.ImportFrom)]
+    renamed = {alias.asname: alias.name for node in imports for alias in node.names if alias.asname}
+    name = "".join(dotted(call.func.value)[-1:])
+    return renamed.get(name, name)
+
+
+def positional_arguments(file: Path, call: ast.Call) -> float:
+    """How many arguments of a launch have no name; if one is starred, the parameters that get none by name."""
+    if not any(isinstance(argument, ast.Starred) for argument in call.args):
+        return len(call.args)
+    kernels = [(other.parent, node) for other, node in jit_functions() if node.name == launched(file, call)]
+    near = [node for parent, node in kernels if parent == file.parent] or [node for _, node in kernels]
+    named = {keyword.arg for keyword in call.keywords}
+    for keyword in call.keywords:  # **w.sizes names the fields of Sizes
+        if keyword.arg is None:
+            named |= fields_of("".join(dotted(keyword.value)[-1:]).title())
+    return max((parameters_of(node) - len(named & parameter_names(node)) for node in near), default=math.inf)
+
+
+def fields_of(name: str) -> set[str]:
+    """The fields of a named tuple or dataclass among the kernels' modules."""
+    nodes = [node for file in KERNEL_FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)]
+    steps = [step for node in nodes if node.name == name for step in node.body if isinstance(step, ast.AnnAssign)]
+    return {step.target.id for step in steps if isinstance(step.target, ast.Name)}
+
+
+def parameter_names(node: Function) -> set[str]:
+    return {given.arg for given in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+
+
+def parameters_of(node: Function) -> int:
+    return len(parameter_names(node))
+
+
+@cache
+def jit_functions() -> list[tuple[Path, Function]]:
+    return [(file, node) for file in KERNEL_FILES for node in ast.walk(parsed(file)) if is_jit(node)]
+
+
+def test_a_function_that_kernels_call_has_at_most_16_parameters() -> None:
+    compiled = jit_functions()
+    entries = {launched(file, call) for file in KERNEL_FILES for call in launches(file)}
+    called = set().union(*(used_names(node) - {node.name} for _, node in compiled)) - entries
+    assert len(compiled) > 50
+    assert len({node.name for _, node in compiled} & called) > 20
+    long = {
+        f"{file.relative_to(PACKAGE)}:{node.lineno} {node.name}": parameters_of(node)
+        for file, node in compiled
+        if node.name in called and parameters_of(node) > MOST_PARAMETERS
+    }
+    assert not long, "pass aggregates"
+
+
+def test_a_launch_has_at_most_12_positional_arguments() -> None:
+    found = [(file, call) for file in KERNEL_FILES for call in launches(file)]
+    assert len(found) > 10
+    counts = {f"{file.relative_to(PACKAGE)}:{call.lineno}": positional_arguments(file, call) for file, call in found}
+    long = {place: count for place, count in counts.items() if count > MOST_POSITIONAL}
+    assert not long, "pass aggregates, or arguments by name"
+
+
+PRIVATE_PARTS = {"_C", "_dynamo", "_functorch", "_semantic", "_version", "_inductor", "_higher_order_ops"}
+PRIVATE_OWNERS = (  # nothing under these that starts with one underscore
+    *(("torch",), ("torch", "compiler"), ("torch", "ops", "aten"), ("torch", "ops", "mkldnn"), ("torch", "autograd")),
+    *(("torch", "cuda"), ("torch", "nn", "functional"), ("torch", "utils"), ("torch", "func"), ("forward_ad",)),
+    *(("torch", "distributed"), ("triton",), ("tl",), ("gl",), ("tma",)),
+)
+
+
+def dotted(node: ast.AST) -> tuple[str, ...]:
+    """("torch", "ops", "aten") for torch.ops.aten; empty if something else than names is in the chain."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return (*owner, node.attr) if owner else ()
+    return ()
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_symbols(file: Path) -> Iterator[str]:
+    """The private symbols of torch and Triton that a file uses, by attribute or by import."""
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Attribute):
+            owner = dotted(node.value)
+            if node.attr in PRIVATE_PARTS or (is_private(node.attr) and owner in PRIVATE_OWNERS):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = (getattr(node, "module", None) or "").split(".") if isinstance(node, ast.ImportFrom) else []
+            for alias in node.names:
+                path = [*module, *alias.name.split(".")]
+                if path[0] in ("torch", "triton") and any(is_private(part) for part in path):
+                    yield f"line {node.lineno}: {'.'.join(path)}"
+        elif isinstance(node, ast.arg) and node.arg in PRIVATE_PARTS:  # how a function becomes a builtin of Triton
+            yield f"line {node.lineno}: {node.arg}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_private_symbols_of_torch_and_triton_are_used_in_compat_only(file: Path) -> None:
+    if layer_of(module_of(file)) == "compat":
+        return
+    found = list(private_symbols(file))
+    assert not found, f"give each a function in compat, and a test in tests/compat: {found}"
+
+
+def test_the_search_for_private_symbols_finds_those_of_compat() -> None:
+    found = "\n".join(symbol for file in (PACKAGE / "compat").glob("*.py") for symbol in private_symbols(file))
+    for symbol in ("torch._C._functorch", ": torch._C", "forward_ad._current_level", "x._version", "torch._dynamo"):
+        assert symbol in found
+    for symbol in ("torch.compiler._is_exporting_flag", "torch.ops.aten._scaled", "triton._C.libtriton", "_semantic"):
+        assert symbol in found
+
+
+MIRRORED = ("core", "autograd", "chunked", "backends")
+WITHOUT_TESTS = {  # data without behaviour, which every other test of its folder uses
+    "core/options": "a typed dictionary",
+    "core/problem": "a named tuple that validation fills",
+    "core/rows": "a named tuple of results",
+    "core/spec": "a frozen dataclass that folding fills",
+}
+
+
+@pytest.mark.parametrize("folder", MIRRORED)
+def test_every_module_has_a_test_file_that_mirrors_it(folder: str) -> None:
+    modules = [
+        entry for entry in (PACKAGE / folder).iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()
+    ]
+    names = {entry.stem for entry in modules} - {"__init__"}
+    missing = {
+        f"tests/{folder}/test_{name}.py"
+        for name in names
+        if f"{folder}/{name}" not in WITHOUT_TESTS and not list((ROOT / "tests" / folder).glob(f"test_{name}*.py"))
+    }
+    assert not missing
+    stale = {path for path in WITHOUT_TESTS if path.startswith(f"{folder}/") and path.partition("/")[2] not in names}
+    assert not stale, "these modules are gone"
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)

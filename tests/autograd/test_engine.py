@@ -1,27 +1,17 @@
-"""Derivatives of the second order and beyond, in every composition, on every case of the contract."""
+"""First and second derivatives of every case of the contract, in every mode and composition, in one pass each."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import regard
-from autograd.test_derivatives import BY_ROWS, CHECKED, checkable, small
-from contract_cases import BY_NAME, Case, as_double
-from regard.autograd.engine import double_backward_of_formula, jvp_of_formula
-from regard.backends import Backend, Chunked
+from contract_cases import BY_NAME, Case, leaves
+from derivative_cases import BY_ROWS, CHECKED, SMALL, checkable, small
+from regard.backends import Backend
 from regard.chunked.engine import ChunkedEngine
-
-SRC = Path(__file__).resolve().parents[2] / "src"
-THIRD = ["plain", "causal", "bias", "softcap", "sink", "Additive", "relative"]
 
 
 @pytest.mark.parametrize("case", CHECKED, ids=lambda c: c.name)
@@ -58,132 +48,6 @@ def test_a_hessian_times_a_vector_is_the_same_in_every_composition(case: Case) -
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", THIRD)
-def test_third_derivatives_are_those_of_the_formula(name: str) -> None:
-    def third(backend: str | Backend) -> list[Tensor]:
-        tensors, kwargs = as_double(*small(BY_NAME[name]))
-        seen = regard.observe(*tensors, **kwargs, backend=backend)
-        total = seen.output.sin().sum() + seen.lse.clamp(min=-9).sin().sum() + seen.entropy.square().sum()
-        for _ in range(2):
-            grads = torch.autograd.grad(total, tensors, create_graph=True)
-            total = sum((g.square().sum() for g in grads), torch.zeros((), dtype=torch.float64))
-        return list(torch.autograd.grad(total, tensors))
-
-    for a, b in zip(third(BY_ROWS), third("reference"), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_forward_mode_nests_and_goes_over_second_derivatives() -> None:
-    torch.manual_seed(0)
-    q, k, v, w = torch.randn(4, 1, 2, 4, 3, dtype=torch.float64).unbind()
-
-    def of(backend: str) -> list[Tensor]:
-        def f(q: Tensor) -> Tensor:
-            return regard.attention(q, k, v, mask=regard.causal(), backend=backend)
-
-        def tangent(q: Tensor) -> Tensor:
-            return torch.func.jvp(f, (q,), (w,))[1]
-
-        def product(q: Tensor) -> Tensor:
-            return torch.func.jvp(torch.func.grad(lambda q: f(q).sin().sum()), (q,), (w,))[1]
-
-        return [torch.func.jvp(tangent, (q,), (w,))[1], torch.func.jvp(product, (q,), (w,))[1]]
-
-    for a, b in zip(of("chunked"), of("reference"), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_per_sample_products_with_a_hessian_equal_a_loop() -> None:
-    torch.manual_seed(0)
-    q, w = torch.randn(2, 3, 2, 5, 4, dtype=torch.float64).unbind()
-
-    def product(q: Tensor, w: Tensor) -> Tensor:
-        def loss(q: Tensor) -> Tensor:
-            return (
-                regard.observe(q[None], q[None], q[None], mask=regard.causal(), backend="chunked")
-                .entropy.square()
-                .sum()
-            )
-
-        return torch.func.jvp(torch.func.grad(loss), (q,), (w,))[1]
-
-    together = torch.vmap(product)(q, w)
-    torch.testing.assert_close(together, torch.stack([product(a, b) for a, b in zip(q, w, strict=True)]))
-
-
-@pytest.mark.parametrize("mask", [None, regard.causal(), regard.strided(3)], ids=str)
-def test_the_tangent_is_that_of_the_dense_formula_and_of_finite_differences(mask: regard.Mask | None) -> None:
-    torch.manual_seed(0)
-    n = 70
-    q, k, v, tq, tk, tv = torch.randn(6, 2, n, 8, dtype=torch.float64).unbind()
-    scale = 8**-0.5
-
-    def f(q: Tensor, k: Tensor, v: Tensor, backend: str | Backend) -> Tensor:
-        return regard.attention(q[None], k[None], v[None], mask=mask, backend=backend)[0]
-
-    output, found = torch.func.jvp(partial(f, backend=Chunked(chunk_size=16)), (q, k, v), (tq, tk, tv))
-    S = q @ k.mT * scale
-    if mask is not None:
-        S = S.masked_fill(~mask.dense(n, n), -torch.inf)
-    P = S.softmax(-1)
-    t = (tq @ k.mT + q @ tk.mT) * scale
-    dense = (P * (t - (P * t).sum(-1, keepdim=True))) @ v + P @ tv
-    torch.testing.assert_close(output, P @ v)
-    torch.testing.assert_close(found, dense)
-    step = 1e-5
-    ahead, behind = (f(q + s * tq, k + s * tk, v + s * tv, "reference") for s in (step, -step))
-    torch.testing.assert_close(found, (ahead - behind) / (2 * step), atol=1e-8, rtol=1e-6)
-
-
-def test_runs_of_keys_that_lie_apart_are_folded_with_their_tangents() -> None:
-    """The second run has larger logits than the first, so that everything of the first is rescaled."""
-    torch.manual_seed(0)
-    mask = regard.prefix(300) | regard.window(40)
-    q, tq = torch.randn(2, 1, 1, 50, 8, dtype=torch.float64).unbind()
-    k, v, tk, tv = torch.randn(4, 1, 1, 1000, 8, dtype=torch.float64).unbind()
-    k = k * torch.where(torch.arange(1000) < 500, 1.0, 3.0)[:, None]
-
-    def of(backend: str) -> list[Tensor]:
-        def rows(*x: Tensor) -> tuple[Tensor, ...]:
-            seen = regard.observe(*x, mask=mask, backend=backend)
-            return seen.output, seen.lse, seen.entropy
-
-        def loss(*x: Tensor) -> Tensor:
-            return sum((y.sin().sum() for y in rows(*x)), torch.zeros((), dtype=torch.float64))
-
-        results, tangents = torch.func.jvp(rows, (q, k, v), (tq, tk, tv))
-        product = torch.func.jvp(torch.func.grad(loss, (0, 1, 2)), (q, k, v), (tq, tk, tv))[1]
-        return [*results, *tangents, *product]
-
-    for a, b in zip(of("chunked"), of("reference"), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("moving", [1, 2], ids=["key", "value"])
-def test_a_tangent_that_is_nan_where_nobody_looks_leaves_no_trace(moving: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(3, 2, 3, 7, 4).unbind()
-    w = torch.where(torch.arange(7)[:, None] < 4, 1.0, torch.nan).expand(2, 3, 7, 4).clone()
-
-    def of_one(t: Tensor) -> Tensor:
-        given = [*x]
-        given[moving] = t
-        return regard.attention(*given, mask=regard.prefix(4))
-
-    found = torch.func.jvp(of_one, (x[moving],), (w,))[1]
-    torch.testing.assert_close(found, torch.func.jvp(of_one, (x[moving],), (w.nan_to_num(0.0),))[1])
-
-
-def test_what_would_be_linearised_wrongly_is_refused_by_name() -> None:
-    x = torch.randn(2, 5, 4)
-
-    def f(x: Tensor, backend: str = "auto") -> Tensor:
-        return regard.attention(x, x.detach(), x.detach(), backend=backend)
-
-    with pytest.raises(regard.errors.ArgumentError, match=r"^attention: torch\.func\.linearize"):
-        torch.func.linearize(f, x)
-
-
 def test_output_and_tangent_come_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[str] = []
     for name in ("forward", "jvp"):
@@ -217,64 +81,74 @@ def test_forward_mode_over_a_recorded_graph_keeps_the_tangent_of_the_gradient() 
     torch.testing.assert_close(tangent("chunked"), tangent("reference"))
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "bias", "relative", "softcap", "Additive", "dropout"])
-@pytest.mark.parametrize(
-    "moving", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)], ids=str
-)
-def test_the_passes_of_an_engine_are_those_of_its_meaning(
-    name: str, moving: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[tuple[ChunkedEngine, Any]] = []
-    inner = ChunkedEngine.forward
-    monkeypatch.setattr(ChunkedEngine, "forward", lambda self, x: (kept.append((self, x)), inner(self, x))[1])
-    tensors, kwargs = small(BY_NAME["plain" if name == "dropout" else name])
-    with torch.no_grad():
-        regard.observe(*tensors, **kwargs, **({"dropout": 0.3} if name == "dropout" else {}), backend=BY_ROWS)
-    engine, x = kept[0]
-    x = tuple(None if t is None else t.detach() for t in x)
-    made = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("case", CHECKED, ids=lambda c: c.name)
+def test_first_derivatives_are_right_in_both_modes_and_batched(case: Case) -> None:
+    function, args = checkable(case, BY_ROWS)
+    assert gradcheck(function, args, fast_mode=True, check_forward_ad=True, check_batched_grad=True)
 
-    def like(t: Tensor | None) -> Tensor | None:
-        return None if t is None else torch.randn(t.shape, dtype=t.dtype, generator=made)
 
-    w = tuple(like(t) if at > 2 or moving[at] else None for at, t in enumerate(x))
-    found, tangents = engine.jvp(x, w)
-    for a, b in zip(tangents, jvp_of_formula(engine, x, w)[1], strict=True):
+@pytest.mark.parametrize("backend", ["reference", BY_ROWS], ids=str)
+@pytest.mark.parametrize("name", ["plain", "causal", "bias", "bias with −inf", "sink", "all together", "Additive"])
+def test_second_derivatives_are_right_in_both_modes(name: str, backend: str | Backend) -> None:
+    mask = {"mask": regard.causal()} if "mask" in BY_NAME[name].make(SMALL) else {}
+    case = Case(name, lambda s: {**BY_NAME[name].make(s), **mask})
+    function, args = checkable(case, backend)
+    assert gradgradcheck(function, args, fast_mode=True, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("case", [c for c in CHECKED if {"score", "bias"} & {*c.make(SMALL)}], ids=lambda c: c.name)
+def test_parameters_of_scores_and_biases_have_second_derivatives(case: Case) -> None:
+    tensors, kwargs = small(case)
+    every = leaves(tensors, kwargs)
+
+    def penalty(backend: str | Backend) -> list[Tensor]:
+        seen = regard.observe(*tensors, **kwargs, backend=backend)
+        grads = torch.autograd.grad(seen.output.sin().sum() + seen.entropy.sum(), every, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in grads), every, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(every, second, strict=True)]
+
+    for a, b in zip(penalty("reference"), penalty(BY_ROWS), strict=True):
         torch.testing.assert_close(a, b)
-    needs = tuple(t is not None for t in x)
-    for only in range(3):
-        g = tuple(like(t) if at == only else None for at, t in enumerate(found[:3]))
-        for dg in ((None, None, None), tuple(map(like, found[:3]))):
-            bent = engine.double_backward(x, found, tangents, g, w, dg, needs)
-            for a, b in zip(bent, double_backward_of_formula(engine, x, g, w, dg)[1], strict=True):
-                torch.testing.assert_close(a, b)
 
 
-MEMORY = """
-import resource, sys, torch, regard
-n, what = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(2)
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-def run(n):
-    q, k, v, a, b, c = (torch.randn(1, 1, n, 16) for _ in range(6))
-    call = lambda q, k, v: regard.attention(q, k, v, mask=regard.causal(), backend="chunked")
-    if what == "jvp":
-        return torch.func.jvp(call, (q, k, v), (a, b, c))
-    x = [t.requires_grad_() for t in (q, k, v)]
-    first = torch.autograd.grad(call(*x).square().sum(), x, create_graph=True)
-    return torch.autograd.grad(first, x, (a, b, c))
-run(256)
-before = peak()
-run(n)
-print(peak() - before)
-"""
+@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa"])
+def test_a_tangent_is_never_silently_zero(backend: str) -> None:
+    torch.manual_seed(0)
+    q, k, v, t = torch.randn(4, 1, 1, 6, 4, dtype=torch.float64).unbind()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, t)
+        tangent = forward_ad.unpack_dual(regard.attention(dual, k, v, backend=backend)).tangent
+    step = 1e-6
+    ahead, behind = (regard.attention(q + s * t, k, v, backend="reference") for s in (step, -step))
+    assert tangent is not None
+    torch.testing.assert_close(tangent, (ahead - behind) / (2 * step), atol=1e-8, rtol=1e-6)
 
 
-@pytest.mark.parametrize("what", ["jvp", "double backward"])
-def test_memory_of_a_tangent_and_of_a_double_backward_is_linear(what: str) -> None:
-    command = [sys.executable, "-c", MEMORY, "16384", what]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={"PYTHONPATH": str(SRC)}, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 512, f"{done.stdout} MiB above the start; the matrix alone would take 1,024"
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_the_tangent_of_a_bias_alone_is_never_silently_zero(backend: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
+    bias, t = torch.randn(2, 6, 6)
+    _, found = torch.func.jvp(lambda b: regard.attention(q, k, v, bias=b, backend=backend), (bias,), (t,))
+    _, true = torch.func.jvp(lambda b: regard.attention(q, k, v, bias=b, backend="reference"), (bias,), (t,))
+    assert true.abs().max() > 1e-3
+    torch.testing.assert_close(found, true)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(bias, t)
+        found = torch.autograd.forward_ad.unpack_dual(regard.attention(q, k, v, bias=dual, backend=backend)).tangent
+    torch.testing.assert_close(found, true)
+
+
+def test_forward_over_reverse_with_one_input_that_needs_a_gradient() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 4, dtype=torch.float64).unbind()
+    t = torch.randn_like(q)
+
+    def g(q: Tensor, backend: str) -> Tensor:
+        return torch.autograd.grad(regard.attention(q, k, v, backend=backend).sin().sum(), q, create_graph=True)[0]
+
+    out = {}
+    for b in ("chunked", "reference", "auto"):
+        with forward_ad.dual_level():
+            d = forward_ad.make_dual(q.clone().requires_grad_(), t)
+            out[b] = forward_ad.unpack_dual(g(d, b)).tangent
+    torch.testing.assert_close(out["chunked"], out["reference"])
+    torch.testing.assert_close(out["auto"], out["reference"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
 from regard import functional
-from regard.backends import KNOWN, Backend, Chunked, sdpa
+from regard.backends import KNOWN, sdpa
 from regard.backends.dispatch import Plan, choose, order
 from regard.core.problem import Problem
-from regard.core.rows import Rows
 from regard.core.validation import pose
 from regard.errors import BackendError
 
@@ -189,48 +188,6 @@ def test_a_mask_of_many_pairs_is_not_laid_out_for_torch() -> None:
     assert regard.why(LONG, LONG, LONG, mask=regard.window(3)).backend == "chunked"
     assert regard.why(LONG, LONG, LONG, mask=regard.causal()).backend == "sdpa"
     assert regard.why(LONG, LONG, LONG, mask=regard.padding([500])).backend == "sdpa"
-
-
-class Mine(Backend):
-    name: ClassVar[str] = "mine"
-    about: ClassVar[str] = "a backend of a user"
-
-    def refuses(self, p: Problem) -> list[str]:
-        return ["it likes no sinks"] if p.sink is not None else []
-
-    def run(self, p: Problem) -> Rows:
-        return Rows(p.shaped(torch.full((*p.query.shape[:3], p.value.shape[-1]), 7.0)), None, None, None)
-
-
-def test_a_backend_object_of_a_user_runs_and_is_shown() -> None:
-    assert (regard.attention(X, X, X, backend=Mine()) == 7).all()
-    text = str(regard.why(X, X, X, backend=Mine()))
-    assert "→ mine" in text
-    assert text.count("→") == 1
-
-
-def test_a_backend_object_that_refuses_raises_and_why_shows_its_reasons() -> None:
-    with pytest.raises(BackendError, match="'mine' refuses: it likes no sinks"):
-        regard.attention(X, X, X, sink=torch.zeros(2), backend=Mine())
-    assert "it likes no sinks" in str(regard.why(X, X, X, sink=torch.zeros(2), backend=Mine()))
-
-
-def test_a_chunk_size_shows_in_the_repr_and_changes_no_result() -> None:
-    small = Chunked(chunk_size=5)
-    assert repr(small) == "regard.backends.Chunked(chunk_size=5)"
-    assert small.chunk_size == 5
-    assert eval(repr(small)).chunk_size == 5
-    expected = regard.attention(X, X, X, mask=regard.causal(), backend="reference")
-    torch.testing.assert_close(regard.attention(X, X, X, mask=regard.causal(), backend=small), expected)
-    assert "chunked" in repr(regard.observe(X, X, X, backend=small))
-
-
-def test_every_known_backend_has_a_name_and_says_what_it_is() -> None:
-    assert list(KNOWN) == ["sdpa", "flash4", "triton", "chunked", "reference"]
-    for name, backend in KNOWN.items():
-        assert backend.name == name
-        assert backend.about
-        assert repr(backend).startswith("regard.backends.")
 
 
 # why computes nothing

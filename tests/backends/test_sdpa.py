@@ -314,3 +314,42 @@ def test_a_plain_call_costs_one_kernel_and_no_copies() -> None:
     names = [event.name for event in profile.events()]
     assert sum("flash_attention_for_cpu" in name for name in names) == 1
     assert not any(name in ("aten::clone", "aten::copy_", "aten::bmm") for name in names)
+
+
+def test_strides_are_no_reason_for_sdpa_to_refuse() -> None:
+    x = torch.randn(16, 2, 4, 9).movedim(0, -1)
+    assert x.stride(-1) != 1
+    assert regard.why(x, x, x).backend == "sdpa"
+
+
+def test_a_mask_shared_by_leading_dimensions_is_a_reason_of_its_own() -> None:
+    x = torch.randn(2, 3, 4, 9, 8)
+    assert any("leading dimensions" in r for r in regard.why(x, x, x, mask=regard.padding([5, 9])).refusals["sdpa"])
+
+
+def test_half_precision_that_sums_beyond_its_range_is_finite() -> None:
+    x = torch.full((2, 4, 300, 64), 0.5).half()
+    assert regard.why(x, x, x, mask=regard.padding([5, 300])).backend == "sdpa"
+
+
+def test_one_row_of_keys_for_all_items_pads_every_item() -> None:
+    q, k, v = torch.randn(3, 2, 2, 400, 8).unbind()
+    keep = torch.rand(400) > 0.5
+    found = regard.attention(q, k, v, mask=regard.padding(keep), backend="sdpa")
+    torch.testing.assert_close(found, regard.attention(q, k, v, mask=regard.padding(keep), backend="reference"))
+
+
+@pytest.mark.parametrize("more", ["bias", "head bias"])
+def test_second_derivatives_under_a_fixed_bias_are_those_of_the_formula(more: str) -> None:
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 6, 4).unbind())
+    bias = torch.randn(6, 6) if more == "bias" else torch.randn(2, 6, 6)
+    assert regard.why(q, k, v, bias=bias).backend == "sdpa"
+
+    def twice(backend: str) -> tuple[Tensor, ...]:
+        (first,) = torch.autograd.grad(
+            regard.attention(q, k, v, bias=bias, backend=backend).sin().sum(), q, create_graph=True
+        )
+        return torch.autograd.grad(first.square().sum(), (q, k, v))
+
+    for a, b in zip(twice("sdpa"), twice("reference"), strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,4 +1,4 @@
-"""The exponentials of a tile: torch's, but none below the smallest normal number where pairs may be hidden."""
+"""The operations on one tile: exponentials, hidden pairs, and keys in any memory layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import regard
 from regard.chunked.tile_ops import _hide, exp_below_max
+from regard.lab.online import peak_bytes
 
 BARE: Any = SimpleNamespace(bias=None, spec=SimpleNamespace(bias=None))
 FULL, PARTIAL = (SimpleNamespace(full=full) for full in (True, False))
@@ -22,7 +24,7 @@ def taken(X: Tensor, run: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_they_are_torchs_and_0_where_these_are_hardly_numbers(dtype: torch.dtype) -> None:
+def test_exponentials_are_torchs_and_0_below_the_smallest_normal_number(dtype: torch.dtype) -> None:
     least = math.log(torch.finfo(dtype).tiny)
     X = torch.linspace(1.2 * least, 3, 10_001, dtype=dtype)
     found = taken(X, PARTIAL)
@@ -32,7 +34,7 @@ def test_they_are_torchs_and_0_where_these_are_hardly_numbers(dtype: torch.dtype
     assert torch.equal(taken(X, FULL), X.exp())
 
 
-def test_in_its_own_place_and_for_what_is_no_number() -> None:
+def test_exponentials_in_place_and_of_nan_and_inf() -> None:
     X = torch.tensor([0.0, -1e4, -torch.inf, torch.nan, torch.inf])
     found = exp_below_max(BARE, X, PARTIAL, out=X)
     assert found.data_ptr() == X.data_ptr()
@@ -64,3 +66,18 @@ def test_hidden_pairs_are_minus_infinity_whatever_they_were_and_others_keep_thei
         _hide(S, hide)
         kind = torch.int16 if dtype.itemsize == 2 else torch.int32
         assert torch.equal(S.contiguous().view(kind), expected.contiguous().view(kind))
+
+
+def test_for_few_rows_the_keys_are_not_copied() -> None:
+    q, k, v = torch.randn(1, 2, 16, 64), *torch.randn(2, 1, 2, 32768, 64).unbind()
+    assert peak_bytes(lambda: regard.attention(q, k, v, backend="chunked")) < k.nbytes
+
+
+@pytest.mark.parametrize("rows", [3, 16, 64, 200])
+def test_keys_in_any_layout_have_the_same_products(rows: int) -> None:
+    q = torch.randn(2, 3, rows, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 300, 3, 8, dtype=torch.float64).transpose(2, 3).unbind()  # heads inside positions
+    wide = torch.randn(2, 2, 3, 300, 16, dtype=torch.float64)
+    for keys, values in ((k, v), wide[..., ::2], wide[..., :8], k[:1].expand(2, 2, -1, -1, -1)):
+        expected = regard.attention(q, keys, values, backend="reference")
+        torch.testing.assert_close(regard.attention(q, keys, values, backend="chunked"), expected)

@@ -284,7 +284,7 @@ def test_all_else_is_taken(w: KernelArgs) -> None:
 POSTPROCESS, HIDDEN = "regard.kernels.hopper.backward.dq_postprocess", "regard.kernels.hopper.nonfinite.attended"
 OURS = {"regard.kernels.hopper.backward.backward", POSTPROCESS}
 WIDE_OURS = {"regard.kernels.hopper.backward_wide.backward", POSTPROCESS}
-QUERIES, KEYS = "regard.kernels.portable.backward.queries", "regard.kernels.portable.backward.keys"
+QUERIES, KEYS = "regard.kernels.portable.backward.backward_dq", "regard.kernels.portable.backward.backward_dkdv"
 
 
 def gradients(variants: set[tuple[str, str]], wanted: str = "qkv", dim: int = 64, **more: Any) -> set[str]:

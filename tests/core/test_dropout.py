@@ -12,7 +12,7 @@ from torch import Tensor
 
 import regard
 from regard.backends import Chunked
-from regard.core.dropout import keep
+from regard.core.dropout import _int32, _mixed, keep
 
 I = torch.arange  # noqa: E741
 BACKENDS = ("reference", "chunked", Chunked(chunk_size=3), Chunked(chunk_size=100))
@@ -240,3 +240,19 @@ def test_dropout_of_a_row_that_sees_nothing_is_nothing(backend: str | Chunked) -
     assert not found[:, :, :3].any()
     found.sum().backward()
     assert all(x.grad.isfinite().all() for x in tensors)
+
+
+def test_a_probability_that_rounds_to_one_drops_without_overflow() -> None:
+    i = torch.arange(100)
+    assert int(keep(1 - 2.0**-50, 3, i[:1], i[:1], i, i).sum()) < 3
+
+
+def test_rows_whose_keys_share_their_low_half_have_fates_of_their_own() -> None:
+    i = torch.arange(400_000)
+    low = _int32(_mixed(i + 1, _mixed(torch.tensor([1]), _mixed(torch.tensor([1]), 7))))
+    order = low.argsort()
+    twins = (low[order][1:] == low[order][:-1]).nonzero().squeeze(-1)
+    assert len(twins)
+    a, b = order[twins[0]], order[twins[0] + 1]
+    fates = keep(0.5, 7, i[:1], i[:1], torch.stack((a, b)), i[:2000])[0, 0]
+    assert not torch.equal(fates[0], fates[1])

@@ -149,7 +149,7 @@ class RowBlock(NamedTuple):
     h: Any
     key_blocks: Any
     bias_at: Any  # pointers to their biases
-    dropout_row_keys: Any  # their keys of the dropout hash
+    drop_keys: Any  # their keys of the dropout hash
     scale: Any
     unit: Any  # scale in log2 units
     all_seen: Any  # whether every key is visible to some row

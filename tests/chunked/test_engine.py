@@ -1,0 +1,85 @@
+"""The chunked engine: its forward pass, and the memory of all its passes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard
+from folded_cases import CASES, FEW_ROWS, engine_of, folded, formula_of, tensors_of
+from regard.chunked.engine import ChunkedEngine
+from regard.core.tiling import TileSizes
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+
+
+def test_a_run_of_the_lowest_logits_leaves_the_entropy_finite() -> None:
+    q, k, v = torch.zeros(1, 1, 512, 2), torch.zeros(1, 1, 4200, 2), torch.zeros(1, 1, 4200, 2)
+    bias = torch.zeros(4200)
+    bias[:4096] = torch.finfo(torch.float32).min
+    seen = regard.observe(q, k, v, bias=bias, backend="chunked")
+    torch.testing.assert_close(seen.entropy, torch.full_like(seen.entropy, 104).log())
+
+
+MEMORY = """
+import resource, sys, torch, regard
+n, what = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(2)
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def run(n):
+    q, k, v, a, b, c = (torch.randn(1, 1, n, 16) for _ in range(6))
+    call = lambda q, k, v: regard.attention(q, k, v, mask=regard.causal(), backend="chunked")
+    if what == "jvp":
+        return torch.func.jvp(call, (q, k, v), (a, b, c))
+    x = [t.requires_grad_() for t in (q, k, v)]
+    first = torch.autograd.grad(call(*x).square().sum(), x, create_graph=True)
+    return torch.autograd.grad(first, x, (a, b, c))
+run(256)
+before = peak()
+run(n)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("what", ["jvp", "double backward"])
+def test_memory_of_a_tangent_and_of_a_double_backward_is_linear(what: str) -> None:
+    command = [sys.executable, "-c", MEMORY, "16384", what]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={"PYTHONPATH": str(SRC)}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 512, f"{done.stdout} MiB above the start; the matrix alone would take 1,024"
+
+
+@pytest.mark.parametrize("rows", [1, 4, 512])
+@pytest.mark.parametrize("name", CASES)
+def test_the_forward_pass_is_the_formula_for_any_number_of_rows_in_flight(name: str, rows: int) -> None:
+    x = folded(name)
+    found = ChunkedEngine(x.spec, TileSizes(rows), observed=True).forward(tensors_of(x))
+    formula, leaves = formula_of(x)
+    output, lse, entropy = formula(*leaves)
+    seen = found.lse > -torch.inf
+    torch.testing.assert_close(found.output, output)
+    torch.testing.assert_close(torch.where(seen, found.lse, 0.0), lse)
+    torch.testing.assert_close(found.entropy, entropy)
+    torch.testing.assert_close(torch.where(seen, found.max_logit + found.log_row_sum, 0.0), lse)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_formula_of_the_engine_is_its_forward_pass(name: str) -> None:
+    x = folded(name)
+    engine = engine_of(x)
+    for a, b in zip(engine.formula(tensors_of(x)), engine.forward(tensors_of(x)), strict=False):
+        torch.testing.assert_close(a, b)
+
+
+def test_without_statistics_the_output_keeps_its_bits() -> None:
+    x = folded("causal")
+    given = tensors_of(x)
+    bare = ChunkedEngine(x.spec, FEW_ROWS, observed=False).forward(given)
+    assert torch.equal(bare.output, engine_of(x).forward(given).output)
+    assert not bare.entropy.any()
