@@ -339,7 +339,7 @@ def test_gradients_have_the_shapes_of_their_inputs_and_unscaled_ones_are_float32
     variants: set[tuple[str, str]],
 ) -> None:
     w = work(64, "spans", scales=torch.ones(4))
-    found = launch.slopes(w, rows_of(w))
+    found = launch.backward(w, rows_of(w))
     assert [x.shape for x in found[:3] if x is not None] == [w.query.shape, w.key.shape, w.value.shape]
     assert [x.dtype for x in found[:3] if x is not None] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert found.vector is None

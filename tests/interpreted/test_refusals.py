@@ -62,7 +62,7 @@ def test_a_refusal_has_its_reason_in_why_and_in_the_error(name: str) -> None:
 
 def test_256_dims_are_taken() -> None:
     wide = x(1, 1, 4, 256)
-    assert not KNOWN["triton"].refuses(regard.core.problem.pose(wide, wide, wide))
+    assert not KNOWN["triton"].refuses(regard.core.validation.pose(wide, wide, wide))
 
 
 def attended(query: Tensor) -> Tensor:
