@@ -15,7 +15,7 @@ from regard.compat import triton as compat
 
 GLUON_NEEDED_FOR = {
     "TensorDescriptor": "the Hopper kernels take queries, keys and values as TMA descriptors",
-    "barrier": "warps of one program wait for each other",
+    "group_barrier": "warps of one program wait for each other",
     "tma_add": "dQ is added up across programs by TMA",
     "tma_load": "the producer warp loads tiles by TMA",
     "tma_store": "outputs are stored by TMA",
@@ -54,10 +54,10 @@ def test_interpreted_is_what_triton_reads_from_the_environment(value: str) -> No
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("tma_load", ["tensor_desc", "coord", "barrier", "result"]),
+        ("tma_load", ["tensor_desc", "coord", "group_barrier", "result"]),
         ("tma_store", ["tensor_desc", "coord", "src"]),
         ("tma_add", ["tensor_desc", "coord", "src"]),
-        ("barrier", []),
+        ("group_barrier", []),
     ],
 )
 def test_an_operation_of_gluon_is_a_builtin_with_the_arguments_that_kernels_pass(

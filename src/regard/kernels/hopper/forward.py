@@ -1,16 +1,9 @@
-"""The forward pass on Hopper, in Gluon: it computes what `portable/forward.py` does, with a producer warp and consumer groups.
+"""The forward pass on Hopper, in Gluon, with a producer warp and consumer groups: what `portable/forward.py` computes, in its letters and units.
 
-The producer loads blocks of K and V into shared memory. Each consumer group holds 64 rows; while it runs the online softmax on
-the logits of one block, the tensor cores compute O += P V of the block before. Partial blocks come first, from the last one
-backwards, then the full ones: so under a causal mask a group masks only the block it starts with, which has no P V beside it.
-Letters and units are those of the portable kernel.
-
-In a persistent grid, where logits are plain products, the row max m is lazy (LAZY): it is the largest logit of the first block in
-which a row sees a key, and mostly stays there. All full blocks but the first take it as fixed. A group in which a weight exceeded
-2^OUTLIER_BITS stores nothing, and its rows get a retry in the safe loop. Heads with many retries take the safe loop at once.
-
-A tensor has power-of-two sides here. So a dim of 96 or 192 is split into two chunks, A and B: S is the sum of two products, and the
-second part of O is a tile of its own, R. B is 0 if one chunk is enough.
+Each consumer group holds 64 rows; while it runs the online softmax of one block, the tensor cores compute O += P V of the block before.
+Partial blocks come first, from the last one backwards, then the full ones. LAZY: the row max is that of the first visible block and
+mostly stays; a group in which a weight exceeds 2^OUTLIER_BITS stores nothing, and its rows get a retry in the safe loop.
+A dim of 96 or 192 is split into two chunks, A and B: the second part of O is a tile of its own, R. `docs/kernels/hopper_forward.md` says why.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
