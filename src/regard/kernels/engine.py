@@ -1,7 +1,7 @@
 """The engine of our own kernels: forward, jvp, vjp and double backward over the tensors that kernels take.
 
-The double-backward kernels know no tangent of a bias and no additive score: those come from the formula in strips. Scales
-and sinks that are tensors are plain torch around the kernels.
+The double-backward kernels know no tangent of a bias and no additive score: those come from the formula in strips. For
+second derivatives, scales and sinks that are tensors are plain torch around the kernels.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ class TritonEngine(Engine):
         needs: Needs,
     ) -> Sequence[Tensor | None]:
         inputs, tangents, needed = _inputs(x), Derivatives(*w), Needed(*needs)
-        around = inputs.scale is not None or inputs.sink is not None
-        if inputs.vector is not None or tangents.bias is not None or needed.bias or around:
-            engine = TorchScaleEngine(**vars(self)) if around and inputs.vector is None else self
+        scale_or_sink = inputs.scale is not None or inputs.sink is not None
+        if inputs.vector is not None or tangents.bias is not None or needed.bias or scale_or_sink:
+            engine = TorchScaleEngine(**vars(self)) if scale_or_sink and inputs.vector is None else self
             grads = double_backward_of_formula(engine, x, g, w, dg)[1]
         else:
             grads = self._double_backward(inputs, _contiguous(rows), d_rows, g, tangents, dg, needed)
@@ -240,7 +240,7 @@ class TritonEngine(Engine):
         return Derivatives(*(t if need else None for t, need in zip(grads, needed, strict=True)))
 
     def _double_backward(
-        self, x: Inputs, rows: Rows, d_rows: MaybeTensors, g: MaybeTensors, w: Derivatives, dg: MaybeTensors, n: Needed
+        self, x: Inputs, rows: Rows, d_rows: MaybeTensors, g: MaybeTensors, w: Derivatives, dg: MaybeTensors, needed: Needed
     ) -> Derivatives:
         from . import launch
 
@@ -249,14 +249,14 @@ class TritonEngine(Engine):
         dO_dot, g_lse_dot, g_H_dot = dg
         dO_dot = None if dO_dot is None else _readable(dO_dot)
         moving = _double_backward_rows(args, given, rows, d_rows, g, (dO_dot, g_lse_dot, g_H_dot))
-        needs = (n.query, n.key, n.value)
+        needs = (needed.query, needed.key, needed.value)
         found = launch.double_backward(args, self._tangents(x, args, w), given.dO, dO_dot, moving, needs)
         dq = -found.dq if found.dq is not None and self._negates_query(x) else found.dq
         return Derivatives(dq, found.dk, found.dv)
 
 
 class TorchScaleEngine(TritonEngine):
-    """The same function with scales and sinks in plain torch: kernels have every pass for the rest."""
+    """The same function with scales and sinks in plain torch, so that its double backward needs none of either."""
 
     def formula(self, x: MaybeTensors) -> tuple[Tensor, ...]:
         inputs = _inputs(x)
@@ -303,7 +303,7 @@ def _dropout_args(spec: Spec, query: Tensor) -> DropoutArgs:
 def _backward_rows(
     args: KernelArgs, sink: Tensor | None, rows: Rows, g: MaybeTensors
 ) -> tuple[BackwardRows, Tensor | None]:
-    """What the backward kernels need of every row, and the cotangent of the sink, which only rows see."""
+    """What the backward kernels need of every row, and the cotangent of the sink, which depends on the rows only."""
     from . import launch
     from .arguments import BackwardRows
 
