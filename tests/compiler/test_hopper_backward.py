@@ -25,7 +25,7 @@ from regard.kernels.arguments import (
     DropoutArgs,
     KernelArgs,
 )
-from regard.kernels.block_lists import BlockMask
+from regard.kernels.block_mask import BlockMask
 from regard.kernels.hopper import backward_launch as chip
 from sass import inner_loops, lost_operands
 

@@ -16,8 +16,8 @@ from regard import warmup
 from regard.compat.triton import INTERPRETED
 from regard.core.rows import Rows
 from regard.kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_TENSOR, DropoutArgs, KernelArgs
-from regard.kernels.block_lists import SPANS, BlockMask
-from regard.kernels.block_mask import _mask_bits
+from regard.kernels.block_lists import SPANS
+from regard.kernels.block_mask import BlockMask, _mask_bits
 from regard.kernels.block_mask import block_mask as block_mask_of
 from regard.kernels.hopper import configs, forward_launch
 from sass import inner_loops

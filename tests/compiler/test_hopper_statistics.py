@@ -13,8 +13,7 @@ import hopper_compiled
 import regard
 from hopper_compiled import N, biased, compiles, fits, machine_code, work
 from regard.kernels.arguments import BIAS_TENSOR, KernelArgs
-from regard.kernels.block_lists import BlockMask
-from regard.kernels.block_mask import block_mask
+from regard.kernels.block_mask import BlockMask, block_mask
 from regard.kernels.hopper import statistics_launch
 
 SHARED, REGISTERS = hopper_compiled.SHARED // 2 - 1024, 128  # two programs share a multiprocessor

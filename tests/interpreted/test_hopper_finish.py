@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard.kernels.arguments import KernelArgs
-from regard.kernels.block_lists import BlockMask
+from regard.kernels.block_mask import BlockMask
 from regard.kernels.hopper import backward_launch
 
 

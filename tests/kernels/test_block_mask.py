@@ -8,8 +8,8 @@ from torch import Tensor
 
 import regard
 from mask_cases import CASES, Case
-from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockLists, BlockMask
-from regard.kernels.block_mask import _compute, block_mask
+from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockLists
+from regard.kernels.block_mask import BlockMask, _compute, block_mask
 from regard.kernels.hopper.dq_order import dq_order
 
 CPU = torch.device("cpu")

@@ -22,7 +22,8 @@ from regard.kernels.arguments import (  # noqa: E402
     BiasArgs,
     KernelArgs,
 )
-from regard.kernels.block_lists import BlockMask, MaskBits  # noqa: E402
+from regard.kernels.block_lists import MaskBits  # noqa: E402
+from regard.kernels.block_mask import BlockMask  # noqa: E402
 from uncompiled import noted  # noqa: E402
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")

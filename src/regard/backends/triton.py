@@ -30,8 +30,7 @@ from ..core.problem import Problem
 from ..core.rows import Rows
 from ..core.spec import Spec
 from ..kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR
-from ..kernels.block_lists import BlockMask
-from ..kernels.block_mask import block_mask, most_bytes, traceable, traceable_spans
+from ..kernels.block_mask import BlockMask, block_mask, most_bytes, traceable, traceable_spans
 from ..kernels.engine import Inputs, TritonEngine
 from ..masks import Mask
 from ..masks.dense import Dense

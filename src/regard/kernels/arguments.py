@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..compat.triton import INTERPRETED
-from .block_lists import NONE, BlockLists, BlockMask
+from .block_lists import NONE, BlockLists
+from .block_mask import BlockMask
 from .portable.configs import Config, config, hopper, padded
 
 __all__ = [

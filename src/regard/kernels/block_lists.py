@@ -1,4 +1,4 @@
-"""The block mask that kernels read: row spans, lists of full and partial blocks, packed bits.
+"""What kernels read of a block mask: row spans, lists of full and partial blocks, packed bits.
 
 A mask reaches a kernel as a `BlockMask` of one of three kinds. NONE: every pair is visible. SPANS: row i attends to the
 keys lo[i] ≤ j < hi[i], and neither end decreases from row to row; blocks inside the span of every row need no mask. BITS:
@@ -12,16 +12,16 @@ backwards, then the full ones. So the result of a mask does not depend on its ki
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..compat.torch import is_capturing
-
-__all__ = ["BITS", "MASK_BLOCK", "NONE", "SPANS", "BlockLists", "BlockMask", "MaskBits", "block_states", "bounds_by_keys", "pad_to_multiple", "strides_of"]
+__all__ = [
+    "BITS", "MASK_BLOCK", "MULTIPLE", "NONE", "SPANS", "BlockLists", "MaskBits", "block_states", "bounds_by_keys", "lists_of_bits",
+    "lists_of_spans", "pad_to_multiple", "strides_of", "visible_by_bits", "visible_by_spans",
+]
 
 NONE, SPANS, BITS = 0, 1, 2
 MULTIPLE = 16
@@ -67,132 +67,67 @@ class BlockLists(NamedTuple):
     seen_head: int = 0
 
 
-@dataclass(eq=False)
-class BlockMask:
-    """A mask over n rows and m keys as kernels read it."""
+def lists_of_bits(
+    mask_bits: MaskBits, n: int, m: int, BM: int, BN: int, turned: bool, before: int, seen: Tensor, inner: int
+) -> BlockLists:
+    """The lists of a mask given by bits, for blocks of BM rows and BN keys; `turned` for kernels that hold keys."""
+    items, heads = mask_bits.table.shape[:2]
+    part = math.gcd(BM, MASK_BLOCK)
+    states = block_states(mask_bits, n, m, part, BN, turned)  # (items, heads, row blocks, key blocks)
+    slots = mask_bits.table.repeat_interleave(MASK_BLOCK // part, 2).repeat_interleave(MASK_BLOCK // BN, 3)
+    slots = slots[:, :, : states.shape[2], : states.shape[3]]
+    states, slots = _join_rows(states, slots, BM // part, before // part)
+    if turned:
+        states, slots = states.mT, slots.transpose(2, 3)
+    spare = -states.shape[2] % MULTIPLE
+    states, slots = pad(states, (0, 0, 0, spare)), pad(slots, (0, 0, 0, 0, 0, spare))
+    blocks = states.shape[2]
+    table = pad_to_multiple(mask_bits.table.flatten(2))
+    (full_start, full_entry), (start, entry) = _lists(states == 2), _lists(states == 1)
+    table_item, table_head = strides_of(table)
+    return _of_keys(seen, m, inner)._replace(
+        full_start=full_start,
+        full_entry=full_entry,
+        start=start,
+        entry=entry,
+        slot=slots[states == 1].flatten(),
+        bits=mask_bits.bits,
+        table=table,
+        block_item=blocks * heads if items > 1 else 0,
+        block_head=blocks if heads > 1 else 0,
+        table_item=table_item,
+        table_head=table_head,
+    )
 
-    n: int
-    m: int
-    lo: Tensor | None = None  # int32 (items, heads, n)
-    hi: Tensor | None = None
-    mask_bits: MaskBits | None = None
-    lead: tuple[int, int] = (1, 1)  # items and heads that have masks of their own
-    inner: int = 1
-    _cache: dict[tuple[int, int, bool, int], BlockLists] = field(default_factory=dict)
-    _seen: Tensor | None = None
-    _stream: int | None = None  # the stream that computed its last part …
-    _there: torch.cuda.Event | None = None  # … and the event after it
 
-    def __post_init__(self) -> None:
-        self.record()
+def lists_of_spans(
+    lo: Tensor, hi: Tensor, n: int, m: int, BM: int, BN: int, turned: bool, before: int, seen: Tensor, inner: int
+) -> BlockLists:
+    """The bounds of a mask given by spans, for blocks of BM rows and BN keys; `turned` for kernels that hold keys."""
+    bounds = _bounds_of_blocks(lo, hi, n, m, BM, BN) if turned else _bounds_by_rows(lo, hi, n, m, BM, BN, before)
+    lo, hi, bounds = map(pad_to_multiple, (lo, hi, bounds.flatten(2)))
+    (item, head), (block_item, block_head) = map(strides_of, (lo, bounds))
+    return _of_keys(seen, m, inner)._replace(
+        lo=lo,
+        hi=hi,
+        bounds=bounds,
+        item=item,
+        head=head,
+        block_item=block_item,
+        block_head=block_head,
+    )
 
-    @property
-    def kind(self) -> int:
-        return BITS if self.mask_bits is not None else SPANS if self.lo is not None else NONE
 
-    def by_rows(self, BM: int, BN: int, before: int = 0) -> BlockLists:
-        """For kernels that hold BM rows and loop over blocks of BN keys; the first block starts `before` rows before row 0."""
-        return self._cached(BM, BN, False, before)
-
-    def by_keys(self, BM: int, BN: int) -> BlockLists:
-        """For kernels that hold BN keys and loop over blocks of BM rows."""
-        return self._cached(BM, BN, True, 0)
-
-    def record(self) -> None:
-        """Record an event on the current stream, which computed a part, so that other streams can wait for it."""
-        stream = self._current()
-        if stream is not None:
-            self._stream, self._there = stream.cuda_stream, stream.record_event()
-
-    def wait(self, *parts: BlockLists | NamedTuple) -> None:
-        """Let the current stream wait for the one that computed this, and keep the parts alive while it reads them."""
-        stream = self._current()
-        if stream is None or self._there is None or stream.cuda_stream == self._stream:
-            return
-        stream.wait_event(self._there)
-        for x in (self.lo, self.hi, self._seen, *(self.mask_bits or ()), *(x for part in parts for x in part)):
-            if isinstance(x, Tensor):
-                x.record_stream(stream)
-
-    def _current(self) -> torch.cuda.Stream | None:
-        """The current stream; None on a CPU and in a graph capture, which starts after all other work is done."""
-        tensor = self.lo if self.mask_bits is None else self.mask_bits.bits
-        return None if tensor is None or not tensor.is_cuda or is_capturing() else torch.cuda.current_stream(tensor.device)
-
-    def _cached(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
-        known = self._cache.get((BM, BN, turned, before))
-        if known is not None:
-            self.wait(known)
-            return known
-        self.wait()
-        made = self._where(BM, BN, turned, before)
-        if not is_capturing():  # memory of a captured graph is valid only while the graph runs
-            self._cache[BM, BN, turned, before] = made
-            self.record()
-        return made
-
-    def _where(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
-        items, heads = self.lead
-        if self.mask_bits is None and self.lo is None:
-            return BlockLists()
-        seen = self._visible_keys()
-        if self.mask_bits is not None:
-            part = math.gcd(BM, MASK_BLOCK)
-            states = block_states(self.mask_bits, self.n, self.m, part, BN, turned)  # (items, heads, row blocks, key blocks)
-            slots = self.mask_bits.table.repeat_interleave(MASK_BLOCK // part, 2).repeat_interleave(MASK_BLOCK // BN, 3)
-            slots = slots[:, :, : states.shape[2], : states.shape[3]]
-            states, slots = _join_rows(states, slots, BM // part, before // part)
-            if turned:
-                states, slots = states.mT, slots.transpose(2, 3)
-            spare = -states.shape[2] % MULTIPLE
-            states, slots = pad(states, (0, 0, 0, spare)), pad(slots, (0, 0, 0, 0, 0, spare))
-            blocks = states.shape[2]
-            lists = (*_lists(states == 2), *_lists(states == 1), slots[states == 1].flatten())
-            strides = (blocks * heads if items > 1 else 0, blocks if heads > 1 else 0)
-            table = pad_to_multiple(self.mask_bits.table.flatten(2))
-            kept = (self.mask_bits.bits, table, seen, self._shared(seen), self._all_keys_visible(seen))
-            return BlockLists(None, None, None, *lists, *kept, 0, 0, *strides, *strides_of(table), *strides_of(seen))
-        if self.lo is None or self.hi is None:
-            raise RuntimeError("spans have two ends")
-        ends = (self.lo, self.hi, self.n, self.m, BM, BN)
-        bounds = pad_to_multiple((_bounds_of_blocks(*ends) if turned else _bounds_by_rows(*ends, before)).flatten(2))
-        lo, hi = pad_to_multiple(self.lo), pad_to_multiple(self.hi)
-        (item, head), (block_item, block_head), (seen_item, seen_head) = map(strides_of, (lo, bounds, seen))
-        return BlockLists(
-            lo,
-            hi,
-            bounds,
-            seen=seen,
-            inner=self._shared(seen),
-            all_keys_visible=self._all_keys_visible(seen),
-            item=item,
-            head=head,
-            block_item=block_item,
-            block_head=block_head,
-            seen_item=seen_item,
-            seen_head=seen_head,
-        )
-
-    def _shared(self, like: Tensor) -> Tensor:
-        return torch.full((1,), self.inner, dtype=torch.int32, device=like.device)
-
-    def _all_keys_visible(self, seen: Tensor) -> Tensor:
-        return seen[..., : self.m].all().to(torch.int32).view(1)
-
-    def _visible_keys(self) -> Tensor:
-        """Which keys some row may attend: int8 (items, heads, m)."""
-        if self._seen is None:
-            if self.mask_bits is not None:
-                made = _visible_by_bits(self.mask_bits, self.m)
-            elif self.lo is not None and self.hi is not None:
-                made = _visible_by_spans(self.lo, self.hi, self.m)
-            else:
-                raise RuntimeError("without a mask every key is seen")
-            made = pad_to_multiple(made.to(torch.int8))
-            if is_capturing():
-                return made
-            self._seen = made
-        return self._seen
+def _of_keys(seen: Tensor, m: int, inner: int) -> BlockLists:
+    """The fields that do not depend on the blocks."""
+    item, head = strides_of(seen)
+    return BlockLists(
+        seen=seen,
+        inner=torch.full((1,), inner, dtype=torch.int32, device=seen.device),
+        all_keys_visible=seen[..., :m].all().to(torch.int32).view(1),
+        seen_item=item,
+        seen_head=head,
+    )
 
 
 def block_states(mask_bits: MaskBits, n: int, m: int, BM: int, BN: int, turned: bool) -> Tensor:
@@ -262,7 +197,7 @@ def _full(bits: Tensor, rows: int, keys: int, BM: int, BN: int) -> Tensor:
     return torch.stack(found)
 
 
-def _visible_by_spans(lo: Tensor, hi: Tensor, m: int) -> Tensor:
+def visible_by_spans(lo: Tensor, hi: Tensor, m: int) -> Tensor:
     """Which of m keys are in some span: spans begun minus spans ended."""
     some = (hi > lo).to(torch.int32)
     change = torch.zeros(*lo.shape[:2], m + 1, dtype=torch.int32, device=lo.device)
@@ -270,7 +205,7 @@ def _visible_by_spans(lo: Tensor, hi: Tensor, m: int) -> Tensor:
     return change.cumsum(2)[..., :m] > 0
 
 
-def _visible_by_bits(mask_bits: MaskBits, m: int) -> Tensor:
+def visible_by_bits(mask_bits: MaskBits, m: int) -> Tensor:
     """Which of m keys have a bit in some block."""
     shown = _bitwise_or(mask_bits.bits, 1)  # (slots, SIDE / 32)
     slots = mask_bits.table  # (items, heads, row blocks, key blocks)
@@ -295,7 +230,7 @@ def _lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pad_to_multiple(x: Tensor) -> Tensor:
-    """Lengthen the last dimension to a multiple of EVEN."""
+    """Lengthen the last dimension to a multiple of MULTIPLE."""
     return pad(x, (0, -x.shape[-1] % MULTIPLE)).contiguous()
 
 

@@ -7,6 +7,8 @@ with tensors caches its own block mask until one of its tensors changes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +23,114 @@ from ..masks.everything import Everything
 from ..masks.padding import Padding
 from ..masks.prefix import Prefix
 from ..masks.window import Window
-from .block_lists import MASK_BLOCK, BlockMask, MaskBits
+from .block_lists import (
+    BITS,
+    MASK_BLOCK,
+    NONE,
+    SPANS,
+    BlockLists,
+    MaskBits,
+    lists_of_bits,
+    lists_of_spans,
+    pad_to_multiple,
+    visible_by_bits,
+    visible_by_spans,
+)
 
-__all__ = ["block_mask", "most_bytes", "traceable", "traceable_spans"]
+__all__ = ["BlockMask", "block_mask", "most_bytes", "traceable", "traceable_spans"]
 
 _AT_ONCE = 2048  # partial blocks whose bits are computed together
 _MOST_CACHED = 64  # block masks of masks without tensors
 _BY_VALUE: dict[tuple[Mask, int, int, torch.device], BlockMask] = {}
 _GATHER = 0x0102040810204080  # times eight bytes that are 0 or 1: their bits, in order, in the highest byte
 _APART = 64  # items times heads up to which each gets lists of its own; beyond, all share one
+
+
+@dataclass(eq=False)
+class BlockMask:
+    """A mask over n rows and m keys as kernels read it."""
+
+    n: int
+    m: int
+    lo: Tensor | None = None  # int32 (items, heads, n)
+    hi: Tensor | None = None
+    mask_bits: MaskBits | None = None
+    lead: tuple[int, int] = (1, 1)  # items and heads that have masks of their own
+    inner: int = 1
+    _cache: dict[tuple[int, int, bool, int], BlockLists] = field(default_factory=dict)
+    _seen: Tensor | None = None
+    _stream: int | None = None  # the stream that computed its last part …
+    _there: torch.cuda.Event | None = None  # … and the event after it
+
+    def __post_init__(self) -> None:
+        self.record()
+
+    @property
+    def kind(self) -> int:
+        return BITS if self.mask_bits is not None else SPANS if self.lo is not None else NONE
+
+    def by_rows(self, BM: int, BN: int, before: int = 0) -> BlockLists:
+        """For kernels that hold BM rows and loop over blocks of BN keys; the first block starts `before` rows before row 0."""
+        return self._cached(BM, BN, False, before)
+
+    def by_keys(self, BM: int, BN: int) -> BlockLists:
+        """For kernels that hold BN keys and loop over blocks of BM rows."""
+        return self._cached(BM, BN, True, 0)
+
+    def record(self) -> None:
+        """Record an event on the current stream, which computed a part, so that other streams can wait for it."""
+        stream = self._current()
+        if stream is not None:
+            self._stream, self._there = stream.cuda_stream, stream.record_event()
+
+    def wait(self, *parts: BlockLists | NamedTuple) -> None:
+        """Let the current stream wait for the one that computed this, and keep the parts alive while it reads them."""
+        stream = self._current()
+        if stream is None or self._there is None or stream.cuda_stream == self._stream:
+            return
+        stream.wait_event(self._there)
+        for x in (self.lo, self.hi, self._seen, *(self.mask_bits or ()), *(x for part in parts for x in part)):
+            if isinstance(x, Tensor):
+                x.record_stream(stream)
+
+    def _current(self) -> torch.cuda.Stream | None:
+        """The current stream; None on a CPU and in a graph capture, which starts after all other work is done."""
+        tensor = self.lo if self.mask_bits is None else self.mask_bits.bits
+        return None if tensor is None or not tensor.is_cuda or is_capturing() else torch.cuda.current_stream(tensor.device)
+
+    def _cached(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
+        known = self._cache.get((BM, BN, turned, before))
+        if known is not None:
+            self.wait(known)
+            return known
+        self.wait()
+        made = self._compute(BM, BN, turned, before)
+        if not is_capturing():  # memory of a captured graph is valid only while the graph runs
+            self._cache[BM, BN, turned, before] = made
+            self.record()
+        return made
+
+    def _compute(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
+        if self.mask_bits is not None:
+            return lists_of_bits(self.mask_bits, self.n, self.m, BM, BN, turned, before, self._visible_keys(), self.inner)
+        if self.lo is None or self.hi is None:
+            return BlockLists()
+        return lists_of_spans(self.lo, self.hi, self.n, self.m, BM, BN, turned, before, self._visible_keys(), self.inner)
+
+    def _visible_keys(self) -> Tensor:
+        """Which keys some row may attend to: int8 (items, heads, m)."""
+        if self._seen is None:
+            if self.mask_bits is not None:
+                made = visible_by_bits(self.mask_bits, self.m)
+            elif self.lo is not None and self.hi is not None:
+                made = visible_by_spans(self.lo, self.hi, self.m)
+            else:
+                raise RuntimeError("without a mask every key is seen")
+            made = pad_to_multiple(made.to(torch.int8))
+            if is_capturing():
+                return made
+            self._seen = made
+        return self._seen
 
 
 def block_mask(mask: Mask | None, n: int, m: int, device: torch.device, inner: int = 1) -> BlockMask:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.rows import Rows
 from ..core.spec import Spec
-from .block_lists import BlockMask
+from .block_mask import BlockMask
 from .engine import Inputs, TritonEngine
 
 __all__ = ["Settings", "attend"]

@@ -30,7 +30,7 @@ from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import TileSizes
 from .arguments import BIAS_ALIBI, BIAS_RELATIVE, BIAS_TENSOR, BiasArgs, DropoutArgs
-from .block_lists import BlockMask
+from .block_mask import BlockMask
 
 if TYPE_CHECKING:
     from .arguments import BackwardRows, DoubleBackwardRows, KernelArgs, Tangents

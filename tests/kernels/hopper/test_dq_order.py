@@ -21,8 +21,8 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Trit
 
 import regard
 from gluon_in_python import MASKS, in_python, pointed
-from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockMask
-from regard.kernels.block_mask import _mask_bits, block_mask
+from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS
+from regard.kernels.block_mask import BlockMask, _mask_bits, block_mask
 from regard.kernels.hopper import dq_order as module
 from regard.kernels.hopper import key_blocks
 from regard.kernels.hopper.configs import ROWS

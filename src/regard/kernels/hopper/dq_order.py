@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...compat.torch import is_capturing
-from ..block_lists import BITS, MASK_BLOCK, MULTIPLE, NONE, BlockMask, block_states, pad_to_multiple, strides_of
+from ..block_lists import BITS, MASK_BLOCK, MULTIPLE, NONE, block_states, pad_to_multiple, strides_of
+from ..block_mask import BlockMask
 
 __all__ = ["DqOrder", "dq_order"]
 
