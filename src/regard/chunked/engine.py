@@ -148,16 +148,16 @@ def _fold(
         P = exp_below_max(x, X, run, out=workspace.like("weights", X))
         l = P.sum(-1)  # noqa: E741
         XP = X.mul_(P) if observed else None
-        new = StripSums(Partial(m, l, l), None if XP is None else XP.sum(-1), None)
+        e = None if XP is None else XP.sum(-1)
+        c = None
         keep = kept(x.spec, tile, S.shape[2], S.device) if x.spec.dropout else None
         if moving is None:
             O = _weighted_sum(P if keep is None else P.mul_(keep), KEY.part(x.value, tile))  # noqa: E741
         else:
             T = moving.logits(tile, moving.scores(tile, workspace), S.shape[2])
-            c = None if XP is None or T is None else (XP * T).sum(-1)
+            c = torch.zeros_like(l) if XP is None or T is None else (XP * T).sum(-1)
             O = _with_tangents(x, moving, tile, P, T, keep)  # noqa: E741
-            new = new._replace(c=torch.zeros_like(l) if c is None else c)
-        new = new._replace(state=Partial(m, l, O))
+        new = StripSums(Partial(m, l, O), e, c)
         sums = new if sums is None else _merge_sums(sums, new)
     if sums is None:
         raise RuntimeError("a strip without runs has nothing to fold")
