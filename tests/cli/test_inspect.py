@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ import regard
 from regard.cli import app
 from regard.errors import ArgumentError, FileError
 from regard.models import loading
-from regard.models.inspection import inspect
+from regard.models.inspection import build_atlas, build_look, inspect
 
 
 def run(*arguments: str, columns: int = 160, fails: bool = False) -> str:
@@ -116,6 +117,26 @@ def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted() -> No
     reading = loading.load(str(folder)).tokenize("word " * 600)
     assert len(reading.pieces) == reading.inputs["input_ids"].shape[1] == 512
     assert reading.truncated == 602 - 512
+    assert "the last 90 tokens are left out" in loading.load(str(folder)).limits(reading)
+
+
+def test_a_text_longer_than_those_of_the_training_says_where_extrapolation_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loaded = replace(loading.load(None), trained_length=10)
+    monkeypatch.setattr("regard.cli.model_input.load", lambda name, remote_code: loaded)
+    said = "the model extrapolates from position 10 on: it was trained on texts of up to 10 tokens"
+    page = tmp_path / "report.html"
+    assert said in run("inspect", "--text", TEXT, "--html", str(page))
+    tokens = loaded.tokenize(TEXT)
+    assert build_look(loaded, tokens, inspect(loaded, tokens)).facts["limits"] == said
+    assert said in page.read_text(encoding="utf-8")
+    atlas = build_atlas(loaded, tokens)
+    assert atlas.meta()["note"] == said
+    short = loading.TokenizedText({name: ids[:, :10] for name, ids in tokens.inputs.items()}, tokens.pieces[:10])
+    assert loaded.limits(short) == build_atlas(loaded, short).meta()["note"] == ""
+    assert "limits" not in build_look(loaded, short, inspect(loaded, short)).facts
+    assert replace(loaded, trained_length=None).limits(tokens) == ""
 
 
 class Evil:
