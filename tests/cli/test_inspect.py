@@ -37,18 +37,19 @@ def seen_by(name: str, text: str) -> regard.models.Seen:
     return inspect(loaded, loaded.tokenize(text))
 
 
-LOCAL, GLOBAL = ("blocks.0.attention", "blocks.2.attention"), ("blocks.1.attention", "blocks.3.attention")
 TEXT = (
     "What the captain said, the crew said again: what the captain said, the crew said again, and what the captain said."
 )
 
 
 def test_the_rules_find_heads_in_the_built_in_model_and_none_in_the_untrained_one() -> None:
-    trained = {finding.rule: finding for finding in seen_by("builtin", TEXT).findings()}
-    assert trained["induction"].layer in GLOBAL
-    assert trained["induction"].value > 0.5
-    assert trained["positional"].layer in LOCAL
-    assert "previous token" in trained["positional"].text
+    found = seen_by("builtin", TEXT).findings()
+    previous = [finding for finding in found if "previous token" in finding.text]
+    repeats = [finding for finding in found if finding.rule == "induction"]
+    assert {finding.layer for finding in previous} <= {"blocks.0.attention", "blocks.2.attention"}  # with positions
+    assert {finding.layer for finding in repeats} <= {"blocks.1.attention", "blocks.3.attention"}  # without a window
+    assert max(finding.value for finding in previous) > 0.9
+    assert max(finding.value for finding in repeats) > 0.5
     assert not {"induction", "positional"} & {finding.rule for finding in seen_by("builtin-untrained", TEXT).findings()}
 
 
