@@ -420,9 +420,11 @@ def fit(given: argparse.Namespace, text: str, held: str) -> None:
     size = sum(weight.numel() for weight in model.parameters())
     print(f"{size:,} parameters, {len(tokens):,} tokens, {len(unseen):,} held out, on {device}", flush=True)
     training = Training(model, Batches(tokens, len(tokenizer), given.repeated), unseen, given.out, given.rate)
+    left = end - min(20.0, 0.2 * given.seconds) - time.perf_counter()  # without the time for the check
+    if left <= 0:
+        sys.exit(f"reading the text took longer than --seconds {given.seconds:g} allows; give it more")
     with torch_kernels(model):
-        reserved = min(20.0, 0.2 * given.seconds)  # for the check
-        training.run(phases, end - reserved - time.perf_counter())
+        training.run(phases, left)
         conclude(training, phases[-1].length)
 
 
