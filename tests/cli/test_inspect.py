@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ import regard
 from regard.cli import app
 from regard.errors import ArgumentError, FileError
 from regard.models import loading
-from regard.models.inspection import inspect
+from regard.models.inspection import build_atlas, build_look, inspect
 
 
 def run(*arguments: str, columns: int = 160, fails: bool = False) -> str:
@@ -42,11 +43,13 @@ TEXT = (
 
 
 def test_the_rules_find_heads_in_the_built_in_model_and_none_in_the_untrained_one() -> None:
-    trained = {finding.rule: finding for finding in seen_by("builtin", TEXT).findings()}
-    assert trained["induction"].layer == "blocks.2.attention"
-    assert trained["induction"].value > 0.5
-    assert trained["positional"].layer == "blocks.1.attention"
-    assert "previous token" in trained["positional"].text
+    found = seen_by("builtin", TEXT).findings()
+    previous = [finding for finding in found if "previous token" in finding.text]
+    repeats = [finding for finding in found if finding.rule == "induction"]
+    assert {finding.layer for finding in previous} <= {"blocks.0.attention", "blocks.2.attention"}  # with positions
+    assert {finding.layer for finding in repeats} <= {"blocks.1.attention", "blocks.3.attention"}  # without a window
+    assert max(finding.value for finding in previous) > 0.9
+    assert max(finding.value for finding in repeats) > 0.5
     assert not {"induction", "positional"} & {finding.rule for finding in seen_by("builtin-untrained", TEXT).findings()}
 
 
@@ -88,12 +91,12 @@ def test_it_writes_a_report_and_the_numbers(tmp_path: Path) -> None:
 
 def test_two_models_and_two_texts_compare(tmp_path: Path) -> None:
     output = run("inspect", "--compare", "builtin-untrained", "builtin", "--text", TEXT)
-    assert re.search(r"^blocks\.1\.attention +3 +-", output, re.M)
+    assert re.search(r"^blocks\.\d\.attention +\d +-", output, re.M)
     for name, text in (("one.txt", TEXT), ("two.txt", "Nothing here comes twice, so none of it is copied.")):
         (tmp_path / name).write_text(text, encoding="utf-8")
     files = [str(tmp_path / name) for name in ("one.txt", "two.txt")]
-    assert "blocks.2.attention" in run("inspect", "--compare", *files)
-    assert "blocks.2.attention" in run("inspect", "builtin", "--compare", *files)
+    assert "blocks.3.attention" in run("inspect", "--compare", *files)
+    assert "blocks.3.attention" in run("inspect", "builtin", "--compare", *files)
     for model in ([], ["builtin"]):
         assert "'gone.txt' is not a file" in run("inspect", *model, "--compare", files[0], "gone.txt", fails=True)
 
@@ -115,6 +118,26 @@ def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted() -> No
     reading = loading.load(str(folder)).tokenize("word " * 600)
     assert len(reading.pieces) == reading.inputs["input_ids"].shape[1] == 512
     assert reading.truncated == 602 - 512
+    assert "the last 90 tokens are left out" in loading.load(str(folder)).limits(reading)
+
+
+def test_a_text_longer_than_those_of_the_training_says_where_extrapolation_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loaded = replace(loading.load(None), trained_length=10)
+    monkeypatch.setattr("regard.cli.model_input.load", lambda name, remote_code: loaded)
+    said = "the model extrapolates from position 10 on: it was trained on texts of up to 10 tokens"
+    page = tmp_path / "report.html"
+    assert said in run("inspect", "--text", TEXT, "--html", str(page))
+    tokens = loaded.tokenize(TEXT)
+    assert build_look(loaded, tokens, inspect(loaded, tokens)).facts["limits"] == said
+    assert said in page.read_text(encoding="utf-8")
+    atlas = build_atlas(loaded, tokens)
+    assert atlas.meta()["note"] == said
+    short = loading.TokenizedText({name: ids[:, :10] for name, ids in tokens.inputs.items()}, tokens.pieces[:10])
+    assert loaded.limits(short) == build_atlas(loaded, short).meta()["note"] == ""
+    assert "limits" not in build_look(loaded, short, inspect(loaded, short)).facts
+    assert replace(loaded, trained_length=None).limits(tokens) == ""
 
 
 class Evil:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from regard.errors import ArgumentError, DtypeError, FileError, ShapeError
 from regard.models import builtin
 from regard.models.builtin import Model, Tokenizer
 from regard.models.builtin.tokenizer import words
+from regard.models.interceptor import CallInterceptor
+from regard.observation import Observation
 
 PACKAGE = Path(builtin.__file__).parent
+LONG = 4096
 # From "Alice's Adventures in Wonderland", which is in the public domain and not in the text of the training.
 ALICE = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
@@ -38,6 +42,32 @@ def trained() -> Model:
 @pytest.fixture(scope="module")
 def untrained() -> Model:
     return builtin.load(trained=False)
+
+
+class Far(NamedTuple):
+    """What the trained model does with 4,096 tokens: some at their beginning, and again at their end."""
+
+    segment: Tensor
+    layers: dict[str, Observation]
+    logits: Tensor
+
+    def weight(self, back: int) -> float:
+        """The largest mean weight that a head puts on the key `back` before each of the last tokens."""
+        rows = torch.arange(LONG - len(self.segment), LONG - 1)
+        return max(
+            seen.weights(rows, rows - back).diagonal(0, -2, -1).mean(-1).max().item() for seen in self.layers.values()
+        )
+
+
+@pytest.fixture(scope="module")
+def far(trained: Model) -> Far:
+    generator = torch.Generator().manual_seed(4)
+    segment = torch.randperm(512, generator=generator)[:64]
+    others = torch.randint(512, 1024, (LONG - 128,), generator=generator)
+    layers: dict[str, Observation] = {}
+    with torch.no_grad(), CallInterceptor(trained, layers.__setitem__):
+        logits = trained(torch.cat([segment, others, segment])[None])
+    return Far(segment, layers, logits[0])
 
 
 def tokens(text: str) -> Tensor:
@@ -188,6 +218,51 @@ def test_repetition_is_predicted(trained: Model, untrained: Model) -> None:
     assert foretold[1].float().mean() < 0.1
 
 
+def test_the_head_for_the_previous_token_holds_at_4096_tokens(far: Far) -> None:
+    assert far.weight(back=1) > 0.4
+
+
+def test_an_induction_head_finds_what_occurred_4032_tokens_before(far: Far) -> None:
+    assert far.weight(back=LONG - 64 - 1) > 0.3
+
+
+def test_repetition_is_predicted_over_4032_tokens(far: Far) -> None:
+    assert far.logits.shape == (LONG, 1024)
+    assert bool(far.logits.isfinite().all())
+    assert (far.logits[-64:-1].argmax(-1) == far.segment[1:]).float().mean() > 0.5
+
+
+def test_the_file_says_on_how_long_texts_the_model_was_trained_and_how_it_does_beyond(trained: Model) -> None:
+    with safe_open(PACKAGE / "weights.safetensors", "pt") as stored:
+        metadata = stored.metadata()
+    assert trained.trained_length == int(metadata["trained_length"]) >= LONG
+    check = json.loads(metadata["check"])
+    assert check["until"][-1] >= 2 * LONG
+    within = [at for at, end in enumerate(check["until"]) if end <= LONG]
+    assert min(check["previous"][at] for at in within) > 0.4
+    assert min(check["induction"][at] for at in within) > 0.3
+    assert check["loss"][within[-1]] < check["loss"][0]
+
+
+def test_a_model_before_training_names_no_trained_length(untrained: Model) -> None:
+    assert untrained.trained_length is None
+
+
+def test_layers_with_a_window_see_it_and_the_others_see_everything() -> None:
+    weights = Model(vocabulary=50, dim=32, layers=2, heads=4, window=3).weights(torch.arange(10)[None])
+    assert (weights[0] > 0).sum(-1).unique().tolist() == [1, 2, 3]
+    assert torch.equal(weights[1, 0, 0] > 0, torch.ones(10, 10).tril() > 0)
+
+
+def test_generating_beyond_the_window_gives_what_the_whole_sequence_gives() -> None:
+    torch.manual_seed(0)
+    model = Model(vocabulary=50, dim=32, layers=4, heads=4, window=4).eval()
+    ids = torch.randint(50, (2, 11))
+    found = model.generate(ids, 9)
+    whole = model(found)[:, 10:-1].argmax(-1)
+    assert torch.equal(found[:, 11:], whole)
+
+
 def test_a_later_token_changes_no_bit_of_earlier_logits(trained: Model) -> None:
     ids = tokens(ALICE)[:, :96]
     changed = ids.clone()
@@ -196,14 +271,6 @@ def test_a_later_token_changes_no_bit_of_earlier_logits(trained: Model) -> None:
         before, after = trained(ids), trained(changed)
     assert torch.equal(before[:, :64], after[:, :64])
     assert not torch.equal(before[:, 64:], after[:, 64:])
-
-
-def test_two_thousand_tokens_run(trained: Model) -> None:
-    ids = torch.arange(2000)[None] % 1024
-    with torch.no_grad():
-        logits = trained(ids)
-    assert logits.shape == (1, 2000, 1024)
-    assert bool(logits.isfinite().all())
 
 
 def test_the_weights_of_every_layer_are_causal_and_sum_to_1(trained: Model) -> None:

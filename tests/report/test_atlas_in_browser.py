@@ -42,7 +42,7 @@ def serving(seen: Observation) -> Iterator[Serving]:
         AtlasLayer(f"first {HOSTILE}", seen, TOKENS, TOKENS),
         AtlasLayer("second", small, list("abcd"), list("uvwxyz")),
     ]
-    with serve(Atlas(f"An atlas {HOSTILE}", layers)) as running:
+    with serve(Atlas(f"An atlas {HOSTILE}", layers, f"A note {HOSTILE}")) as running:
         yield running
 
 
@@ -139,6 +139,7 @@ def test_the_whole_map_is_shown_first_and_nothing_complains(driver: Any, serving
     assert hidden[:3] == (0xEC, 0xEC, 0xEA)
     assert visible != hidden
     assert page.text("title") == f"An atlas {HOSTILE}"
+    assert page.text("note") == f"A note {HOSTILE}"
     assert not page.by_id("overview").is_displayed()
     assert wrong(driver) == []
 

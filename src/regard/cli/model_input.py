@@ -47,9 +47,7 @@ def load_and_tokenize(
     task = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
     loaded = load(name, remote_code=trust)
     tokens = loaded.tokenize(text)
-    if tokens.truncated:
-        bar.console.print(
-            Text(f"the last {tokens.truncated:,} tokens are left out: the model has no positions for them")
-        )
+    if limits := loaded.limits(tokens):
+        bar.console.print(Text(limits))
     bar.update(task, description=f"reading {len(tokens.pieces):,} tokens", total=loaded.layers or None)
     return loaded, tokens, lambda layer: bar.advance(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -36,7 +37,9 @@ def inspect(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: 
 def build_look(loaded: LoadedModel, text: TokenizedText, seen: Seen, tell: Tell = lambda name: None) -> Look:
     """What a report shows of an inspected model; if no layer has one row or key per token, it shows positions."""
     sizes = {size for name in seen.layers for size in seen[name].shape[-2:]}
-    return seen.look(text.pieces if len(text.pieces) in sizes else None, loaded.name, tell=tell)
+    look = seen.look(text.pieces if len(text.pieces) in sizes else None, loaded.name, tell=tell)
+    limits = loaded.limits(text)
+    return replace(look, facts={**look.facts, "limits": limits}) if limits else look
 
 
 def build_atlas(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: None) -> Atlas:
@@ -52,7 +55,7 @@ def build_atlas(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda na
     found = [_layer(name, seen, text.pieces) for name, seen in layers.items()]
     if not found:
         raise ArgumentError(f"atlas: no attention was seen in {loaded.name!r}; there is nothing to draw.")
-    return Atlas(loaded.name, found)
+    return Atlas(loaded.name, found, loaded.limits(text))
 
 
 def _layer(name: str, seen: Observation, pieces: list[str]) -> AtlasLayer:

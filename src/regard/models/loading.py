@@ -44,6 +44,16 @@ class LoadedModel:
     model: nn.Module
     tokenize: Callable[[str], TokenizedText]
     layers: int
+    trained_length: int | None = None  # tokens in the longest texts of its training, if known
+
+    def limits(self, text: TokenizedText) -> str:
+        """Say which tokens are left out, or from where on the model extrapolates; empty if the text is short enough."""
+        if text.truncated:
+            return f"the last {text.truncated:,} tokens are left out: the model has no positions for them"
+        if self.trained_length is not None and len(text.pieces) > self.trained_length:
+            length = f"{self.trained_length:,}"
+            return f"the model extrapolates from position {length} on: it was trained on texts of up to {length} tokens"
+        return ""
 
     @torch.no_grad()
     def run(self, text: TokenizedText) -> None:
@@ -80,7 +90,7 @@ def _builtin(name: str, device: str) -> LoadedModel:
         ids = words.encode(text)
         return TokenizedText({"ids": torch.tensor([ids], device=device)}, words.pieces(ids))
 
-    return LoadedModel(name, model, tokenize, len(model.blocks))
+    return LoadedModel(name, model, tokenize, len(model.blocks), model.trained_length)
 
 
 def _from_transformers(name: str, remote_code: bool, device: str) -> LoadedModel:

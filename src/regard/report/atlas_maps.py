@@ -70,6 +70,8 @@ class State:
 class Atlas:
     """Attention maps of any length to pan and zoom; `regard.report.atlas.serve` shows them in a browser.
 
+    The page shows `note`, if there is one, beside the title.
+
     >>> import torch, regard
     >>> x = torch.zeros(1, 3, 8)
     >>> words = ["a", "small", "map"]
@@ -80,10 +82,10 @@ class Atlas:
     36
     """
 
-    def __init__(self, title: str, layers: Sequence[AtlasLayer]) -> None:
+    def __init__(self, title: str, layers: Sequence[AtlasLayer], note: str = "") -> None:
         if not layers or not all(isinstance(layer, AtlasLayer) for layer in layers):
             raise ArgumentError(f"Atlas: layers must be a list of at least one AtlasLayer. Got {layers!r}.")
-        self.title, self.layers = str(title), list(layers)
+        self.title, self.layers, self.note = str(title), list(layers), str(note)
         self._maps: OrderedDict[tuple[int, int], Pyramid] = OrderedDict()  # least recently used first
         self._tiles: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
         self._errors: dict[tuple[int, int], str] = {}
@@ -102,7 +104,7 @@ class Atlas:
             layers.append(
                 {"name": layer.name, "heads": layer.heads, "queries": rows, "keys": keys, "base": base, "top": top}
             )
-        return {"title": self.title, "side": SIDE, "tokens": TOKENS_PER_BLOCK, "layers": layers}
+        return {"title": self.title, "note": self.note, "side": SIDE, "tokens": TOKENS_PER_BLOCK, "layers": layers}
 
     def tokens(self, layer: int, side: str, block: int) -> list[str]:
         """The texts of up to 1,024 tokens from 1024·block on, along `side`: "queries" or "keys"."""

@@ -28,14 +28,16 @@ def load(trained: bool = True) -> Model:
         torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed the GPU generators
         model = Model()
     if trained:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors import SafetensorError, safe_open
 
         try:
-            stored = load_file(_WEIGHTS)
+            with safe_open(_WEIGHTS, "pt") as file:
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                length = (file.metadata() or {}).get("trained_length")
         except (OSError, SafetensorError) as error:
             raise FileError(f"load: the weights {_WEIGHTS} are missing or damaged; reinstall regard.") from error
         model.load_state_dict({name: weight.float() for name, weight in stored.items()})
+        model.trained_length = int(length) if length else None
     return model.eval()
 
 

@@ -1,4 +1,10 @@
-"""The built-in model: a small causal transformer that you can read in one sitting."""
+"""The built-in model: a small causal transformer that you can read in one sitting.
+
+Local and global layers take turns. A local layer has rotary positions and sees the last tokens only, so that its heads
+do the same at token 100 and at token 100,000. A global layer sees every earlier token and has no positions: it compares
+contents, whatever the distance. Together they hold on texts far longer than the short ones that most of the training
+saw (Yang et al. 2025, "Rope to Nope and Back Again").
+"""
 
 from __future__ import annotations
 
@@ -10,25 +16,32 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError, DtypeError, ShapeError
 from ...masks import causal
+from ...masks import window as window_mask
 from ...nn import KVCache, MultiheadAttention
 
 __all__ = ["Block", "Model"]
 
 
 class Block(nn.Module):
-    """Attention, then an MLP: each reads the normalised residual stream and adds to it."""
+    """Attention, then an MLP: each reads the normalised residual stream and adds to it.
 
-    def __init__(self, dim: int, heads: int) -> None:
+    With a `window`, a token attends to itself and the window − 1 tokens before it, with rotary positions; without one,
+    to itself and all tokens before it, without positions.
+    """
+
+    def __init__(self, dim: int, heads: int, window: int | None = None) -> None:
         super().__init__()
+        self.window = window
+        self.mask = causal() if window is None else window_mask(window - 1)
         self.attention_norm = nn.LayerNorm(dim)
-        self.attention = MultiheadAttention(dim, heads, bias=False, batch_first=True, rotary=True)
+        self.attention = MultiheadAttention(dim, heads, bias=False, batch_first=True, rotary=window is not None)
         self.mlp_norm = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Add the block's output to the residual stream (B, N, dim)."""
         normed = self.attention_norm(x)
-        mask = causal() if cache is None else None  # a cache has its own mask
+        mask = self.mask if cache is None else None  # a cache has its own mask
         x = x + self.attention(normed, normed, normed, need_weights=False, mask=mask, cache=cache)[0]
         added: Tensor = self.mlp(self.mlp_norm(x))
         return x + added
@@ -36,12 +49,15 @@ class Block(nn.Module):
     def weights(self, x: Tensor) -> Tensor:
         """The attention weights for the stream x, (B, heads, N, N)."""
         normed = self.attention_norm(x)
-        found: Tensor = self.attention(normed, normed, normed, mask=causal(), average_attn_weights=False)[1]
+        found: Tensor = self.attention(normed, normed, normed, mask=self.mask, average_attn_weights=False)[1]
         return found
 
 
 class Model(nn.Module):
-    """Predicts the next token: a pre-norm transformer with rotary positions and tied embeddings, for any length.
+    """Predicts the next token: a pre-norm transformer with tied embeddings, whose layers 0, 2, … have a window.
+
+    `trained_length` is the number of tokens in the longest texts of its training, or None before any: on longer texts
+    it extrapolates.
 
     >>> model = Model(vocabulary=50, dim=32, layers=2, heads=4)
     >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
@@ -49,10 +65,13 @@ class Model(nn.Module):
     (torch.Size([1, 5, 50]), torch.Size([2, 1, 4, 5, 5]))
     """
 
-    def __init__(self, vocabulary: int = 1024, dim: int = 128, layers: int = 4, heads: int = 8) -> None:
+    def __init__(
+        self, vocabulary: int = 1024, dim: int = 128, layers: int = 4, heads: int = 8, window: int = 128
+    ) -> None:
         super().__init__()
+        self.trained_length: int | None = None
         self.embedding = nn.Embedding(vocabulary, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, heads, None if layer % 2 else window) for layer in range(layers))
         self.norm = nn.LayerNorm(dim)
         self._reset_parameters(dim, layers)
 
@@ -67,7 +86,7 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, caches: Sequence[KVCache] | None = None) -> Tensor:
         """The logits (B, N, vocabulary) of the token after each of `ids` (B, N).
 
-        With `caches`, one per layer, `ids` continue the cached sequence.
+        With `caches`, one per layer and with its window, `ids` continue the cached sequence.
         """
         x = self._embedded(ids)
         for at, block in enumerate(self.blocks):
@@ -103,7 +122,7 @@ class Model(nn.Module):
             raise ShapeError(
                 "generate: there must be at least one token to continue. Got none; start with a line break."
             )
-        caches = [KVCache() for _ in self.blocks]
+        caches = [KVCache(window=block.window) for block in self.blocks]  # type: ignore[arg-type]
         new = ids
         for _ in range(count):
             logits = self(new, caches)[:, -1]

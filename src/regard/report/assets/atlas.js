@@ -320,6 +320,8 @@ async function start() {
   document.title = `${meta.title} · attention atlas`;
   find("title").textContent = meta.title;
   find("title").title = meta.title;
+  find("note").textContent = meta.note;
+  find("note").hidden = !meta.note;
   tokens = new Tokens(meta.tokens, redraw);
   tiles = new Tiles(palette, redraw, failed);
   picture = new Picture(canvas(), view, meta.side, (level, row, col) => tiles.get(pathOf(level, row, col)), (side, index) => tokens.at(state.layer, side, index));
