@@ -136,3 +136,45 @@ def test_an_example_says_what_it_shows_and_whether_it_did(file: Path) -> None:
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     assert isinstance(main.returns, ast.Name)
     assert main.returns.id == "int"
+
+
+WORDS = """
+    autoregressive look-ahead cross-attention self-attention multiplicative additive Bahdanau log-sum-exp quadratic
+    HBM memory-bound one-hot retrieval exploration tril sdp_kernel aliasing coprime
+"""
+
+
+def test_readers_of_textbooks_find_their_words() -> None:
+    text = (DOCS / "guide/textbook.md").read_text("utf-8").lower()
+    assert not [word for word in WORDS.lower().split() if not re.search(rf"(?<!\w){word}(?!\w)", text)]
+
+
+def test_the_code_of_textbooks_agrees_with_ours() -> None:
+    page, namespace = DOCS / "guide/textbook.md", {"__name__": "textbook"}
+    out = io.StringIO()
+    with redirect_stdout(out):
+        for head, text in blocks(page):
+            if 'exec="1"' in head:
+                exec(compile(text, str(page), "exec"), namespace)
+    assert out.getvalue().count("largest difference") > 30
+
+
+def references() -> dict[str, str]:
+    """The entry of every reference, by its anchor."""
+    entries = (DOCS / "references.md").read_text("utf-8").split("\n- ")[1:]
+    return {re.search(r"\{ #(\w+) \}", entry)[1]: entry for entry in entries}  # type: ignore[index]
+
+
+def test_every_reference_is_linked_where_it_is_used() -> None:
+    links = [link.partition("#") for page in PAGES for link in LINK.findall(prose(page))]
+    linked = {anchor for file, _, anchor in links if file.endswith("references.md") and anchor}
+    assert linked == set(references())
+
+
+def test_every_paper_that_is_named_is_in_the_references() -> None:
+    listed = {re.match(r"(\w+)\D*(\d{4})", entry).groups() for entry in references().values()}  # type: ignore[union-attr]
+    texts = [file.read_text("utf-8") for folder in ("src", "examples") for file in (ROOT / folder).rglob("*.py")]
+    texts += [prose(page) for page in PAGES]
+    named = {paper for text in texts for paper in re.findall(r"(\w+)\s+et\s+al\.,?\s+\(?(\d{4})", text)}
+    assert named
+    assert not named - listed
