@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -93,14 +94,21 @@ def test_under_torch_compile_torch_func_is_refused_by_name_and_right_behind_a_gr
     torch.testing.assert_close(torch.compile(derivative, backend="aot_eager")(query), derivative(query))
 
 
-def test_under_torch_compile_a_dual_tensor_is_refused_by_name() -> None:
+def test_under_torch_compile_a_dual_tensor_is_refused_by_name_or_right() -> None:
+    """torch 2.15 runs a call with dual tensors outside of the graph; older versions trace it, and we refuse."""
     query = x(1, 2, 4, 8)
     torch.compiler.reset()
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(query, torch.ones_like(query))
-        assert forward_ad.unpack_dual(attended(dual)).tangent is not None
-        with pytest.raises(BackendError, match=NO_RULES):
-            torch.compile(attended, backend="aot_eager")(dual)
+        expected = forward_ad.unpack_dual(attended(dual)).tangent
+        assert expected is not None
+        try:
+            found = forward_ad.unpack_dual(torch.compile(attended, backend="aot_eager")(dual)).tangent
+        except BackendError as error:
+            if not re.search(NO_RULES, str(error)):
+                raise
+        else:
+            torch.testing.assert_close(found, expected)
 
 
 def test_what_the_interpreter_takes_is_named_by_why() -> None:
