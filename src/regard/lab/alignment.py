@@ -184,7 +184,8 @@ class _Translator(nn.Module):
         optimiser = torch.optim.Adam(self.parameters(), lr=0.02)
         for step in range(steps):
             target, source, _ = self.sentences(32, 0, self.trained, order)
-            output = attention(*self(target, source), self.value[source])
+            query, key = self(target, source)
+            output = attention(query, key, self.value[source])
             optimiser.zero_grad()
             cross_entropy((output @ self.value.T).flatten(0, 1), target.flatten()).backward()
             optimiser.step()
@@ -224,7 +225,7 @@ class _Translator(nn.Module):
 
 def _vocabulary() -> tuple[dict[str, str], dict[str, str]]:
     """The words that are trained, and those that are not: of each stem, one ending is held out."""
-    trained, unseen = dict(_SINGLE), {}
+    trained, unseen = dict(_SINGLE), dict[str, str]()
     for number, stem in enumerate(_STEMS):
         for place, (french, english) in enumerate(_ENDINGS.items()):
             group = unseen if place == (number + 2) % len(_ENDINGS) else trained

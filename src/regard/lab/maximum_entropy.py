@@ -125,4 +125,5 @@ def _with_mean(noise: Tensor, scores: Tensor, mean: Tensor) -> Tensor:
 
 
 def _entropy(weights: Tensor) -> Tensor:
-    return torch.special.entr(weights).sum(-1)
+    entropy: Tensor = torch.special.entr(weights).sum(-1)
+    return entropy
