@@ -134,7 +134,7 @@ class Variance(Study):
                 axes.plot(dims, [row[f"{what}, {scaling}"] for row in rows[: len(dims)]], marker="o", label=label)
         left.set(xlabel="d", ylabel="Var of the scores", xscale="log", yscale="log")
         middle.set(xlabel="d", ylabel="entropy / ln m", xscale="log", ylim=(-0.02, 1.05))
-        left.legend(frameon=False)
+        middle.legend(frameon=False, loc="center right")
         models = rows[2 * len(dims) :]
         names = [f"{row['model']}, {row['d_k']}" for row in models]
         for column, colour in (("±2σ, unscaled", "C0"), ("±2σ, / √d_k", "C1")):
