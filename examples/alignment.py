@@ -1,7 +1,8 @@
 """Which source word does each word of a translation attend to? The classic picture of attention.
 
-Words are small vectors of meaning; nothing is trained. The weights show that adjective and noun swap places, and the
-entropy shows where the alignment is uncertain.
+The word vectors are made by hand and nothing is trained: this is an illustration of how to read the weights, not
+evidence that attention aligns languages. Adjective and noun swap places, and the entropy shows where the alignment is
+uncertain. `regard lab alignment` learns an alignment from translated words.
 """
 
 from __future__ import annotations

@@ -62,6 +62,15 @@ def test_the_word_without_a_translation_spreads_its_attention() -> None:
     assert seen["query"][seen["perplexity"].index(max(seen["perplexity"]))] == "du"
 
 
+def test_it_says_that_it_illustrates_with_vectors_made_by_hand_and_reaches_no_verdict() -> None:
+    text = " ".join(run("show").split())
+    assert "made by hand for this illustration" in text
+    assert "regard lab alignment" in text
+    assert not {"supports", "verdict"} & set(text.split())
+    assert "made by hand" in shown()["vectors"]
+    assert "letters" in run("show", "--query", "one two")
+
+
 def test_the_json_holds_the_numbers_of_real_attention() -> None:
     seen = shown("--query", "rose roses red", "--key", "roses are red", "--temperature", "2")
     assert [len(row) for row in seen["weights"]] == [3, 3, 3]

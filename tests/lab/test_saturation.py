@@ -61,8 +61,17 @@ def test_near_uniform_the_jacobian_has_norm_1_over_m() -> None:
 def test_a_jacobian_that_does_not_fall_is_refuted(found: Experiment) -> None:
     study, rows = found.study, found.rows
     assert study.holds(rows)
-    assert not study.holds([*rows[:-1], rows[-1] | {"trace of J": 1.0}])
-    assert not study.holds([*rows[:-1], rows[-1] | {"norm of J": 0.5}])
+    *before, last, peak = rows
+    assert not study.holds([*before, last | {"trace of J": 1.0}, peak])
+    assert not study.holds([*before, last | {"norm of J": 0.5}, peak])
+
+
+def test_the_diagonal_of_the_jacobian_is_largest_where_the_weight_is_a_half(found: Experiment) -> None:
+    peak = found.rows[-1]
+    assert (peak["largest diagonal of J"], peak["its weight"]) == pytest.approx((0.25, 0.5), abs=5e-3)
+    for wrong in (1 / 32, 0.49, 1.0):
+        assert not Saturation(**SMALL, claimed_peak=wrong).run().verdict
+    assert not found.study.holds([*found.rows[:-1], peak | {"largest diagonal of J": 0.3}])
 
 
 def test_it_draws_the_example_and_the_jacobian(found: Experiment) -> None:

@@ -20,8 +20,9 @@ def found() -> Experiment:
 
 def test_the_variance_is_d_and_after_division_by_the_root_it_is_1(found: Experiment) -> None:
     assert found.verdict is True
-    assert [row["d"] for row in found.rows] == [16, 64, 256]
-    for row in found.rows:
+    moments = found.rows[:3]
+    assert [row["d"] for row in moments] == [16, 64, 256]
+    for row in moments:
         assert row["variance, none"] == pytest.approx(row["d"], rel=0.05)
         assert row["variance, √d"] == pytest.approx(1.0, rel=0.05)
         assert row["variance, d"] == pytest.approx(1 / row["d"], rel=0.05)
@@ -37,7 +38,7 @@ def test_the_gradient_of_a_score_by_the_query_is_the_key(found: Experiment) -> N
     query.requires_grad_()
     (gradient,) = torch.autograd.grad((query * key).sum() / 8, query)
     torch.testing.assert_close(gradient, key / 8)
-    for row in found.rows:
+    for row in found.rows[:3]:
         assert row["gradient², none"] == pytest.approx(row["d"], rel=0.05)
         assert row["gradient², √d"] == pytest.approx(1.0, rel=0.05)
 
@@ -49,10 +50,30 @@ def test_scores_of_variance_1_leave_the_entropy_half_a_nat_below_uniform() -> No
     assert row["entropy share, d"] > 0.99
 
 
-def test_it_draws_variance_and_entropy(found: Experiment) -> None:
-    left, right = found.figure().axes
-    assert [len(axes.lines) for axes in (left, right)] == [3, 3]
-    assert left.get_xlabel() == right.get_xlabel() == "d"
+def test_95_percent_of_scaled_scores_are_within_2(found: Experiment) -> None:
+    for row in found.rows[3:6]:
+        assert row["±2σ, none"] == pytest.approx(2 * math.sqrt(row["d"]), rel=0.05)
+        assert row["±2σ, √d"] == pytest.approx(2.0, rel=0.05)
+        assert row["within ±2, √d"] == pytest.approx(0.954, abs=0.01)
+    study, rows = found.study, found.rows
+    assert not study.holds([*rows[:3], rows[3] | {"within ±2, √d": 0.9}, *rows[4:]])
+
+
+def test_the_scores_of_a_model_have_the_size_of_its_heads_and_not_of_its_width(found: Experiment) -> None:
+    models = {row["model"]: row for row in found.rows[6:]}
+    assert models["GPT-2"]["σ, unscaled"] == pytest.approx(8.0, rel=0.03)
+    assert models["GPT-3 175B"]["σ, unscaled"] == pytest.approx(11.3, rel=0.03)
+    assert models["GPT-3 175B"]["±2σ, / √d_k"] == pytest.approx(2.0, rel=0.03)
+    assert found.verdict
+    assert not Variance(**SMALL, width="d_model").run().verdict
+
+
+def test_it_draws_variance_entropy_and_the_models(found: Experiment) -> None:
+    left, middle, right = found.figure().axes
+    assert [len(axes.lines) for axes in (left, middle)] == [3, 3]
+    assert left.get_xlabel() == middle.get_xlabel() == "d"
+    assert [text.get_text() for text in right.texts][:2] == ["±16", "±16"]
+    assert len(right.patches) == 2 * len(found.rows[6:])
 
 
 def test_it_is_seeded_and_leaves_the_generator_of_torch_as_it_was(found: Experiment) -> None:

@@ -1,4 +1,4 @@
-"""`regard show`: an alignment of words, computed with real attention."""
+"""`regard show`: an illustration of attention between words, with vectors made by hand or from letters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from regard.functional import observe
@@ -16,6 +17,9 @@ from regard.report.example import SOURCE, TARGET, hashed, known
 from regard.report.terminal import Alignment
 
 __all__ = ["show"]
+
+_BY_HAND = "made by hand for this illustration, so the alignment is put in; `regard lab alignment` learns one"
+_BY_LETTERS = "made from the letters of each word; nothing is trained"
 
 
 def show(
@@ -33,8 +37,9 @@ def show(
 ) -> None:
     """Show which words attend to which: weights as bars, entropy and effective keys.
 
-    Without options it aligns a French sentence with its English translation. Your own words are embedded by the letters
-    they share, so similar words attend to each other.
+    Without options it is an illustration: a French sentence and its English translation, with word vectors made by hand
+    so that words of the same meaning match. Your own words are embedded by the letters they share, so similar words
+    attend to each other. For an alignment that attention learns by itself, see `regard lab alignment`.
     """
     if not 0.0 < temperature < math.inf:
         raise typer.BadParameter(f"it must be above 0 and finite; got {temperature}", param_hint="--temperature")
@@ -48,10 +53,15 @@ def show(
         entropy=seen.entropy.tolist(),
         perplexity=seen.perplexity.tolist(),
     )
+    vectors = _BY_HAND if query is None else _BY_LETTERS
     if as_json:
-        typer.echo(json.dumps({"temperature": temperature, "causal": causal, **_as_object(alignment)}))
+        typer.echo(
+            json.dumps({"vectors": vectors, "temperature": temperature, "causal": causal, **_as_object(alignment)})
+        )
         return
-    Console(highlight=False).print(alignment)
+    console = Console(highlight=False)
+    console.print(alignment)
+    console.print(Text(f"vectors: {vectors}", style="dim"))
 
 
 def _embedded(query: str | None, key: str | None) -> tuple[list[str], list[str], Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Small word vectors, so that real attention aligns two sentences."""
+"""Word vectors for illustrations: two sentences with vectors made by hand, and any word by its letters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["SOURCE", "TARGET", "hashed", "known"]
 SOURCE = ("the", "black", "cat", "often", "wants", "cold", "milk")
 TARGET = ("le", "chat", "noir", "veut", "souvent", "du", "lait", "froid")
 
-# A word's meaning weighs 3, its part of speech 1.8; "du" has no English counterpart.
+# Made by hand so that the picture is easy to read, and therefore evidence of nothing: a word's meaning weighs 3, its
+# part of speech 1.8, and "du" has no English counterpart. `regard.lab` has an alignment that is learned.
 _MEANINGS: dict[str, dict[str, float]] = {
     "the": {"definite": 3.0, "article": 1.8},
     "black": {"black": 3.0, "adjective": 1.8},
@@ -36,7 +37,7 @@ _FEATURES = tuple(sorted({feature for meaning in _MEANINGS.values() for feature 
 
 
 def known(words: Sequence[str]) -> Tensor:
-    """Embed words of the built-in example: one row per word, one column per feature (a meaning or a part of speech).
+    """Embed words of the built-in example by hand: one row per word, one column per meaning or part of speech.
 
     >>> known(["cat", "chat"]).shape
     torch.Size([2, 12])
