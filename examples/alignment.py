@@ -33,7 +33,9 @@ def main() -> int:
     found = {word: SOURCE[j] for word, j in zip(TARGET, weights.argmax(-1).tolist(), strict=True)}
     sure = all(found[word] == wanted for word, wanted in EXPECTED.items())
     unsure = TARGET[int(entropy.argmax())]
-    print(f"each word attends to its translation: {sure}; the least certain is {unsure!r}, which has none")
+    print(
+        f"with these vectors each word attends to its translation: {sure}; the least certain is {unsure!r}, which has none"
+    )
     return 0 if sure and unsure == "du" else 1
 
 
