@@ -53,3 +53,35 @@ def test_vmap_over_a_bias_that_hides_differently_each_time_equals_a_loop() -> No
     found = torch.vmap(lambda b: regard.attention(q, k, v, bias=b, backend="chunked"))(bias)
     alone = torch.stack([regard.attention(q, k, v, bias=b, backend="chunked") for b in bias])
     torch.testing.assert_close(found, alone)
+
+
+PARAMETERS = {
+    "relative": (regard.biases.relative, (3,)),
+    "relative per head": (regard.biases.relative, (2, 3)),
+    "alibi": (regard.biases.alibi, (2,)),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3e38])
+def test_vmap_over_the_parameters_of_a_bias_equals_a_loop_whatever_is_hidden(
+    name: str, backend: str, bad: float
+) -> None:
+    make, shape = PARAMETERS[name]
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+    for x in (k, v):
+        x[..., 4, :] = bad
+    mask = regard.padding([4])
+    parameters = torch.rand(3, 2, *shape)
+    parameters[0, 0] = torch.inf if name == "alibi" else -torch.inf
+
+    def attend(t: torch.Tensor) -> torch.Tensor:
+        return regard.attention(q, k, v, mask=mask, bias=make(t[0]), backend=backend).nan_to_num(7.0)
+
+    def nested(t: torch.Tensor) -> torch.Tensor:  # two levels of vmap, the inner one over the last dimension
+        return torch.vmap(lambda x: attend(x[None]), in_dims=-1)(t.movedim(0, -1))
+
+    alone = torch.stack([torch.stack([attend(x[None]) for x in t]) for t in parameters])
+    torch.testing.assert_close(torch.vmap(attend)(parameters), alone[:, 0])
+    torch.testing.assert_close(torch.vmap(nested)(parameters), alone)

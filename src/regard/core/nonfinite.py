@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_exporting, unwrap, unwrap_largest
+from ..compat.torch import is_exporting, samples, unwrap, unwrap_largest
 from ..softmax import arithmetic_dtype
 from .formula import bias_tile, hidden
 from .spec import Spec
@@ -45,11 +47,11 @@ def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor |
     """Which rows (L, H, N) may attend to some key, and which keys (L, K, M) some row may attend to."""
     batch, heads, m = key.shape[:3]
     groups = query.shape[1] // max(heads, 1)
-    tables = () if spec.bias is None else tuple(map(unwrap, spec.bias.tensors))
+    tables = [] if spec.bias is None else samples(*spec.bias.tensors)
     rows = torch.zeros(batch, heads, groups, spec.n, dtype=torch.bool, device=key.device)
     keys = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
-        bias = unwrap_largest(bias)  # under vmap, −inf hides only where every sample has it
+        bias = unwrap_largest(bias)  # under vmap, −inf hides only where every sample has it, and so for tables
     for tile, full in _tiles(spec, rows.shape):
         row, col = ROW.part(rows, tile), keys[tile.batch, tile.heads, tile.cols]
         shown = torch.ones((), dtype=torch.bool, device=key.device)
@@ -57,12 +59,19 @@ def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor |
             shown = ~hide
         if bias is not None:
             shown = shown & (BIAS.part(bias, tile) != -torch.inf)
-        elif spec.bias is not None and (added := bias_tile(spec, tile, groups, None, tables)) is not None:
-            shown = shown & (added != -torch.inf)
+        elif tables:
+            shown = shown & _shown_by_table(spec, tile, groups, tables)
         shown = shown.expand(*row.shape, col.shape[-1])  # (l, k, g, r, c)
         row |= shown.any(-1)
         col |= shown.flatten(2, 3).any(2)
     return rows.flatten(1, 2), keys
+
+
+def _shown_by_table(spec: Spec, tile: Tile, groups: int, tables: list[tuple[Tensor, ...]]) -> Tensor:
+    """Where a structured bias is above −inf in some sample of vmap: broadcastable to (l, k, g, r, c)."""
+    spec = replace(spec, paired=0)  # these tensors are those of the bias alone
+    tiles = (bias_tile(spec, tile, groups, None, sample) for sample in tables)
+    return reduce(torch.logical_or, (added != -torch.inf for added in tiles if added is not None))
 
 
 def _tiles(spec: Spec, shape: tuple[int, ...]) -> Iterator[tuple[Tile, bool]]:
