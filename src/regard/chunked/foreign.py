@@ -40,8 +40,8 @@ class AttentionFormula:
         engine, x = self._engine(q, k, v)
         tq, tk, tv = tangents
         if tq is not None:
-            tq = (tq * self.scale).unflatten(1, x[0].shape[1:3])
-        return jvp(engine, x, (tq, tk, tv, None))[0].flatten(1, 2)
+            tq = (tq * self.scale).reshape(x[0].shape)  # a view that torch.autograd can batch
+        return jvp(engine, x, (tq, tk, tv, None))[0].reshape(*q.shape[:-1], v.shape[-1])
 
     def _engine(
         self, q: Tensor, k: Tensor, v: Tensor

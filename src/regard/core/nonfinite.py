@@ -26,7 +26,7 @@ def all_finite(*tensors: Tensor) -> bool:
 
 @torch.no_grad()
 def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=arithmetic_dtype(x.dtype)))
+    return float(torch.linalg.vector_norm(x.detach(), dtype=arithmetic_dtype(x.dtype)))  # detached: without a tangent
 
 
 def zero_unseen(

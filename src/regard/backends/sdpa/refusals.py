@@ -90,14 +90,14 @@ def _about_bias(p: Problem) -> list[str]:
         reasons.append("a NaN or inf behind −inf in the bias would leak through torch's kernels")
     elif not p.query.is_cpu and bool(((p.bias < -1e30) & (p.bias > -torch.inf)).any()):
         reasons.append("torch's kernels on this device lose rows of very low logits")
-    elif may_need_grad(p.query, p.key, p.value) and _has_far_rows(p.bias):
+    elif not reasons and may_need_grad(p.query, p.key, p.value) and _has_far_rows(p.bias):
         reasons.append("torch's backward keeps one number per row, in which a bias this large leaves no digits")
     return reasons
 
 
 def _has_far_rows(bias: Tensor) -> bool:
     """Whether the largest bias of a row is finite and far from 0, as in a row of finfo.min."""
-    if bias.is_meta:
+    if bias.is_meta or not bias.numel():
         return False
     level = bias.amax(-1)
     return bool(((level.abs() > FAR) & (level > -torch.inf)).any())
