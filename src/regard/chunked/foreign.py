@@ -75,7 +75,7 @@ class ForeignKernel(torch.autograd.Function):
             return len(kept) - 1
 
         with torch.enable_grad(), saved_tensors_hooks(pack, kept.__getitem__):
-            inside = call_function(Roots, torch.empty(0, requires_grad=True), q, k, v)
+            inside = call_function(Roots, torch.empty(0, requires_grad=True, device="cpu"), q, k, v)
             output = attend(*inside)
         ctx.formula, ctx.kept = formula, kept
         ctx.starts = [get_gradient_edge(x) if x.requires_grad else None for x in inside]

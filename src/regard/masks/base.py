@@ -131,7 +131,7 @@ class Mask(ABC):
 
     def density(self, n: int, m: int) -> float:
         """Give the share of pairs that are allowed; 0 if there is no pair."""
-        i, _ = self._positions(n, 0)
+        i, _ = self._positions(n, 0, None if self.tensors else "cpu")
         count = self.visible(i, n, m)
         return float(count.sum()) / (count.numel() * m) if count.numel() * m else 0.0
 
@@ -147,7 +147,7 @@ class Mask(ABC):
             return ""
         one = self.restrict(slice(batch, batch + 1), slice(head, head + 1))
         if max(n, m) <= width:
-            return draw_pairs(one.dense(n, m).reshape(n, m))
+            return draw_pairs(one.dense(n, m, None if one.tensors else "cpu").reshape(n, m))
         return draw_shades(one._tile_densities(*cell_edges(n, m, width), n, m))
 
     def _tile_densities(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:

@@ -43,7 +43,7 @@ class Gaussian(Score):
     @property
     def bandwidth(self) -> Tensor:
         """h, a single number."""
-        return self.log_bandwidth.exp() if self.learnable else torch.tensor(self.init)
+        return self.log_bandwidth.exp() if self.learnable else torch.tensor(self.init, device="cpu")
 
     def centre(self, query: Tensor, key: Tensor) -> Tensor:
         return _centre(key.detach())  # moving both changes no logit, so no derivative either
