@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import regard
+from regard.core import nonfinite
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
@@ -85,3 +88,50 @@ def test_vmap_over_the_parameters_of_a_bias_equals_a_loop_whatever_is_hidden(
     alone = torch.stack([torch.stack([attend(x[None]) for x in t]) for t in parameters])
     torch.testing.assert_close(torch.vmap(attend)(parameters), alone[:, 0])
     torch.testing.assert_close(torch.vmap(nested)(parameters), alone)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"mask": regard.causal()},
+    "window": {"mask": regard.window(2, 1)},
+    "per item": {"mask": regard.causal() & regard.padding([9, 4])},
+    "bias": {"bias": torch.zeros(9, 9).masked_fill(torch.ones(9, 9).triu(1) > 0, -torch.inf)},
+    "additive, sink, dropout": {
+        "mask": regard.causal(),
+        "score": regard.scores.Additive(4, 4, 3),
+        "sink": torch.zeros(4),
+        "dropout": 0.3,
+    },
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_rows_that_do_not_see_a_nan_are_as_without_it(backend: str, name: str, bad: float, where: str) -> None:
+    torch.manual_seed(0)
+    options = OPTIONS[name]
+    clean = [torch.randn(2, heads, 9, 4) for heads in (4, 2, 2)]
+    spoilt = [x.clone() for x in clean]
+    spoilt[1 if where == "key" else 2][0, 1, 5, 2] = bad
+    allowed = options["mask"].dense(9, 9) if "mask" in options else options["bias"] == 0
+    sees = torch.zeros(2, 4, 9, dtype=torch.bool)
+    sees[0, 2:] = allowed.reshape(-1, 9, 9)[0, :, 5]
+    results = []
+    for tensors in (clean, spoilt):
+        query = tensors[0].requires_grad_()
+        torch.manual_seed(1)
+        seen = regard.observe(*tensors, **options, backend=backend)
+        (grad,) = torch.autograd.grad(seen.output.sum() + seen.entropy.sum(), query)
+        results.append([x[~sees] for x in (seen.output, seen.lse, seen.entropy, seen.max_logit, grad)])
+        assert not (tensors is spoilt and bad != bad and seen.output[sees].isfinite().all())
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_finite_inputs_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = []
+    monkeypatch.setattr(nonfinite, "_norm", lambda x: norms.append(x) or 1.0)
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+    regard.attention(q, k, v, mask=regard.causal(), backend="chunked")
+    assert len(norms) == 3

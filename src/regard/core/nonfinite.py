@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_exporting, samples, unwrap, unwrap_largest
+from ..compat.torch import is_exporting, samples, transforms_are_active, unwrap, unwrap_largest
+from ..masks import Mask, dense
 from ..softmax import arithmetic_dtype
 from .formula import bias_tile, hidden
+from .problem import Problem
+from .rows import Rows
 from .spec import Spec
 from .tiling import BIAS, ROW, Tile, TileSizes, strips
 
-__all__ = ["all_finite", "visible_rows_and_keys", "zero_unseen"]
+__all__ = ["all_finite", "attend_apart", "visible_rows_and_keys", "zero_unseen"]
 
 
 def all_finite(*tensors: Tensor) -> bool:
@@ -29,11 +32,53 @@ def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x.detach(), dtype=arithmetic_dtype(x.dtype)))  # detached: without a tangent
 
 
+def attend_apart(p: Problem, attend: Callable[[Problem, bool], Rows]) -> Rows:
+    """Attend, rows that see a NaN or inf apart from those that see none: then 0 · NaN reaches none of the latter.
+
+    `attend` is told whether nothing can spread. Each part hides the other's rows, and so it hides from the clean rows
+    every key that is not finite. Wrappers of torch.func and shared masks are not taken apart.
+    """
+    if (p.mask is None and p.bias is None) or is_exporting():
+        return attend(p, p.mask is None and p.bias is None)
+    if all_finite(p.query, p.key, p.value):
+        return attend(p, True)
+    if transforms_are_active() or p.items_per_mask > 1 or (rows := _rows_that_see_nonfinite_keys(p)) is None:
+        return attend(p, False)
+    clean, spoilt = (attend(p._replace(mask=_of_rows(p.mask, some)), False) for some in (~rows, rows))
+    found = []
+    for a, b in zip(clean, spoilt, strict=True):
+        there = p.shaped(rows) if a is None or a.dim() == len(p.lead) + 1 else p.shaped(rows)[..., None]
+        found.append(None if a is None or b is None else torch.where(there, b, a))
+    return Rows(*found)
+
+
+def _of_rows(mask: Mask | None, rows: Tensor) -> Mask:
+    """The mask in these rows (B, H, N) alone."""
+    only = dense(rows[..., None])
+    return only if mask is None else mask & only
+
+
+@torch.no_grad()
+def _rows_that_see_nonfinite_keys(p: Problem) -> Tensor | None:
+    """Which rows (B, H, N) may attend to a key or value that is not finite; None if that parts no rows."""
+    bad = ~(p.key.isfinite().all(-1) & p.value.isfinite().all(-1))  # (B, K, M)
+    if not bool(bad.any()):
+        return None
+    only = dense(bad.repeat_interleave(p.query.shape[1] // p.key.shape[1], 1)[:, :, None])
+    spec = Spec.of(p._replace(mask=only if p.mask is None else p.mask & only))
+    bias = p.bias if isinstance(p.bias, Tensor) else None
+    bias = (
+        None if bias is None else bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (p.key.shape[1], -1))
+    )
+    rows, _ = visible_rows_and_keys(spec, p.query, p.key, bias)
+    return rows if bool(rows.any()) else None
+
+
 def zero_unseen(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, finite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Zero rows and keys that take no part, if a NaN or inf in them could spread: (L, H, N, D), (L, K, M, …)."""
-    if spec.mask is None and bias is None and spec.bias is None:
+    if finite or (spec.mask is None and bias is None and spec.bias is None):
         return query, key, value
     if not is_exporting() and all_finite(query, key, value):
         return query, key, value
