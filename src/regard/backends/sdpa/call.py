@@ -93,7 +93,7 @@ def call_of(p: Problem, probe: bool = False) -> Call:
 
 def probe_of(p: Problem) -> Call:
     """A call for torch to choose a kernel for: the same tensors, or empty ones where casts and scores would compute."""
-    if p.plain_scale and not _casts(p):
+    if p.score is None and not isinstance(p.scale, Tensor) and not _casts(p):
         return call_of(p._replace(scale=abs(p.scale) or 1.0), probe=True)
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     width = p.query.shape[-1] if p.score is None else p.score.width(p.query.shape[-1], p.key.shape[-1])
