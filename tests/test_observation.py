@@ -429,3 +429,19 @@ def test_large_logits_overflow_nothing() -> None:
 def test_the_repr_says_sizes_and_backend() -> None:
     seen = regard.observe(*inputs(2, 4, kv_heads=2), backend="reference")
     assert repr(seen) == "Observation(heads (2, 4), 13 queries, 17 keys, by reference)"
+
+
+def test_received_map_and_top_are_of_weights_before_dropout_and_with_a_sink_sum_to_less_than_one() -> None:
+    tensors = torch.randn(3, 1, 2, 6, 4).unbind()
+    sink = torch.tensor([0.0, 2.0])
+    torch.manual_seed(0)
+    seen = regard.observe(*tensors, sink=sink, dropout=0.5)
+    plain = regard.observe(*tensors, sink=sink)
+    weights = plain.weights()
+    assert (weights.sum(-1) < 1).all()
+    torch.testing.assert_close(seen.received, weights.sum(-2))
+    torch.testing.assert_close(seen.map(6, 6), weights)
+    torch.testing.assert_close(seen.top(2)[0], weights.topk(2).values)
+    torch.testing.assert_close(seen.max_logit, regard.observe(*tensors).max_logit)
+    torch.testing.assert_close(seen.entropy, -(weights * weights.log()).sum(-1))
+    torch.testing.assert_close(seen.gradient_health, (weights * (1 - weights)).sum(-1))

@@ -217,7 +217,7 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
     if isinstance(index, range):
         index = list(index)
     if isinstance(index, list) and all(type(i) in (int, bool) for i in index):
-        index = torch.tensor(index) if index else torch.empty(0, dtype=torch.int64)
+        index = torch.tensor(index, device=device) if index else torch.empty(0, dtype=torch.int64, device=device)
     if not isinstance(index, Tensor) or index.dtype.is_floating_point or index.dtype.is_complex:
         raise DtypeError(f"{member}: {name} must be a slice, or whole numbers in one dimension. Got {index!r}.")
     if index.dim() != 1:

@@ -137,3 +137,35 @@ def test_what_would_be_linearised_wrongly_is_refused_by_name() -> None:
 
     with pytest.raises(regard.errors.ArgumentError, match=r"^attention: torch\.func\.linearize"):
         torch.func.linearize(f, x)
+
+
+VECTORISED: dict[str, dict[str, Any]] = {
+    "causal": {"mask": regard.causal()},
+    "bias": {"bias": torch.randn(2, 3, 3, dtype=torch.float64)},
+    "relative": {"bias": regard.biases.relative(torch.randn(2, 3, dtype=torch.float64))},
+    "sink": {"sink": torch.zeros(2, dtype=torch.float64)},
+    "additive": {"score": regard.scores.Additive(2, 2, 3).double()},
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("auto", "causal"), ("sdpa", "causal"), *(("chunked", name) for name in VECTORISED)],
+)
+def test_vectorised_forward_mode_of_torch_autograd_equals_a_loop(backend: str, name: str) -> None:
+    torch.manual_seed(0)
+    tensors = tuple(torch.randn(3, 1, 2, 3, 2, dtype=torch.float64).unbind())
+
+    def f(*x: Tensor) -> Tensor:
+        return regard.attention(*x, backend=backend, **VECTORISED[name])
+
+    def number(*x: Tensor) -> Tensor:
+        return f(*x).sin().sum()
+
+    def jacobian(**how: Any) -> Any:
+        return torch.autograd.functional.jacobian(f, tensors, **how)
+
+    torch.testing.assert_close(jacobian(vectorize=True, strategy="forward-mode"), jacobian())
+    hessian = torch.autograd.functional.hessian
+    mixed = hessian(number, tensors, vectorize=True, outer_jacobian_strategy="forward-mode")
+    torch.testing.assert_close(mixed, hessian(number, tensors))

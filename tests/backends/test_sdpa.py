@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -207,6 +209,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "alibi": ({"bias": regard.biases.alibi(torch.ones(4))}, "matrix"),
     "bias that learns": ({"bias": torch.zeros(20, 33, requires_grad=True)}, "gradient"),
     "mask and bias": ({"bias": torch.zeros(20, 33), "mask": selective(20, 33)}, "one of mask and bias"),
+    "scale beyond the digits": ({"scale": -1e30, "mask": regard.causal()}, "digits of logits"),
+    "bias beyond the digits": ({"bias": torch.full((20, 1), -1e9)}, "leaves no digits"),
 }
 
 
@@ -353,3 +357,100 @@ def test_second_derivatives_under_a_fixed_bias_are_those_of_the_formula(more: st
 
     for a, b in zip(twice("sdpa"), twice("reference"), strict=True):
         torch.testing.assert_close(a, b)
+
+
+# every edge of scale, lengths, strides and dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("given_as", [float, torch.tensor, regard.scores.Scaled])
+def test_a_scale_of_any_sign_under_a_causal_mask(dtype: torch.dtype, given_as: Any) -> None:
+    tensors = posed(n=17, m=17, dtype=dtype)
+    for scale in (-0.3, 0.0, -0.0, -1.0):
+        option = {"score" if given_as is regard.scores.Scaled else "scale": given_as(scale)}
+        results = []
+        for backend in ("auto", "reference"):
+            output = regard.attention(*tensors, mask=regard.causal(), backend=backend, **option)
+            results.append((output, *torch.autograd.grad(output.double().square().sum(), tensors)))
+        assert regard.why(*tensors, mask=regard.causal(), **option).backend == "sdpa"
+        tolerance = 1000 * torch.finfo(dtype).eps if dtype != torch.bfloat16 else 0.3
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_rows_of_a_bias_far_below_zero_get_the_gradient_of_equal_weights() -> None:
+    tensors, twin = posed(n=6, m=7), posed(n=6, m=7, dtype=torch.float64)
+    bias = torch.zeros(6, 7)
+    bias[4:] = torch.finfo(torch.float32).min
+    found = torch.autograd.grad(regard.attention(*tensors, bias=bias).square().sum(), tensors)
+    expected = torch.autograd.grad(regard.attention(*twin, bias=bias, backend="reference").square().sum(), twin)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+def strided_tensor(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Tensor:
+    """Numbers of this shape, in memory as sliced, transposed or expanded tensors have them."""
+    b, h, n, d = shape
+    made = {
+        "contiguous": lambda: torch.randn(shape),
+        "heads inside": lambda: torch.randn(b, n, h, d).transpose(1, 2),
+        "transposed": lambda: torch.randn(b, h, d, n).mT,
+        "every other number": lambda: torch.randn(b, h, n, 2 * d)[..., ::2],
+        "a part": lambda: torch.randn(b, h + 1, n + 2, d + 1)[:, 1:, 1:-1, 1:],
+        "one head": lambda: torch.randn(b, 1, n, d).expand(shape),
+        "one row": lambda: torch.randn(b, h, 1, d).expand(shape),
+    }
+    return made[kind]().to(dtype)
+
+
+STRIDES = st.sampled_from(
+    ["contiguous", "heads inside", "transposed", "every other number", "a part", "one head", "one row"]
+)
+EDGE_MASKS: dict[str, Any] = {
+    "none": lambda n, m: {},
+    "causal": lambda n, m: {"mask": regard.causal()},
+    "causal from the top": lambda n, m: {"mask": regard.causal(offset=0)},
+    "causal below": lambda n, m: {"mask": regard.causal(offset=-2)},
+    "padding": lambda n, m: {"mask": regard.padding(torch.tensor([m // 2, 0]))},
+    "tensor": lambda n, m: {"mask": torch.rand(n, m) > 0.5},
+    "nothing": lambda n, m: {"mask": torch.zeros(n, 1, dtype=torch.bool)},
+    "bias": lambda n, m: {"bias": torch.where(torch.rand(4, n, m) < 0.3, -INF, torch.randn(4, n, m))},
+}
+
+
+@settings(max_examples=60)
+@given(
+    scale=st.sampled_from([None, 0.0, -0.0, 0.7, -0.7, 4.0, -4.0, 1e-30, -1e-30, 1e-45, 2e3, -1e30, 1e38, 1e300]),
+    lengths=st.sampled_from([(1, 1), (1, 2), (1, 33), (5, 5), (17, 3), (3, 17), (40, 40), (2, 513), (130, 31)]),
+    dims=st.sampled_from([1, 2, 7, 16, 65]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    strides=st.tuples(STRIDES, STRIDES, STRIDES),
+    masked=st.sampled_from(sorted(EDGE_MASKS)),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+)
+def test_every_edge_that_torchs_kernels_accept_equals_the_reference(
+    scale: float | None,
+    lengths: tuple[int, int],
+    dims: int,
+    kv_heads: int,
+    strides: tuple[str, str, str],
+    masked: str,
+    dtype: torch.dtype,
+) -> None:
+    n, m = lengths
+    torch.manual_seed(n + m)
+    shapes = (2, 4, n, dims), (2, kv_heads, m, dims), (2, kv_heads, m, dims)
+    tensors = [strided_tensor(s, kind, dtype).requires_grad_() for s, kind in zip(shapes, strides, strict=True)]
+    twin = [x.detach().double().requires_grad_() for x in tensors]
+    options = {"scale": scale, **EDGE_MASKS[masked](n, m)}
+    if regard.why(*tensors, **options).refusals["sdpa"]:
+        return
+    found = regard.attention(*tensors, backend="sdpa", **options)
+    expected = regard.attention(*twin, backend="reference", **options)
+    tolerance = {torch.float32: 3e-5, torch.float64: 1e-11, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    got = torch.autograd.grad(found.double().sum(), tensors)
+    wanted = torch.autograd.grad(expected.sum(), twin)
+    for x, y, inner in zip(got, wanted, (m, n, n), strict=True):
+        margin = tolerance * max(1.0, abs(scale or 1.0)) * inner * math.sqrt(dims)
+        torch.testing.assert_close(x.double(), y, rtol=10 * tolerance, atol=margin)

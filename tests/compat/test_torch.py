@@ -47,6 +47,7 @@ NEEDED_FOR = {
     "not_compiled": "torch.compile must not trace a kernel launch after a graph break",
     "not_traced": "torch.compile must call the chunked passes and not trace them",
     "outside_transforms": "a cached block mask must not hold wrapped tensors",
+    "samples": "a table over which vmap runs hides a key only where it is -inf in every sample",
     "tensor_indices_in_vmap": "mask functions of Hugging Face index tensors inside vmap",
     "transforms_are_active": "the fast path steps aside inside torch.func",
     "unwrap": "values are read from the tensor under the wrappers of torch.func",
@@ -278,6 +279,17 @@ def test_unwrap_largest() -> None:
         assert torch.equal(seen[0], x.amax(0))
         torch.vmap(lambda t: (seen.append(compat.unwrap_largest(t)), t)[1], in_dims=1)(x)
         assert torch.equal(seen[1], x.amax(1))
+
+
+def test_samples() -> None:
+    with needs("samples"):
+        x, y, seen = small(3, 2, 4), small(5, 4), []
+        look = torch.func.grad(lambda s, t: (seen.append(compat.samples(s, t)), s.sum() + t.sum())[1])
+        torch.vmap(torch.vmap(look, in_dims=(1, None)), in_dims=(None, 0))(x, y)  # (3, 4) for each of 2, within 5
+        assert len(seen[0]) == 10
+        assert all(torch.equal(s, x[:, at % 2]) for at, (s, _) in enumerate(seen[0]))
+        assert all(torch.equal(t, y[at // 2]) for at, (_, t) in enumerate(seen[0]))
+        assert compat.samples(x)[0][0].data_ptr() == x.data_ptr()
 
 
 def test_is_batched() -> None:

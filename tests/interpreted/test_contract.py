@@ -25,6 +25,7 @@ def small(case: Case) -> Case:
 # Rows and keys span several blocks of the kernels and several of the 128 × 128 blocks of the lists.
 SEVERAL = Shape(batch=1, heads=2, kv_heads=1, n=150, m=300, d=8, dv=4)
 FEW = Shape(batch=1, heads=2, kv_heads=1)
+SHUT = torch.tensor([-torch.inf, 0.3])
 
 
 def blocks_of_all_kinds(s: Shape) -> torch.Tensor:
@@ -47,6 +48,9 @@ MORE = [
     Case("dims 111 and 59", lambda s: {"softcap": 3.0}, Shape(1, 2, 1, 20, 40, 111, 59)),
     Case("dims 1 and 1", lambda s: {"mask": regard.causal()}, Shape(1, 2, 1, d=1, dv=1)),
     Case("dims 256 and 256", lambda s: {"mask": regard.causal()}, Shape(1, 1, 1, 20, 30, 256, 256)),
+    Case("relative, one entry per head", lambda s: {"bias": regard.biases.relative(torch.ones(s.heads, 1))}, FEW),
+    Case("relative, one entry", lambda s: {"bias": regard.biases.relative(torch.ones(1), offset=40)}, FEW),
+    Case("sink of -inf and rows without a key", lambda s: {"sink": SHUT, "mask": regard.causal(offset=-5)}, FEW),
     Case("dims 7 and 200", lambda s: {"sink": torch.ones(s.heads)}, Shape(1, 2, 1, 20, 30, 7, 200)),
 ]
 ALL = [*(small(c) for c in CASES if c.name != "several strips"), *MORE]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import regard
 from regard.masks import (
     Mask,
     blocks,
@@ -38,15 +39,18 @@ MEANINGS = [
     (padding(KEEP), lambda b, i, j: KEEP[b][j]),
     (padding(torch.tensor(KEEP).int()), lambda b, i, j: KEEP[b][j]),
     (documents([0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 5, 0, 0]), lambda b, i, j: i // 2 == (0, 1, 1, 1, 2, 5, 0, 0)[j]),
-    (blocks(3), lambda b, i, j: i // 3 == j // 3),
+    (blocks(3), lambda b, i, j: (i + M - N) // 3 == j // 3),
+    (blocks(3, offset=1), lambda b, i, j: (i + 1) // 3 == j // 3),
     (prefix(3), lambda b, i, j: j < 3),
     (prefix([0, 4]), lambda b, i, j: j < (0, 4)[b]),
-    (strided(3), lambda b, i, j: (i - j) % 3 == 0),
-    (global_tokens([1, 7]), lambda b, i, j: i in (1, 7) or j in (1, 7)),
+    (strided(3), lambda b, i, j: (i + M - N - j) % 3 == 0),
+    (strided(3, offset=0), lambda b, i, j: (i - j) % 3 == 0),
+    (global_tokens([1, 7]), lambda b, i, j: i + M - N in (1, 7) or j in (1, 7)),
+    (global_tokens([1, 7], offset=[0, 6]), lambda b, i, j: i + 6 * b in (1, 7) or j in (1, 7)),
     (dense(torch.tensor(KEEP)[:, None, None]), lambda b, i, j: KEEP[b][j]),
     (predicate(lambda b, h, i, j: i * j > 3 + b).bind(2, 1), lambda b, i, j: i * j > 3 + b),
     (everything(), lambda b, i, j: True),
-    (~causal() | strided(3), lambda b, i, j: j > i + M - N or (i - j) % 3 == 0),
+    (~causal() | strided(3), lambda b, i, j: j > i + M - N or (i + M - N - j) % 3 == 0),
     (causal() & padding([3, 5]), lambda b, i, j: j <= i + M - N and j < (3, 5)[b]),
 ]
 
@@ -278,3 +282,17 @@ def test_a_predicate_is_shared_among_the_items_and_heads_that_it_ignores() -> No
         assert (~predicate(rule) & causal()).bind(4, 3).shared(cpu).lead == lead
     always = predicate(lambda b, h, i, j: torch.tensor(True))
     assert always.bind(4, 3).shared(cpu).lead == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [causal(), window(3), blocks(4), strided(3), global_tokens([0, 5]), causal() & (blocks(4) | strided(3))],
+    ids=repr,
+)
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_the_last_rows_alone_see_what_they_see_in_the_whole_sequence(mask: Mask, backend: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 11, 4).unbind()
+    whole = regard.attention(q, k, v, mask=mask, backend=backend)
+    for rows in (1, 3):
+        last = regard.attention(q[:, :, -rows:], k, v, mask=mask, backend=backend)
+        torch.testing.assert_close(last, whole[:, :, -rows:])

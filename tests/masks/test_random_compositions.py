@@ -16,10 +16,10 @@ leaves = st.one_of(
     st.builds(causal, offsets),
     st.builds(window, sides, sides, offsets),
     st.builds(padding, st.lists(st.integers(0, 12), min_size=2, max_size=2)),
-    st.builds(blocks, st.integers(1, 5)),
+    st.builds(blocks, st.integers(1, 5), offsets),
     st.builds(prefix, small),
-    st.builds(strided, st.integers(1, 5)),
-    st.builds(global_tokens, st.lists(st.integers(0, 12), max_size=3)),
+    st.builds(strided, st.integers(1, 5), offsets),
+    st.builds(global_tokens, st.lists(st.integers(0, 12), max_size=3), offsets),
     st.builds(lambda k: predicate(lambda b, h, i, j: (i * j + b) % k == 0), st.integers(1, 3)),
     st.builds(
         lambda row: dense(torch.tensor(row).reshape(2, 1, 1, 1)), st.lists(st.booleans(), min_size=2, max_size=2)

@@ -226,3 +226,13 @@ def test_a_module_holds_no_tokens_whose_mask_does_not_fit() -> None:
     with pytest.raises(RegardError):
         attend(x, x, x, cache=cache, mask=regard.packed([1, 1]))
     assert cache.length == 0
+
+
+@torch.no_grad()
+def test_a_cache_with_a_window_of_w_is_the_window_of_w_minus_one_over_the_whole_sequence() -> None:
+    module = regard.nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 9, 8)
+    whole, _ = module(x, x, x, mask=regard.window(4 - 1), need_weights=False)
+    cache = KVCache(window=4)
+    parts = [module(part, part, part, cache=cache, need_weights=False)[0] for part in x.split((1, 5, 1, 2), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)

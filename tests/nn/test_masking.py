@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -76,3 +77,16 @@ def test_masks_are_not_expanded() -> None:
     both = combine_masks("test", sizes(), torch.zeros(N, M), torch.zeros(2, M))
     assert both.bias is not None
     assert both.bias.shape == (1, 1, N, M)
+
+
+@pytest.mark.parametrize("combine", [lambda p: p, lambda p: ~p, lambda p: p | regard.window(0)])
+def test_a_predicate_with_appended_keys_is_asked_again_at_every_call(combine: Callable[[Mask], Mask]) -> None:
+    limit = torch.tensor(2)
+    mask = combine(regard.predicate(lambda b, h, i, j: j < limit))
+    assert not MaskAndBias(mask, None).with_visible_keys(1).mask.constant
+    module = regard.nn.MultiheadAttention(8, 2, add_zero_attn=True, batch_first=True)
+    x = torch.randn(1, 5, 8)
+    for until in (2, 4):
+        limit.fill_(until)
+        found, _ = module(x, x, x, mask=mask, need_weights=False)
+        torch.testing.assert_close(found, module(x, x, x, mask=regard.dense(mask.dense(5, 5)), need_weights=False)[0])

@@ -218,3 +218,17 @@ def test_a_row_that_sees_nothing_gives_heads_of_zeros_and_no_nan(masks: str, nee
         assert not (weights[1] if masks == "key_padding_mask" else weights[:, 2]).any()
     for gradient in torch.autograd.grad(output.square().sum(), [*given, *ours.parameters()]):
         assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("extra", ["add_bias_kv", "add_zero_attn"])
+def test_every_row_sees_the_extra_keys_with_and_without_the_causal_hint(extra: str) -> None:
+    theirs = torch.nn.MultiheadAttention(8, 2, **{extra: True})
+    ours = regard.nn.MultiheadAttention(8, 2, **{extra: True})
+    ours.load_state_dict(theirs.state_dict())
+    x, later = torch.randn(5, 1, 8), torch.ones(5, 5).triu(1).bool()
+    shown, weights = theirs(x, x, x, attn_mask=later)  # with weights, torch shows them as well
+    assert weights[..., -1].min() > 0
+    for options in ({"attn_mask": later}, {"attn_mask": later, "is_causal": True}, {"is_causal": True}):
+        torch.testing.assert_close(ours(x, x, x, need_weights=False, **options)[0], shown)
+    hidden = theirs(x, x, x, attn_mask=later, is_causal=True, need_weights=False)[0]
+    assert not torch.allclose(hidden, shown)  # its kernel aligns starts, and so hides the extra keys

@@ -102,8 +102,8 @@ def attend(engine: Engine, x: MaybeTensors) -> Rows:
     duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in x]
     if all(tangent is None for _, tangent in duals):
         return Rows(*call_function(Forward, engine, *x))
-    found = call_function(Jvp, engine, *(primal for primal, _ in duals), *(tangent for _, tangent in duals))
-    seen = [forward_ad.make_dual(y, t) for y, t in zip(found[:WITH_GRAD], found[FIELDS:], strict=True)]
+    found = _derived(Jvp, (engine,), (*(primal for primal, _ in duals), *(tangent for _, tangent in duals)))
+    seen = [forward_ad.make_dual(y, t) for y, t in zip(found[:WITH_GRAD], found[FIELDS:], strict=True)]  # type: ignore[arg-type]
     return Rows(*seen, *found[WITH_GRAD:FIELDS])
 
 
@@ -114,7 +114,7 @@ def vjp(engine: Engine, x: MaybeTensors, g: MaybeTensors, needs: Needs) -> tuple
 
 def jvp(engine: Engine, x: MaybeTensors, w: MaybeTensors) -> tuple[Tensor, ...]:
     """The tangents of output, lse and entropy, as a differentiable function of x and w."""
-    return tuple(call_function(Jvp, engine, *x, *w)[FIELDS:])
+    return tuple(_derived(Jvp, (engine,), (*x, *w))[FIELDS:])
 
 
 def _only_forward_mode(x: MaybeTensors) -> bool:
@@ -149,7 +149,7 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *w: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *call_function(Jvp, ctx.engine, *ctx.saved_tensors, *w[1:])[FIELDS:], None, None
+        return *_derived(Jvp, (ctx.engine,), (*ctx.saved_tensors, *w[1:]))[FIELDS:], None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, *x: Any) -> Any:
@@ -248,11 +248,10 @@ class Vjp(torch.autograd.Function):
         x, rows, g = _split(ctx.saved_tensors, (n, FIELDS, WITH_GRAD))
         w, d_rows, dg = _split(tangents[2:], (n, FIELDS, WITH_GRAD))
         if _none(w):
-            result: MaybeTensors = call_function(Vjp, ctx.engine, ctx.needs, *x, *rows, *dg)
-            return result
+            return _derived(Vjp, (ctx.engine, ctx.needs), (*x, *rows, *dg))
         # The rows have tangents too: with these, jvp need not run again.
         known = NO_TENSORS if any(t is None for t in d_rows[:WITH_GRAD]) else d_rows[:WITH_GRAD]
-        return tuple(call_function(DoubleBackward, ctx.engine, ctx.needs, *x, *rows, *g, *known, *w, *dg)[WITH_GRAD:])
+        return _derived(DoubleBackward, (ctx.engine, ctx.needs), (*x, *rows, *g, *known, *w, *dg))[WITH_GRAD:]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, needs: Needs, *given: Any) -> Any:
@@ -431,7 +430,7 @@ def _folded(t: Any, d: int | None, size: int, at: int) -> Any:
 
 
 def _derived(function: Any, fixed: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """Apply a derivative; `torch.autograd.grad(…, is_grads_batched=True)` batches tensors without telling us."""
+    """Apply a derivative; `torch.autograd` batches cotangents or tangents without telling us if it vectorises."""
     batched = [t is not None and is_legacy_batched(t) for t in given]
     if not any(batched):
         result: tuple[Tensor | None, ...] = call_function(function, *fixed, *given)
@@ -441,4 +440,8 @@ def _derived(function: Any, fixed: tuple[Any, ...], given: tuple[Any, ...]) -> t
     in_dims = tuple(0 if b else None for b in batched)
     inputs = len(given) // 2 if function is Jvp else len(fixed[1])
     found, at = _batched(function, size, in_dims, fixed, plain, inputs)
-    return tuple(None if r is None else legacy_batch(r, d) for r, d in zip(found, at, strict=True))
+    alike = FIELDS if function is Jvp and not any(batched[:inputs]) else 0  # rows depend on x alone
+    return tuple(
+        None if r is None else r.select(d, 0) if n < alike else legacy_batch(r, d)
+        for n, (r, d) in enumerate(zip(found, at, strict=True))
+    )

@@ -11,6 +11,7 @@ from ..chunked.engine import ChunkedEngine
 from ..compat.torch import not_traced, without_autocast
 from ..core.dropout import draw_seed
 from ..core.folded import fold, unfold
+from ..core.nonfinite import attend_apart
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..core.tiling import TileSizes
@@ -54,9 +55,14 @@ class Chunked(Backend):
 
     @without_autocast
     def _run(self, p: Problem) -> Rows:
-        x = fold(p, seed=draw_seed(p.who) if p.dropout else 0)
-        engine = ChunkedEngine(x.spec, self.tile_sizes, p.observed)
-        return unfold(p, attend(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
+        seed = draw_seed(p.who) if p.dropout else 0
+
+        def run(part: Problem, finite: bool) -> Rows:
+            x = fold(part, seed, finite)
+            engine = ChunkedEngine(x.spec, self.tile_sizes, p.observed)
+            return unfold(p, attend(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
+
+        return attend_apart(p, run)
 
     def __repr__(self) -> str:
         return f"regard.backends.Chunked(chunk_size={self.chunk_size})"

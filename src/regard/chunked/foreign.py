@@ -40,8 +40,8 @@ class AttentionFormula:
         engine, x = self._engine(q, k, v)
         tq, tk, tv = tangents
         if tq is not None:
-            tq = (tq * self.scale).unflatten(1, x[0].shape[1:3])
-        return jvp(engine, x, (tq, tk, tv, None))[0].flatten(1, 2)
+            tq = (tq * self.scale).reshape(x[0].shape)  # a view that torch.autograd can batch
+        return jvp(engine, x, (tq, tk, tv, None))[0].reshape(*q.shape[:-1], v.shape[-1])
 
     def _engine(
         self, q: Tensor, k: Tensor, v: Tensor
@@ -75,7 +75,7 @@ class ForeignKernel(torch.autograd.Function):
             return len(kept) - 1
 
         with torch.enable_grad(), saved_tensors_hooks(pack, kept.__getitem__):
-            inside = call_function(Roots, torch.empty(0, requires_grad=True), q, k, v)
+            inside = call_function(Roots, torch.empty(0, requires_grad=True, device="cpu"), q, k, v)
             output = attend(*inside)
         ctx.formula, ctx.kept = formula, kept
         ctx.starts = [get_gradient_edge(x) if x.requires_grad else None for x in inside]

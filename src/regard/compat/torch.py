@@ -43,6 +43,7 @@ __all__ = [
     "not_compiled",
     "not_traced",
     "outside_transforms",
+    "samples",
     "tensor_indices_in_vmap",
     "transforms_are_active",
     "unwrap",
@@ -172,6 +173,32 @@ def unwrap_largest(x: Tensor) -> Tensor:
         x = _functorch.get_unwrapped(x)
         x = x.amax(dim) if dim >= 0 else x
     return x
+
+
+def samples(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """The plain tensors of each sample that vmap runs over, at all levels together; one tuple if it runs over none."""
+    plain = [_unwrap_to_front(x) for x in tensors]
+    sizes = {level: size for _, batches in plain for level, size in batches.items()}
+    levels = sorted(sizes)
+    wide = []
+    for x, batches in plain:
+        own = x.shape[len(batches) :]
+        x = x.reshape(*(batches.get(level, 1) for level in levels), *own)
+        wide.append(x.expand(*(sizes[level] for level in levels), *own).reshape(-1, *own))
+    return list(zip(*wide, strict=True))
+
+
+def _unwrap_to_front(x: Tensor) -> tuple[Tensor, dict[int, int]]:
+    """The plain tensor, the dimensions of vmap in front, and their sizes by level, the outermost level first."""
+    if not is_wrapped(x):
+        return x, {}
+    level, dim = _functorch.maybe_get_level(x), _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else -1
+    plain, batches = _unwrap_to_front(_functorch.get_unwrapped(x))
+    if dim < 0:
+        return plain, batches
+    at = len(batches)
+    plain = plain.movedim(dim + at, at)
+    return plain, {**batches, level: plain.shape[at]}
 
 
 def is_batched(x: Tensor) -> bool:

@@ -73,7 +73,7 @@ def draw_seed(who: str) -> int:
             f"{who}: dropout draws a seed at each call, which an exported program cannot do. Export the module in "
             f"evaluation mode, model.eval(), or with dropout=0.0."
         )
-    seed = torch.randint(2**62, (), dtype=torch.int64)
+    seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu")
     if is_batched(seed):
         raise ArgumentError(
             f"{who}: dropout under vmap drops the same weights for every sample; use vmap(…, randomness='same')."

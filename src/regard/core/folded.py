@@ -38,13 +38,16 @@ def group_bias(bias: Tensor | None, heads: int) -> Tensor | None:
     return bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (heads, bias.shape[1] // max(heads, 1)))
 
 
-def fold(p: Problem, seed: int = 0) -> FoldedProblem:
-    """Fold the score into query and key, cast, and group the heads; `seed` decides what dropout drops."""
+def fold(p: Problem, seed: int = 0, finite: bool = False) -> FoldedProblem:
+    """Fold the score into query and key, cast, and group the heads; `seed` decides what dropout drops.
+
+    `finite` says that no NaN or inf can spread from what is hidden, and saves the look at every number.
+    """
     exact = p.exact_dtype
     heads, groups = p.key.shape[1], p.query.shape[1] // max(p.key.shape[1], 1)
     spec = Spec.of(p, seed)
     bias = group_bias(p.bias if isinstance(p.bias, Tensor) else None, heads)
-    parts = zero_unseen(spec, p.query, p.key, p.value, bias)
+    parts = zero_unseen(spec, p.query, p.key, p.value, bias, finite)
     query, key, value = (x.to(exact) for x in parts)
     shared: tuple[Tensor, ...] = ()
     if p.score is not None:

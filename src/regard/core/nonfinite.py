@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_exporting, unwrap, unwrap_largest
+from ..compat.torch import is_exporting, samples, transforms_are_active, unwrap, unwrap_largest
+from ..masks import Mask, dense
 from ..softmax import arithmetic_dtype
 from .formula import bias_tile, hidden
+from .problem import Problem
+from .rows import Rows
 from .spec import Spec
 from .tiling import BIAS, ROW, Tile, TileSizes, strips
 
-__all__ = ["all_finite", "visible_rows_and_keys", "zero_unseen"]
+__all__ = ["all_finite", "attend_apart", "visible_rows_and_keys", "zero_unseen"]
 
 
 def all_finite(*tensors: Tensor) -> bool:
@@ -24,14 +29,56 @@ def all_finite(*tensors: Tensor) -> bool:
 
 @torch.no_grad()
 def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=arithmetic_dtype(x.dtype)))
+    return float(torch.linalg.vector_norm(x.detach(), dtype=arithmetic_dtype(x.dtype)))  # detached: without a tangent
+
+
+def attend_apart(p: Problem, attend: Callable[[Problem, bool], Rows]) -> Rows:
+    """Attend, rows that see a NaN or inf apart from those that see none: then 0 · NaN reaches none of the latter.
+
+    `attend` is told whether nothing can spread. Each part hides the other's rows, and so it hides from the clean rows
+    every key that is not finite. Wrappers of torch.func and shared masks are not taken apart.
+    """
+    if (p.mask is None and p.bias is None) or is_exporting():
+        return attend(p, p.mask is None and p.bias is None)
+    if all_finite(p.query, p.key, p.value):
+        return attend(p, True)
+    if transforms_are_active() or p.items_per_mask > 1 or (rows := _rows_that_see_nonfinite_keys(p)) is None:
+        return attend(p, False)
+    clean, spoilt = (attend(p._replace(mask=_of_rows(p.mask, some)), False) for some in (~rows, rows))
+    found = []
+    for a, b in zip(clean, spoilt, strict=True):
+        there = p.shaped(rows) if a is None or a.dim() == len(p.lead) + 1 else p.shaped(rows)[..., None]
+        found.append(None if a is None or b is None else torch.where(there, b, a))
+    return Rows(*found)
+
+
+def _of_rows(mask: Mask | None, rows: Tensor) -> Mask:
+    """The mask in these rows (B, H, N) alone."""
+    only = dense(rows[..., None])
+    return only if mask is None else mask & only
+
+
+@torch.no_grad()
+def _rows_that_see_nonfinite_keys(p: Problem) -> Tensor | None:
+    """Which rows (B, H, N) may attend to a key or value that is not finite; None if that parts no rows."""
+    bad = ~(p.key.isfinite().all(-1) & p.value.isfinite().all(-1))  # (B, K, M)
+    if not bool(bad.any()):
+        return None
+    only = dense(bad.repeat_interleave(p.query.shape[1] // p.key.shape[1], 1)[:, :, None])
+    spec = Spec.of(p._replace(mask=only if p.mask is None else p.mask & only))
+    bias = p.bias if isinstance(p.bias, Tensor) else None
+    bias = (
+        None if bias is None else bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (p.key.shape[1], -1))
+    )
+    rows, _ = visible_rows_and_keys(spec, p.query, p.key, bias)
+    return rows if bool(rows.any()) else None
 
 
 def zero_unseen(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, finite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Zero rows and keys that take no part, if a NaN or inf in them could spread: (L, H, N, D), (L, K, M, …)."""
-    if spec.mask is None and bias is None and spec.bias is None:
+    if finite or (spec.mask is None and bias is None and spec.bias is None):
         return query, key, value
     if not is_exporting() and all_finite(query, key, value):
         return query, key, value
@@ -45,11 +92,11 @@ def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor |
     """Which rows (L, H, N) may attend to some key, and which keys (L, K, M) some row may attend to."""
     batch, heads, m = key.shape[:3]
     groups = query.shape[1] // max(heads, 1)
-    tables = () if spec.bias is None else tuple(map(unwrap, spec.bias.tensors))
+    tables = [] if spec.bias is None else samples(*spec.bias.tensors)
     rows = torch.zeros(batch, heads, groups, spec.n, dtype=torch.bool, device=key.device)
     keys = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
-        bias = unwrap_largest(bias)  # under vmap, −inf hides only where every sample has it
+        bias = unwrap_largest(bias)  # under vmap, −inf hides only where every sample has it, and so for tables
     for tile, full in _tiles(spec, rows.shape):
         row, col = ROW.part(rows, tile), keys[tile.batch, tile.heads, tile.cols]
         shown = torch.ones((), dtype=torch.bool, device=key.device)
@@ -57,12 +104,19 @@ def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor |
             shown = ~hide
         if bias is not None:
             shown = shown & (BIAS.part(bias, tile) != -torch.inf)
-        elif spec.bias is not None and (added := bias_tile(spec, tile, groups, None, tables)) is not None:
-            shown = shown & (added != -torch.inf)
+        elif tables:
+            shown = shown & _shown_by_table(spec, tile, groups, tables)
         shown = shown.expand(*row.shape, col.shape[-1])  # (l, k, g, r, c)
         row |= shown.any(-1)
         col |= shown.flatten(2, 3).any(2)
     return rows.flatten(1, 2), keys
+
+
+def _shown_by_table(spec: Spec, tile: Tile, groups: int, tables: list[tuple[Tensor, ...]]) -> Tensor:
+    """Where a structured bias is above −inf in some sample of vmap: broadcastable to (l, k, g, r, c)."""
+    spec = replace(spec, paired=0)  # these tensors are those of the bias alone
+    tiles = (bias_tile(spec, tile, groups, None, sample) for sample in tables)
+    return reduce(torch.logical_or, (added != -torch.inf for added in tiles if added is not None))
 
 
 def _tiles(spec: Spec, shape: tuple[int, ...]) -> Iterator[tuple[Tile, bool]]:

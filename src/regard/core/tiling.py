@@ -180,7 +180,8 @@ def _rows(spec: Spec, probe: Tile, groups: int, chunk: int, width: int) -> Itera
             yield slice(i, min(i + chunk, n)), runs
         return
     edges = [*range(0, m, _BLOCK), m]
-    cover = mask_at(spec, probe, groups).cover(torch.tensor([*starts, n]), torch.tensor(edges), n, m)
+    rows, cols = (torch.tensor(each, device="cpu") for each in ([*starts, n], edges))
+    cover = mask_at(spec, probe, groups).cover(rows, cols, n, m)
     for i, states in zip(starts, cover.tolist(), strict=True):
         yield slice(i, min(i + chunk, n)), list(_runs(states, edges, width))
 

@@ -20,6 +20,7 @@ from ..core.tiling import TileSizes
 from ..core.validation import pose
 from ..errors import ArgumentError, BackendError, ShapeError
 from ..masks import Mask
+from ..scores import Score
 from .consistency import CallSizes, call_info
 from .layout import Sharding, check_layout, sharding_of
 from .ranks import Group, RankInfo, Ranks
@@ -63,6 +64,7 @@ class GroupCall:
     total_keys: int
     seed: int
     finite: bool  # whether no NaN or inf could leak from hidden pairs, on any rank
+    centre: Tensor | None  # of the score, if the logits do not depend on the origin
     strategy: str
     origin: tuple[int, int]
     backend: str | Backend
@@ -147,10 +149,27 @@ def prepare_call(
         total_keys=m,
         seed=sizes[0].seed,
         finite=all(of_rank.finite for of_rank in sizes),
+        centre=_common_centre(ranks, local),
         strategy=config.strategy,
         origin=config.origin,
         backend=backend,
     )
+
+
+def _common_centre(ranks: Ranks, p: Problem) -> Tensor | None:
+    """One centre for the queries and keys of all ranks: the median of what each would choose."""
+    if p.score is None:
+        return None
+    own = p.score.centre(p.query.to(p.exact_dtype), p.key.to(p.exact_dtype))
+    if own is not None:
+        return ranks.all_gather(own).median(0).values
+    for part in p.score.modules():
+        if isinstance(part, Score) and type(part).centre is not Score.centre:
+            raise ArgumentError(
+                f"{p.who}: {type(p.score).__name__} wraps {type(part).__name__}, which has a centre that all ranks "
+                f"must share. Define `centre` and `prepare_around` in it, and call those of {type(part).__name__}."
+            )
+    return None
 
 
 def _nothing_leaks(p: Problem, mask: Mask | Tensor | None, bias: Tensor | Bias | None, backend: str | Backend) -> bool:

@@ -111,4 +111,4 @@ def _grid_edges(tokens: TokenRange) -> torch.Tensor:
     """The edges of a grid on a range, without empty cells."""
     count = min(_GRID, tokens.size)
     edges = [tokens.start + tokens.size * at // count for at in range(count + 1)]
-    return torch.tensor([edges[0], *(b for a, b in pairwise(edges) if b > a)])
+    return torch.tensor([edges[0], *(b for a, b in pairwise(edges) if b > a)], device="cpu")

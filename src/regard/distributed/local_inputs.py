@@ -29,6 +29,7 @@ class ReplicatedInputs:
     sink: Tensor | None
     tables: tuple[Tensor, ...]  # of the structured bias
     parameters: dict[str, Tensor]  # of the score
+    centre: Tensor | None  # of the score
 
 
 def logit_scale(p: Problem, replicated: ReplicatedInputs) -> float | Tensor | None:
@@ -44,7 +45,7 @@ def fold_scale(p: Problem, replicated: ReplicatedInputs) -> Prepared:
     exact = p.exact_dtype
     query, scale = p.query.to(exact), logit_scale(p, replicated)
     if scale is None and p.score is not None:
-        return functional_prepare(p.score, replicated.parameters, query, p.key.to(exact))
+        return functional_prepare(p.score, replicated.parameters, query, p.key.to(exact), replicated.centre)
     if isinstance(scale, Tensor):
         scale = scale.to(exact).reshape(-1, 1, 1)
     return Prepared(query if scale is None else query * scale, p.key)

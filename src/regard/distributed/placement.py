@@ -83,7 +83,7 @@ class QueryPlacement:
 
     def draw_seed(self) -> int:
         """Draw the seed of dropout: that of the mesh's first rank, on all ranks."""
-        seed = torch.tensor(draw_seed(self.who))
+        seed = torch.tensor(draw_seed(self.who), device="cpu")
         for dim in range(self.mesh.ndim):
             seed = Ranks.of(self.who, self.mesh.get_group(dim)).all_gather(seed)[0]
         return int(seed)

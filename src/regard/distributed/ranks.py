@@ -196,7 +196,7 @@ class Ranks:
 
     def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """The numbers of every rank, in messages of one length, because a rank that refuses sends fewer."""
-        x = torch.tensor(numbers + [0] * (_MESSAGE_LENGTH - len(numbers)))
+        x = torch.tensor(numbers + [0] * (_MESSAGE_LENGTH - len(numbers)), device="cpu")
         rows: list[list[int]] = self.all_gather(x).tolist()
         return rows
 

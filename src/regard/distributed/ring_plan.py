@@ -94,7 +94,7 @@ def plan_ring(rows: Sharding, keys: Sharding, mask: Mask | None, n: int, m: int,
 
 
 def _edges(ranges: Sequence[TokenRange]) -> Tensor:
-    return torch.tensor([*(tokens.start for tokens in ranges), ranges[-1].stop])
+    return torch.tensor([*(tokens.start for tokens in ranges), ranges[-1].stop], device="cpu")
 
 
 def _in_sequence_order(sharding: Sharding) -> Sequence[TokenRange]:

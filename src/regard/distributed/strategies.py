@@ -73,6 +73,7 @@ def replicated_inputs(call: GroupCall) -> ReplicatedInputs:
         sink=None if p.sink is None else next(replicated),
         tables=tuple(next(replicated) for _ in tables),
         parameters={name: next(replicated) for name in named},
+        centre=call.centre,
     )
 
 

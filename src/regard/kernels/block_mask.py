@@ -201,7 +201,7 @@ def _spans(lo: Tensor, hi: Tensor, n: int) -> tuple[Tensor, Tensor]:
 def _mask_bits(mask: Mask, n: int, m: int, device: torch.device) -> MaskBits:
     """The slots of all blocks that are not hidden, and the bits of those that are not full."""
     items, heads = mask.lead
-    rows, keys = (torch.tensor([*range(0, size, MASK_BLOCK), size]) for size in (n, m))
+    rows, keys = (torch.tensor([*range(0, size, MASK_BLOCK), size], device="cpu") for size in (n, m))
     parts = list(_restricted(mask)) if items * heads <= _APART else None
     if parts is None:
         cover = mask.cover(rows, keys, n, m).expand(items, heads, -1, -1).clone()

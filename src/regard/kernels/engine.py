@@ -313,7 +313,7 @@ def _backward_rows(
     g_H = None if g_H is None else g_H.contiguous()
     delta, lse = launch.backward_preprocess(args, rows, dO, g_lse)
     mean, d_sink = None, None
-    share = None if sink is None else (sink.detach()[:, None] - rows.lse).exp()  # of the sink in each row
+    share = None if sink is None else _share_of_sink(sink.detach(), rows.lse)
     if g_H is not None:
         above = rows.log_row_sum if args.exact else torch.zeros_like(rows.log_row_sum)
         mean = above - rows.entropy if share is None else above - rows.entropy - share
@@ -321,6 +321,11 @@ def _backward_rows(
         slope = -delta if g_H is None else g_H * (1 - share - rows.entropy) - delta
         d_sink = (share * slope).sum((0, 2))
     return BackwardRows(dO, rows.max_logit if args.exact else lse, rows.log_row_sum, delta, g_H, mean), d_sink
+
+
+def _share_of_sink(sink: Tensor, lse: Tensor) -> Tensor:
+    """The weight of the sink in each row; 0 in a row of nothing but a sink of −inf, whose lse is −inf too."""
+    return torch.where(lse > -torch.inf, (sink[:, None] - lse).exp(), 0.0)
 
 
 def _double_backward_rows(

@@ -63,7 +63,7 @@ def tensor_like(who: str, name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     try:
-        found = torch.as_tensor(value)
+        found = torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise DtypeError(
             f"{who}: {name} must be a tensor or a list that can be converted to one; got {_kind(value)}."

@@ -131,7 +131,7 @@ class Mask(ABC):
 
     def density(self, n: int, m: int) -> float:
         """Give the share of pairs that are allowed; 0 if there is no pair."""
-        i, _ = self._positions(n, 0)
+        i, _ = self._positions(n, 0, None if self.tensors else "cpu")
         count = self.visible(i, n, m)
         return float(count.sum()) / (count.numel() * m) if count.numel() * m else 0.0
 
@@ -147,7 +147,7 @@ class Mask(ABC):
             return ""
         one = self.restrict(slice(batch, batch + 1), slice(head, head + 1))
         if max(n, m) <= width:
-            return draw_pairs(one.dense(n, m).reshape(n, m))
+            return draw_pairs(one.dense(n, m, None if one.tensors else "cpu").reshape(n, m))
         return draw_shades(one._tile_densities(*cell_edges(n, m, width), n, m))
 
     def _tile_densities(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
@@ -210,7 +210,8 @@ class Mask(ABC):
     @property
     def constant(self) -> bool:
         """Whether the mask is the same at every call: it holds no tensor and calls no function of the user."""
-        return not self.tensors
+        parts = (getattr(self, name, None) for name in self.__dataclass_fields__)
+        return not self.tensors and all(part.constant for part in parts if isinstance(part, Mask))
 
     def check(self, n: int, m: int) -> None:
         """Raise if the mask does not fit `n` rows and `m` keys."""
@@ -303,10 +304,6 @@ class _Binary(Mask):
     def misfit(self, n: int, m: int) -> str | None:
         return self.left.misfit(n, m) or self.right.misfit(n, m)
 
-    @property
-    def constant(self) -> bool:
-        return self.left.constant and self.right.constant
-
     def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
         return self._with_parts(lambda part: part.bind(batch, heads, headless))
 
@@ -398,10 +395,6 @@ class Not(Mask):
 
     def misfit(self, n: int, m: int) -> str | None:
         return self.part.misfit(n, m)
-
-    @property
-    def constant(self) -> bool:
-        return self.part.constant
 
     def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
         return self._with_parts(lambda part: part.bind(batch, heads, headless))

@@ -17,7 +17,7 @@ Index: TypeAlias = Tensor | int
 
 def indices(i: Index, j: Index) -> tuple[Tensor, Tensor]:
     """Give `i` and `j` as tensors on one device (that of `i`), with the same number of dimensions."""
-    device = i.device if isinstance(i, Tensor) else j.device if isinstance(j, Tensor) else None
+    device = i.device if isinstance(i, Tensor) else j.device if isinstance(j, Tensor) else torch.device("cpu")
     i = i if isinstance(i, Tensor) else torch.tensor(i, device=device)
     j = j.to(i.device) if isinstance(j, Tensor) else torch.tensor(j, device=device)
     dims = max(i.dim(), j.dim())

@@ -48,7 +48,11 @@ class QueryBatch:
 
     @property
     def _tempered_score(self) -> Score:
-        T = self.temperature if isinstance(self.temperature, Tensor) else torch.tensor(self.temperature).double()
+        T = (
+            self.temperature
+            if isinstance(self.temperature, Tensor)
+            else torch.tensor(self.temperature, device="cpu").double()
+        )
         return TemperedScore(self.score or Scaled(), T.reshape(()).sqrt())
 
     def logits(self, queries: Tensor, keys: Tensor) -> Tensor:

@@ -44,7 +44,9 @@ class QueryExchange:
         """Gather the distinct queries of all ranks, with parameters whose gradients are summed over the ranks."""
         if not self.requires_grad:
             return replace(batch, queries=self.select_distinct(self.gather_queries(batch.queries)))
-        token = torch.empty(0, requires_grad=True)  # so that the result has a graph on all ranks, or on none
+        token = torch.empty(
+            0, requires_grad=True, device="cpu"
+        )  # so that the result has a graph on all ranks, or on none
         queries, *parameters = call_function(_Gather, self, token, batch.queries, *batch.parameters)
         queries, score, T = self.select_distinct(queries), batch.score, batch.temperature
         if isinstance(T, Tensor):

@@ -42,8 +42,17 @@ class TemperedScore(Score):
         self.same_dims = score.same_dims  # type: ignore[misc]
 
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
+        return self._tempered(self.score.prepare(query, key))
+
+    def centre(self, query: Tensor, key: Tensor) -> Tensor | None:
+        return self.score.centre(query, key)
+
+    def prepare_around(self, centre: Tensor, query: Tensor, key: Tensor) -> Prepared:
+        return self._tempered(self.score.prepare_around(centre, query, key))
+
+    def _tempered(self, prepared: Prepared) -> Prepared:
+        query, key, shared = prepared
         precision = self.bandwidth.to(query.dtype) ** -2
-        query, key, shared = self.score.prepare(query, key)
         return Prepared(query, key, (*shared, precision)) if self.pairwise else Prepared(query * precision, key, shared)
 
     def pair(self, query: Tensor, key: Tensor, *shared: Tensor) -> Tensor:  # type: ignore[override]

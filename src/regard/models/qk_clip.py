@@ -91,7 +91,7 @@ def qk_clip_(
 
 def _factors(max_logits: Tensor | Sequence[float], heads: int, threshold: float) -> Tensor:
     """γ, (heads,): the factor by which the logits of each head are to shrink."""
-    largest = torch.as_tensor(max_logits).detach().to("cpu", torch.float64)
+    largest = torch.as_tensor(max_logits, dtype=torch.float64, device="cpu").detach()
     if largest.shape != (heads,):
         raise ShapeError(
             f"{_WHO}: max_logits must have one number per head, ({heads},). Got {tuple(largest.shape)}; reduce it "

@@ -44,7 +44,7 @@ def known(words: Sequence[str]) -> Tensor:
     >>> bool((known(["cat"]) == known(["chat"])).all())
     True
     """
-    return torch.tensor([[_MEANINGS[word].get(feature, 0.0) for feature in _FEATURES] for word in words])
+    return torch.tensor([[_MEANINGS[word].get(feature, 0.0) for feature in _FEATURES] for word in words], device="cpu")
 
 
 def hashed(words: Sequence[str], dim: int = 256, sharpness: float = 6.0) -> Tensor:
@@ -58,7 +58,7 @@ def hashed(words: Sequence[str], dim: int = 256, sharpness: float = 6.0) -> Tens
     >>> bool(light @ lights > 3.0 > 1.5 > light @ dark)
     True
     """
-    rows = torch.zeros(len(words), dim)
+    rows = torch.zeros(len(words), dim, device="cpu")
     for row, word in zip(rows, words, strict=True):
         for ngram in _ngrams(word):
             digest = int.from_bytes(hashlib.blake2b(ngram.encode("utf-8", "surrogatepass"), digest_size=8).digest())

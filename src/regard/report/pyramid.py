@@ -105,7 +105,7 @@ class Pyramid:
         if level < self.base:
             found = self._compute_cells(level, down, across)
         else:
-            found = torch.full((len(down), len(across)), torch.nan)
+            found = torch.full((len(down), len(across)), torch.nan, device="cpu")
             until = down.stop if self.known == self.rows else min(down.stop, self.known >> level)
             if until > down.start:
                 found[: until - down.start] = self._sums[level][down.start : until, across.start : across.stop]
@@ -166,7 +166,8 @@ class Pyramid:
         mask = self._x.spec.mask
         states = [[FULL] * (len(across) - 1)] * (len(down) - 1)
         if mask is not None:
-            states = mask.cover(torch.tensor(down), torch.tensor(across), self.rows, self.keys).tolist()
+            edges = (torch.tensor(each, device="cpu") for each in (down, across))
+            states = mask.cover(*edges, self.rows, self.keys).tolist()
         for top, bottom, line in zip(down, down[1:], states, strict=False):
             runs = []
             for state, group in groupby(range(len(line)), key=line.__getitem__):
@@ -203,7 +204,7 @@ def _cell_count(size: int, level: int) -> int:
 
 def _cell_sizes(cells: range, level: int, size: int) -> Tensor:
     """How many rows or keys each cell covers: fewer in the last one."""
-    starts = torch.arange(cells.start, cells.stop) << level
+    starts = torch.arange(cells.start, cells.stop, device="cpu") << level
     return (size - starts).clamp(max=1 << level).float()
 
 

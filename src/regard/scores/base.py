@@ -39,6 +39,14 @@ class Score(nn.Module, ABC):
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
         """Fold the parameters into query (…, Hq, N, D) and key (…, Hk, M, D), both float32 or float64."""
 
+    def centre(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """The point (…, Hk, 1, D) that `prepare` takes as the origin; None if the logits depend on the origin."""
+        return None
+
+    def prepare_around(self, centre: Tensor, query: Tensor, key: Tensor) -> Prepared:
+        """Prepare a part of a problem whose parts share one centre."""
+        return self.prepare(query, key)
+
     def factor(self, query: Tensor) -> float | Tensor | None:
         """The factor that q·k is multiplied by, one or one per head, if that is all the score does; else None.
 

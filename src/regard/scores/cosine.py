@@ -38,7 +38,7 @@ class Cosine(Score):
     @property
     def temperature(self) -> Tensor:
         """T, a single number."""
-        return self.log_temperature.exp() if self.learnable else torch.tensor(self.init)
+        return self.log_temperature.exp() if self.learnable else torch.tensor(self.init, device="cpu")
 
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
         temperature = self.own(self.log_temperature, query).exp() if self.learnable else self.init

@@ -13,15 +13,17 @@ from regard.scores.base import Prepared, Score
 __all__ = ["functional_factor", "functional_prepare"]
 
 
-def functional_prepare(score: Score, parameters: Mapping[str, Tensor], query: Tensor, key: Tensor) -> Prepared:
-    """Call `score.prepare` with `parameters` in place of those of the same names.
+def functional_prepare(
+    score: Score, parameters: Mapping[str, Tensor], query: Tensor, key: Tensor, centre: Tensor | None = None
+) -> Prepared:
+    """Call `score.prepare`, or `prepare_around` with a centre, with `parameters` in place of those of the same names.
 
     >>> from regard.scores import Scaled
     >>> score = Scaled(nn.Parameter(torch.tensor(1.0)))
     >>> functional_prepare(score, {"scale": torch.tensor(3.0)}, torch.ones(1, 1, 2), torch.ones(1, 1, 2)).query
     tensor([[[3., 3.]]])
     """
-    prepared: Prepared = _call(score, parameters, query, key)
+    prepared: Prepared = _call(score, parameters, query, key, centre)
     return prepared
 
 
@@ -38,10 +40,12 @@ class _ForwardAdapter(nn.Module):
         super().__init__()
         self.score = score
 
-    def forward(self, query: Tensor, key: Tensor | None = None) -> Any:
-        return self.score.factor(query) if key is None else self.score.prepare(query, key)
+    def forward(self, query: Tensor, key: Tensor | None = None, centre: Tensor | None = None) -> Any:
+        if key is None:
+            return self.score.factor(query)
+        return self.score.prepare(query, key) if centre is None else self.score.prepare_around(centre, query, key)
 
 
-def _call(score: Score, parameters: Mapping[str, Tensor], *tensors: Tensor) -> Any:
+def _call(score: Score, parameters: Mapping[str, Tensor], *tensors: Tensor | None) -> Any:
     named = {f"score.{name}": x for name, x in parameters.items()}
     return torch.func.functional_call(_ForwardAdapter(score), named, tensors)

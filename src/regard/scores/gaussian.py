@@ -11,9 +11,14 @@ from regard.scores.base import Prepared, Score, positive
 
 __all__ = ["Gaussian"]
 
+_SAMPLE = 63  # keys whose median is the centre
+
 
 class Gaussian(Score):
     """Exponent of a Gaussian kernel of bandwidth h: −‖q − k‖² / 2h².
+
+    Queries and keys are first moved together, so that the keys lie around the origin: the squares of points far from it
+    would leave no digits for their differences.
 
     A learnable bandwidth stays positive because `log_bandwidth` = ln h is learned.
 
@@ -38,9 +43,17 @@ class Gaussian(Score):
     @property
     def bandwidth(self) -> Tensor:
         """h, a single number."""
-        return self.log_bandwidth.exp() if self.learnable else torch.tensor(self.init)
+        return self.log_bandwidth.exp() if self.learnable else torch.tensor(self.init, device="cpu")
+
+    def centre(self, query: Tensor, key: Tensor) -> Tensor:
+        return _centre(key.detach())  # moving both changes no logit, so no derivative either
 
     def prepare(self, query: Tensor, key: Tensor) -> Prepared:
+        return self.prepare_around(self.centre(query, key), query, key)
+
+    def prepare_around(self, centre: Tensor, query: Tensor, key: Tensor) -> Prepared:
+        groups = query.shape[-3] // max(key.shape[-3], 1)
+        query, key = query - centre.repeat_interleave(groups, -3), key - centre
         # −‖q−k‖²/2h² = (q, −‖q‖²/2, 1)·(k, 1, −‖k‖²/2) / h²: a dot product of vectors with two more dimensions.
         precision = (self.own(self.log_bandwidth, query) * -2).exp() if self.learnable else self.init**-2
         query_term = (query * query).sum(-1, keepdim=True) * -0.5
@@ -55,3 +68,20 @@ class Gaussian(Score):
 
     def extra_repr(self) -> str:
         return f"bandwidth={self.init:g}, learnable={self.learnable}"
+
+
+def _centre(key: Tensor) -> Tensor:
+    """A point (…, H, 1, D) amid the keys (…, H, M, D): in each dim the median of some of them.
+
+    Keys of zeros are left out, since padding is made of them, and so are keys that are not finite. A median ignores the
+    few that are far away, which a mask may hide.
+    """
+    count = key.shape[-2]
+    if not count:
+        return key.new_zeros(*key.shape[:-2], 1, key.shape[-1])
+    some = key.index_select(-2, torch.arange(_SAMPLE, device=key.device) * count // _SAMPLE)
+    usable = (some.isfinite() & (some != 0).any(-1, keepdim=True)).all(-1, keepdim=True)
+    ranked = torch.where(usable, some, torch.inf).sort(-2).values
+    found = usable.sum(-2, keepdim=True)  # (…, H, 1, 1)
+    middle = ((found - 1) // 2).clamp(min=0).expand(*found.shape[:-1], key.shape[-1])
+    return torch.where(found > 0, ranked.gather(-2, middle), 0.0)

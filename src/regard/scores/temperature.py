@@ -47,7 +47,7 @@ class Temperature(Score):
         start = math.nan if self.start is None else self.start
         if self.learnable:
             return self.log_ratio.exp() * start
-        return torch.full(() if self.heads is None else (self.heads,), start)
+        return torch.full(() if self.heads is None else (self.heads,), start, device="cpu")
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
         if self.heads not in (None, 1, heads):
@@ -72,7 +72,7 @@ class Temperature(Score):
 
     # `log_ratio` is relative to `start`, so the state dict holds `start` too, as a tensor.
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(math.nan if self.start is None else self.start, dtype=torch.float64)
+        return torch.tensor(math.nan if self.start is None else self.start, dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         start = float(state)

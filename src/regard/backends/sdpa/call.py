@@ -20,6 +20,7 @@ from ...masks.padding import Keep, Padding
 __all__ = [
     "FLASH",
     "KERNELS",
+    "LARGEST_SCALE",
     "SMALL",
     "Call",
     "call_of",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 SMALL = 2**16  # pairs up to which a mask may be laid out in full: a constant, so memory stays linear
+LARGEST_SCALE = 1024.0  # beyond it, a row's largest logit less itself is no longer 0 in torch's fused multiply-add
 FLASH = 1
 KERNELS = {FLASH: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "overrideable"}
 
@@ -72,6 +74,8 @@ def call_of(p: Problem, probe: bool = False) -> Call:
         scale = 1.0
     elif isinstance(scale, Tensor):
         query, scale = query * scale.to(query.dtype).reshape(-1, 1, 1), 1.0
+    elif scale <= 0:  # torch's CPU kernel takes the largest logit before the scale, and then −inf · scale is not −inf
+        query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     mask, causal = (None, False) if p.mask is None else _mask_arguments(p.mask, p)
     if causal and key.shape[2] > query.shape[2]:  # no row attends to the keys after the last row
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -89,8 +93,8 @@ def call_of(p: Problem, probe: bool = False) -> Call:
 
 def probe_of(p: Problem) -> Call:
     """A call for torch to choose a kernel for: the same tensors, or empty ones where casts and scores would compute."""
-    if p.plain_scale and not _casts(p):
-        return call_of(p, probe=True)
+    if p.score is None and not isinstance(p.scale, Tensor) and not _casts(p):
+        return call_of(p._replace(scale=abs(p.scale) or 1.0), probe=True)
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     width = p.query.shape[-1] if p.score is None else p.score.width(p.query.shape[-1], p.key.shape[-1])
 

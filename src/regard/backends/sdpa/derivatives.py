@@ -27,7 +27,7 @@ def attend_with_derivatives(p: Problem, call: Call) -> Tensor:
         return output
     mask = call.mask
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=call.query.dtype).masked_fill_(~mask, -torch.inf)
+        mask = torch.zeros(mask.shape, dtype=call.query.dtype, device="cpu").masked_fill_(~mask, -torch.inf)
     output, _ = call_function(CpuFlash, formula, mask, call.causal, call.query, call.key, call.value)
     return output
 

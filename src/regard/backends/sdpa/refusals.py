@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compat.torch import forward_mode_is_active, transforms_are_active
+from ...compat.torch import forward_mode_is_active, may_need_grad, transforms_are_active
 from ...core.nonfinite import all_finite
 from ...core.problem import Problem
 from ...masks.causal import Causal
 from ...masks.dense import Dense
 from ...masks.everything import Everything
 from ...masks.padding import Keep, Padding
-from .call import SMALL, computes_in_float32, is_torch_causal
+from .call import LARGEST_SCALE, SMALL, computes_in_float32, is_torch_causal
 
 __all__ = ["refusals"]
+
+FAR = 1024.0  # beyond it, float32 leaves a weight less than four digits
 
 
 def refusals(p: Problem) -> list[str]:
@@ -30,6 +32,8 @@ def refusals(p: Problem) -> list[str]:
         reasons.append("torch's kernels have no sink")
     if p.score is not None and p.score.pairwise:
         reasons.append(f"the score {type(p.score).__name__} is no dot product")
+    if not isinstance(p.scale, Tensor) and abs(p.scale) > LARGEST_SCALE:
+        reasons.append(f"torch's kernels lose the digits of logits with a scale beyond {LARGEST_SCALE:g}")
     if p.bias is not None:
         reasons += _about_bias(p)
     if p.mask is not None:
@@ -86,4 +90,14 @@ def _about_bias(p: Problem) -> list[str]:
         reasons.append("a NaN or inf behind −inf in the bias would leak through torch's kernels")
     elif not p.query.is_cpu and bool(((p.bias < -1e30) & (p.bias > -torch.inf)).any()):
         reasons.append("torch's kernels on this device lose rows of very low logits")
+    elif not reasons and may_need_grad(p.query, p.key, p.value) and _has_far_rows(p.bias):
+        reasons.append("torch's backward keeps one number per row, in which a bias this large leaves no digits")
     return reasons
+
+
+def _has_far_rows(bias: Tensor) -> bool:
+    """Whether the largest bias of a row is finite and far from 0, as in a row of finfo.min."""
+    if bias.is_meta or not bias.numel():
+        return False
+    level = bias.amax(-1)
+    return bool(((level.abs() > FAR) & (level > -torch.inf)).any())

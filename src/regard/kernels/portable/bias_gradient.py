@@ -141,7 +141,7 @@ def bias_gradient(q, k, v, do, out, stats, args, n, m, heads, groups, parts, til
                 diagonal = tl.sum(tl.where(inside, skewed, 0.0), 0)  # [2·BLOCK]
                 ahead = (jb - ib) * BLOCK + c - (BLOCK - 1) - bias.offset
                 low += tl.sum(tl.where(ahead <= -bias.reach, diagonal, 0.0), 0)
-                high += tl.sum(tl.where(ahead >= bias.reach, diagonal, 0.0), 0)
+                high += tl.sum(tl.where((ahead >= bias.reach) & (ahead > -bias.reach), diagonal, 0.0), 0)
                 within = (ahead > -bias.reach) & (ahead < bias.reach)
                 at = out + ahead + bias.reach
                 before = tl.load(at, mask=within, other=0.0)
@@ -158,6 +158,6 @@ def bias_gradient(q, k, v, do, out, stats, args, n, m, heads, groups, parts, til
     elif C.MODE == _KEYS:
         tl.store(out + owner.to(tl.int64) * m + i, line, mask=i < m)
     else:  # with a reach of 0 both ends are one entry
-        tl.store(out, low if bias.reach > 0 else tl.where(True, high, high))
+        tl.store(out, tl.where(bias.reach > 0, low, low + high))
         if bias.reach > 0:
             tl.store(out + 2 * bias.reach, high)

@@ -76,7 +76,7 @@ def distances(seen: Observation, heads: list[int], most: int, least: int) -> lis
     """The mean of ½ Σ|p − p′| over at most `most` rows, for each pair of heads; NaN if there are fewer than `least`."""
     several = (flatten_batch(seen.visible, 1) > 1).any(1)  # (items, N): rows with one visible key have no choice
     rows = evenly_spaced(several.any(0).nonzero().squeeze(-1), most)
-    total = torch.zeros(len(heads), len(heads), dtype=torch.float64)
+    total = torch.zeros(len(heads), len(heads), dtype=torch.float64, device="cpu")
     each = (
         several.shape[0] * flatten_batch(seen.lse, 1).shape[1] * seen.shape[-1]
     )  # weights per row, over all items and heads

@@ -75,7 +75,7 @@ def _weight_on_followers(seen: Observation, tokens: Tensor, most: int) -> tuple[
     """Per head: the mean weight on the tokens that followed, the same for uniform attention, and the number of rows."""
     lse, visible = flatten_batch(seen.lse, 1), flatten_batch(seen.visible, 1)
     rows = evenly_spaced(repeated(tokens).any(0).nonzero().squeeze(-1), most)
-    sums = torch.zeros(3, lse.shape[1], dtype=torch.float64)
+    sums = torch.zeros(3, lse.shape[1], dtype=torch.float64, device="cpu")
     j = torch.arange(tokens.shape[1], device=tokens.device)
     for part in row_batches(rows, visible[..., 0].numel() * len(j)):
         before = (tokens[:, part, None] == tokens[:, None, :]) & (j < part[:, None] - 1)  # [items, rows, keys]
