@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard import lab
-from regard.lab.complexity import Complexity, _count, product_flop
+from regard.lab.complexity import Complexity, count, product_flop
 from regard.softmax import stable
 
 SMALL = {"n": 64, "m": 96, "dim": 32, "value_dim": 16, "rounds": 2}
@@ -65,17 +65,18 @@ def test_any_other_outcome_is_refuted(found: lab.Experiment, row: lab.Row, colum
 def test_flop_and_bytes_are_those_of_the_arithmetic() -> None:
     n, m, d, d_v = 6, 10, 4, 3
     q, k, v, s = torch.randn(n, d), torch.randn(m, d), torch.randn(m, d_v), torch.randn(n, m)
-    scores, scaling, average = _count(lambda: q @ k.mT), _count(lambda: s * 0.5), _count(lambda: s @ v)
+    scores, scaling, average = count(lambda: q @ k.mT), count(lambda: s * 0.5), count(lambda: s @ v)
     assert (scores.flop, scores.bytes) == (2 * n * m * d, 4 * (n * d + m * d + n * m))
     assert (scaling.flop, scaling.bytes) == (n * m, 4 * 2 * n * m)
     assert (average.flop, average.bytes) == (2 * n * m * d_v, 4 * (n * m + m * d_v + n * d_v))
-    assert _count(lambda: s.mT[2:]).flop == 0
+    assert count(lambda: s.mT[2:]).flop == 0
     five = 5 * n * m  # maximum, difference, exponential, sum and quotient
-    assert five <= _count(lambda: stable(s)).flop <= five + 4 * n
+    assert five <= count(lambda: stable(s)).flop <= five + 4 * n
 
 
-def test_every_product_is_counted() -> None:
+def test_every_product_iscounted() -> None:
     assert product_flop(lambda: (torch.ones(2, 3) @ torch.ones(3, 4)) @ torch.ones(4, 5)) == 2 * (24 + 40)
+    assert product_flop(lambda: torch.ones(2, 3) @ torch.ones(3)) == 2 * 6
     assert product_flop(lambda: torch.ones(2, 3) + 1) == 0
 
 

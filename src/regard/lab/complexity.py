@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,7 @@ from .base import Progress, Row, Study, canvas
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Complexity", "product_flop"]
+__all__ = ["Complexity", "Count", "count", "one_thread", "product_flop"]
 
 _OPERATIONS = ("scores", "scaling", "softmax", "average")
 _FACTORS = (1, 2, 4)  # by which each size grows
@@ -82,7 +83,7 @@ class Complexity(Study):
         grown = [(size, base.grown(size, factor)) for size in _Sizes.NAMES for factor in _FACTORS]
         grown += [("n = m", _Sizes(self.n * f, self.n * f, self.dim, self.value_dim)) for f in _FACTORS]
         inputs = {sizes: sizes.draw() for _, sizes in grown}
-        counts = {sizes: {name: _count(work) for name, work in _works(*x).items()} for sizes, x in inputs.items()}
+        counts = {sizes: {name: count(work) for name, work in _works(*x).items()} for sizes, x in inputs.items()}
         times = _best_times(inputs, self.rounds, progress)
         rows: list[Row] = []
         for size, sizes in grown:
@@ -93,7 +94,7 @@ class Complexity(Study):
             rows.append(self._operation(name, rows, counts[base], times[base]))
         return rows + [self._backend_row(name, inputs[base], counts[base]) for name in ("reference", "chunked")]
 
-    def _operation(self, name: str, rows: list[Row], counts: Mapping[str, _Count], times: Mapping[str, float]) -> Row:
+    def _operation(self, name: str, rows: list[Row], counts: Mapping[str, Count], times: Mapping[str, float]) -> Row:
         """Shares at the base sizes, and the powers of the FLOP and of the time."""
         count = counts[name]
         powers = {f"{size}: power": _power(rows, size, f"{name}, FLOP") for size in _Sizes.NAMES}
@@ -109,7 +110,7 @@ class Complexity(Study):
             **timed,
         }
 
-    def _backend_row(self, backend: str, inputs: _Inputs, counts: Mapping[str, _Count]) -> Row:
+    def _backend_row(self, backend: str, inputs: _Inputs, counts: Mapping[str, Count]) -> Row:
         found = product_flop(lambda: attention(*inputs, backend=backend))
         products = counts["scores"].flop + counts["average"].flop
         return {
@@ -203,18 +204,23 @@ def _works(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable[[], 
 
 
 @dataclass(frozen=True)
-class _Count:
+class Count:
     """What an operation does: floating-point operations, and bytes read and written."""
 
     flop: int
     bytes: int
 
 
-def _count(work: Callable[[], Tensor]) -> _Count:
+def count(work: Callable[[], Tensor]) -> Count:
+    """Count what `work` does, with every call of a torch function that makes a new tensor.
+
+    >>> count(lambda: torch.ones(2, 3) @ torch.ones(3, 4) + 1.0).flop
+    56
+    """
     counter = _Counter()
     with counter:
         work()
-    return _Count(counter.flop, counter.bytes)
+    return Count(counter.flop, counter.bytes)
 
 
 class _Counter(TorchFunctionMode):
@@ -254,10 +260,15 @@ def product_flop(work: Callable[[], object]) -> int:
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton
 
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mv: _matrix_vector_flop})
     with counter:
         work()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
+
+
+def _matrix_vector_flop(matrix: tuple[int, ...], *_: object, **__: object) -> int:
+    """The FLOP of a matrix times a vector, for which torch has no count."""
+    return 2 * math.prod(matrix)
 
 
 def _best_times(inputs: Mapping[_Sizes, _Inputs], rounds: int, progress: Progress) -> dict[_Sizes, dict[str, float]]:
@@ -267,9 +278,7 @@ def _best_times(inputs: Mapping[_Sizes, _Inputs], rounds: int, progress: Progres
     """
     works = {sizes: _works(*x) for sizes, x in inputs.items()}
     best = {sizes: dict.fromkeys(_OPERATIONS, math.inf) for sizes in inputs}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for turn in range(rounds + 1):
             for sizes, operations in works.items():
                 for name, work in operations.items():
@@ -279,9 +288,18 @@ def _best_times(inputs: Mapping[_Sizes, _Inputs], rounds: int, progress: Progres
                     if turn:
                         best[sizes][name] = min(best[sizes][name], time.thread_time() - begin)
             progress((turn + 1) / (rounds + 1))
+    return best
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread, so that the CPU time of the caller is that of the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
-    return best
 
 
 def _power(rows: list[Row], size: str, column: str) -> float:
