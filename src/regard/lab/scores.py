@@ -143,7 +143,8 @@ class Scores(Study):
         keeps = network["plain keeps, MiB"] * _MIB / 4 > 0.5 * self.length**2 * dim
         times = self.length if self.folded else self.length**2
         most = network["FLOP of logits"] == max(costs[name, dim]["FLOP of logits"] for name in _NAMES)
-        return costly and keeps and most and product["FLOP of products"] - dot["FLOP of products"] == times * 2 * dim**2
+        more: int = product["FLOP of products"] - dot["FLOP of products"]
+        return costly and keeps and most and more == times * 2 * dim**2
 
     def draw(self, rows: list[Row]) -> Figure:
         """Accuracy without and with projections, and the costs."""

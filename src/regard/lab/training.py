@@ -229,7 +229,8 @@ class _Models(nn.Module):
         values, asked = self._sequences(batch)
         logits = self(values, asked)
         losses = cross_entropy(logits.flatten(0, 2), values.gather(-1, asked).flatten(), reduction="none")
-        return losses.unflatten(0, (len(values), -1)).mean(-1)
+        means: Tensor = losses.unflatten(0, (len(values), -1)).mean(-1)
+        return means
 
     def _gradients(self) -> tuple[Tensor, Tensor]:
         """The gradient on new sequences, whole and for W_q and W_k alone, (seeds, parameters) each."""
