@@ -21,8 +21,9 @@ def run(*arguments: str, fails: bool = False) -> str:
 
 def test_every_experiment_is_listed() -> None:
     wanted = (
-        *("variance", "saturation", "gradient-cascade", "temperature", "maximum-entropy", "kernel", "parity"),
-        *("scores", "positions", "causality", "online", "geometry", "memory", "masks", "alignment", "precision"),
+        *("variance", "saturation", "gradient-cascade", "training", "temperature", "maximum-entropy", "kernel"),
+        *("parity", "scores", "positions", "causality", "online", "complexity", "geometry", "memory", "masks"),
+        *("alignment", "precision"),
     )
     assert lab.names() == list(wanted)
     listed = run()

@@ -14,8 +14,9 @@ from .base import Experiment, Progress, Row, Study
 __all__ = ["Experiment", "Row", "Study", "names", "run", "studies"]
 
 _ORDER = (
-    *("variance", "saturation", "gradient-cascade", "temperature", "maximum-entropy", "kernel", "parity", "scores"),
-    *("positions", "causality", "online", "geometry", "memory", "masks", "alignment", "precision"),
+    *("variance", "saturation", "gradient-cascade", "training", "temperature", "maximum-entropy", "kernel", "parity"),
+    *("scores", "positions", "causality", "online", "complexity", "geometry", "memory", "masks", "alignment"),
+    "precision",
 )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ..functional import attention, observe
 from ..scores import Additive, Bilinear, Cosine, Gaussian, Score, Temperature
 from ..softmax import stable
 from .base import Progress, Row, Study, canvas
+from .complexity import count, one_thread, product_flop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,18 +41,22 @@ class Scores(Study):
         "Dot product, cosine and Gaussian compare vectors in a shared space: without learned projections they cannot "
         "align two languages whose vectors are rotated against each other. Bilinear and additive scores have matrices "
         "of their own and can. A bilinear score learns the rotation itself and generalizes to unseen words; an "
-        "additive one, trained in the same way, learns the words it saw, and costs the most time and memory."
+        "additive one, trained in the same way, learns the words it saw, and costs the most time and memory at every "
+        "d, because a network runs for every pair. A bilinear score does not: q·Wk = (Wᵀq)·k, so its matrix folds into "
+        "the query, once per query, and the pairs cost what they cost with a dot product."
     )
     test: ClassVar[str] = (
         "Without projections the scores claimed to learn reach 95 % on new sentences, and the others stay under 40 % "
         "(chance is 1 in the words of a sentence); with projections all reach 95 %. On unseen words bilinear exceeds "
-        "75 %, and additive stays under half of that. Additive takes over twice the time of dot, and its plain formula "
-        "saves over half as many numbers as there are pairs times hidden units."
+        "75 %, and additive stays under half of that. At every d, with d hidden units, additive takes over twice the "
+        "time of dot and more than bilinear, and its plain formula saves over half as many numbers as there are pairs "
+        "times hidden units; its logits take the most FLOP. The products of bilinear take exactly 2·n·d² FLOP more "
+        "than those of dot (one product per query) if it is claimed to fold, and n·m times 2·d² (one per pair) if not."
     )
     caption: ClassVar[str] = (
         "Accuracy on new sentences, for trained words (dark) and unseen words (pale); the dotted line is chance. "
         "Right: the time of attention, forward and backward, and the memory that the plain formula saves for the "
-        "backward pass, as multiples of the dot product."
+        "backward pass, as multiples of the dot product at the same d."
     )
     among: ClassVar[dict[str, Collection[str]]] = {"learners": _NAMES}
 
@@ -61,6 +66,8 @@ class Scores(Study):
     hidden: int = 32
     steps: int = 120
     length: int = 256  # of the timed sequences
+    dims: tuple[int, ...] = (16, 32, 64, 128)  # at which the costs are measured
+    folded: bool = True  # whether, by the claim, a bilinear score costs one product per query; else one per pair
     learners: tuple[str, ...] = ("bilinear", "additive")  # the scores that, by the claim, learn without projections
 
     def suit(self) -> None:
@@ -72,7 +79,7 @@ class Scores(Study):
         """Train every model, then time them all."""
         rotation = _rotation(self.dim)
         seen, unseen = (_Languages(x, x @ rotation) for x in torch.randn(2, self.words, self.dim))
-        models = [_Model(name, projected, self) for projected in (False, True) for name in _NAMES]
+        models = [_Model(name, projected, self.dim, self.hidden) for projected in (False, True) for name in _NAMES]
         rows: list[Row] = []
         for done, model in enumerate(models):
             model.train_on(seen, self.steps, self.sentence)
@@ -85,23 +92,31 @@ class Scores(Study):
                     "unseen words": model.accuracy(unseen, self.sentence),
                 }
             )
-            progress(0.9 * (done + 1) / len(models))
-        for row, costs in zip(rows, self._costs(models), strict=True):
-            row.update(costs)
+            progress(0.8 * (done + 1) / len(models))
+        for done, dim in enumerate(self.dims):
+            rows += self._costs(dim)
+            progress(0.8 + 0.2 * (done + 1) / len(self.dims))
         return rows
 
-    def _costs(self, models: list[_Model]) -> list[Row]:
-        """Time as a multiple of the dot product's, the best of 20 interleaved rounds; and bytes saved for backward."""
-        q, k, v = (torch.randn(self.length, self.dim).requires_grad_() for _ in range(3))
+    def _costs(self, dim: int) -> list[Row]:
+        """FLOP of the logits, CPU time of attention (the best of 10 interleaved rounds), and bytes saved."""
+        models = [_Model(name, projected=False, dim=dim, hidden=dim) for name in _NAMES]
+        q, k, v = (torch.randn(self.length, dim).requires_grad_() for _ in range(3))
 
         def seconds(model: _Model) -> float:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             model.attend(q, k, v).sum().backward()
-            return time.perf_counter() - begin
+            return time.thread_time() - begin
 
-        best = [min(each) for each in zip(*([seconds(model) for model in models] for _ in range(20)), strict=True)]
+        with one_thread():
+            rounds = [[seconds(model) for model in models] for _ in range(10)]
+        best = [min(each) for each in zip(*rounds, strict=True)]
         return [
             {
+                "cost of": model.name,
+                "d": dim,
+                "FLOP of products": product_flop(partial(model, q, k)),
+                "FLOP of logits": count(partial(model, q, k)).flop,
                 "time / dot": seconds_spent / best[0],
                 "plain keeps, MiB": _saved_bytes(partial(model.plain, q, k, v)) / _MIB,
                 "regard keeps, MiB": _saved_bytes(partial(model.attend, q, k, v)) / _MIB,
@@ -111,41 +126,57 @@ class Scores(Study):
 
     def holds(self, rows: list[Row]) -> bool:
         """Which scores learn, which generalize, and what they cost."""
-        bare = {row["score"]: row for row in rows if not row["projections"]}
+        trained = [row for row in rows if "score" in row]
+        bare = {row["score"]: row for row in trained if not row["projections"]}
         learns = all((row["trained words"] > 0.95) == (name in self.learners) for name, row in bare.items())
         fails = all(row["trained words"] < 0.4 for name, row in bare.items() if name not in self.learners)
-        projected = all(row["trained words"] > 0.95 for row in rows if row["projections"])
+        projected = all(row["trained words"] > 0.95 for row in trained if row["projections"])
         product, network = bare["bilinear"], bare["additive"]
         generalizes = product["unseen words"] > 0.75 and network["unseen words"] < product["unseen words"] / 2
-        numbers = network["plain keeps, MiB"] * _MIB / 4
-        costly = network["time / dot"] > 2.0 and numbers > 0.5 * self.length**2 * self.hidden
-        return learns and fails and projected and generalizes and costly
+        costs = {(row["cost of"], row["d"]): row for row in rows if "cost of" in row}
+        return learns and fails and projected and generalizes and all(self._costs_hold(costs, d) for d in self.dims)
+
+    def _costs_hold(self, costs: dict[tuple[str, int], Row], dim: int) -> bool:
+        """The costs at one d: additive the most, bilinear one product per query or per pair."""
+        dot, product, network = (costs[name, dim] for name in ("dot", "bilinear", "additive"))
+        costly = network["time / dot"] > max(2.0, product["time / dot"])
+        keeps = network["plain keeps, MiB"] * _MIB / 4 > 0.5 * self.length**2 * dim
+        times = self.length if self.folded else self.length**2
+        most = network["FLOP of logits"] == max(costs[name, dim]["FLOP of logits"] for name in _NAMES)
+        more: int = product["FLOP of products"] - dot["FLOP of products"]
+        return costly and keeps and most and more == times * 2 * dim**2
 
     def draw(self, rows: list[Row]) -> Figure:
         """Accuracy without and with projections, and the costs."""
         figure, panels = canvas(11.5, 3.8, columns=3)
         places = range(len(_NAMES))
         for axes, projected in zip(panels[:2], (False, True), strict=True):
-            some = [row for row in rows if row["projections"] == projected]
+            some = [row for row in rows if row.get("projections") == projected]
             for shift, what, colour in ((-0.2, "trained words", "C0"), (0.2, "unseen words", "#a9c9e3")):
                 axes.bar([x + shift for x in places], [row[what] for row in some], 0.38, color=colour, label=what)
             axes.axhline(1 / self.sentence, color="black", lw=1, ls=":", label="chance")
             axes.set(ylim=(0, 1.02), title="with learned projections" if projected else "the score alone")
         panels[0].set(ylabel="accuracy")
         panels[0].legend(frameon=False, loc="upper right", fontsize=8)
-        bare = rows[: len(_NAMES)]
-        for shift, what, label in ((-0.2, "time / dot", "time"), (0.2, "plain keeps, MiB", "memory")):
-            multiples = [row[what] / bare[0][what] for row in bare]
-            bars = panels[2].bar(
-                [x + shift for x in places], multiples, 0.38, color="C1" if shift < 0 else "C2", label=label
-            )
-            panels[2].bar_label(bars, [f"{m:.1f}" if m < 9.95 else f"{m:.0f}" for m in multiples], fontsize=7)
-        panels[2].set(yscale="log", ylabel="× dot", title="cost of the score alone", ylim=(0.5, None))
-        panels[2].legend(frameon=False, loc="upper right", fontsize=8)
-        for axes in panels:
+        for axes in panels[:2]:
             axes.set_xticks(places, _NAMES, rotation=30, ha="right")
             axes.grid(visible=False, axis="x")
+        self._draw_costs(panels[2], {(row["cost of"], row["d"]): row for row in rows if "cost of" in row})
         return figure
+
+    def _draw_costs(self, axes: Any, costs: dict[tuple[str, int], Row]) -> None:
+        dims = sorted(self.dims)
+        for colour, name in enumerate(_NAMES):
+            for what, style in (("time / dot", "o-"), ("plain keeps, MiB", "x:")):
+                multiples = [costs[name, d][what] / costs["dot", d][what] for d in dims]
+                label = name if what == "time / dot" else f"{name}, memory" if name == "additive" else None
+                axes.loglog(dims, multiples, f"C{colour}{style}", label=label)
+        axes.set(xlabel="d", ylabel="× dot", title="time (solid), memory (dotted)")
+        axes.set_xticks(dims, [str(d) for d in dims])
+        axes.set_yticks(ticks := [1, 10, 100], [str(tick) for tick in ticks])
+        axes.set_ylim(0.4, 4000.0)
+        axes.minorticks_off()
+        axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
 
 
 @dataclass(frozen=True)
@@ -165,11 +196,11 @@ class _Languages:
 class _Model(nn.Module):
     """A score, with or without projections of queries and keys."""
 
-    def __init__(self, name: str, projected: bool, study: Scores) -> None:
+    def __init__(self, name: str, projected: bool, dim: int, hidden: int) -> None:
         super().__init__()
         self.name, self.projected = name, projected
-        self.score = _score(name, study.dim, study.hidden)
-        self.query, self.key = (_projection(study.dim) if projected else nn.Identity() for _ in range(2))
+        self.score = _score(name, dim, hidden)
+        self.query, self.key = (_projection(dim) if projected else nn.Identity() for _ in range(2))
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         """The logits."""
