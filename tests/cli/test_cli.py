@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -271,6 +272,86 @@ def test_a_text_with_only_special_tokens_is_refused(models: Path, text: str) -> 
     assert refused("inspect", str(models / "bert"), "--text", text) == (
         "inspect: the text is empty; give at least one word."
     )
+
+
+@pytest.fixture(scope="module")
+def lacking(models: Path) -> Path:
+    """A folder whose safetensors lack the queries and the pooler."""
+    from safetensors.torch import load_file, save_file
+
+    place = shutil.copytree(models / "bert", models / "lacking")
+    weights = load_file(place / "model.safetensors")
+    kept = {name: x.clone() for name, x in weights.items() if not re.search(r"query|pooler", name)}
+    (place / "model.safetensors").unlink()
+    save_file(kept, place / "model.safetensors", metadata={"format": "pt"})
+    return place
+
+
+def test_a_model_whose_files_lack_weights_is_refused(lacking: Path) -> None:
+    for command in (["inspect"], ["atlas"], ["inspect", "--compare", "builtin"]):
+        said = refused(*command, str(lacking), "--text", "a word")
+        assert said.startswith(f"load: {str(lacking)!r} cannot be judged: 2 weights are not in the model's files")
+        assert "are random: encoder.layer.0.attention.self.query.bias, encoder.layer.0.attention.self.que" in said
+        assert "--allow-random-weights" in said
+
+
+def test_random_weights_that_were_allowed_are_named_in_terminal_json_and_page(lacking: Path, tmp_path: Path) -> None:
+    page, numbers = tmp_path / "x.html", tmp_path / "x.json"
+    written = ["--html", str(page), "--json", str(numbers)]
+    said = run("inspect", str(lacking), "--text", "a word", "--allow-random-weights", *written, columns=300)
+    names = [f"encoder.layer.0.attention.self.query.{kind}" for kind in ("bias", "weight")]
+    assert f"and are random: {names[0]}, {names[1]}\n" in said
+    assert json.loads(numbers.read_text(encoding="utf-8"))["random_weights"] == names
+    assert f"and are random: {names[0]}, {names[1]}" in page.read_text(encoding="utf-8")
+
+
+def test_a_pooler_that_is_not_there_judges_no_attention_and_is_accepted(models: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    place = shutil.copytree(models / "bert", tmp_path / "headless")
+    weights = load_file(place / "model.safetensors")
+    kept = {name: x.clone() for name, x in weights.items() if not name.startswith("pooler.")}
+    assert len(kept) == len(weights) - 2
+    (place / "model.safetensors").unlink()
+    save_file(kept, place / "model.safetensors", metadata={"format": "pt"})
+    run("inspect", str(place), "--text", "a word", "--json", str(tmp_path / "x.json"))
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["random_weights"] == []
+
+
+def test_a_folder_without_a_tokenizer_is_refused_for_that(models: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(models / "bert", tmp_path / "bert", ignore=shutil.ignore_patterns("*token*", "vocab*"))
+    said = refused("inspect", str(place), "--text", "a word")
+    assert said == f"load: {str(place)!r} has no tokenizer. Save it beside the model with {SAVE_TOKENIZER}"
+
+
+SAVE_TOKENIZER = "tokenizer.save_pretrained(folder)."
+ODD = {
+    "wrong type": ({"num_attention_heads": "two"}, "Field 'num_attention_heads' expected int, got str (value: 'two')"),
+    "no heads": ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    "padding beyond the vocabulary": ({"pad_token_id": 10**9}, "Padding_idx must be within num_embeddings"),
+    "unknown dtype": ({"dtype": "float99"}, "float99"),
+    "other weights": ({"vocab_size": 10}, "1 weight is not in the model's files, or has another shape there"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), ODD.values(), ids=list(ODD))
+def test_an_odd_config_ends_in_one_sentence(models: Path, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    place = shutil.copytree(models / "bert", tmp_path / "bert")
+    config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    (place / "config.json").write_text(json.dumps({**config, **change}), encoding="utf-8")
+    said = refused("inspect", str(place), "--text", "a word")
+    assert said.startswith("load: ")
+    assert says in said
+
+
+def test_token_ids_beyond_the_vocabulary_end_in_one_sentence(models: Path, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    place = shutil.copytree(models / "bert", tmp_path / "bert")
+    BertModel(
+        BertConfig(vocab_size=9, hidden_size=12, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(place)
+    assert "cannot read this text: IndexError: index out of range" in refused("inspect", str(place), "--text", "a word")
 
 
 def test_a_word_that_a_model_does_not_know_is_accepted(models: Path) -> None:

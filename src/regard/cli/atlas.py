@@ -9,7 +9,7 @@ import typer
 from regard.models.inspection import build_atlas
 from regard.report.atlas import check_port, serve
 
-from .model_input import FileOption, TextOption, TrustOption, load_and_tokenize, read_text
+from .model_input import FileOption, RandomOption, TextOption, TrustOption, load_and_tokenize, read_text
 from .output import errors_as_messages, progress
 
 __all__ = ["atlas"]
@@ -27,12 +27,13 @@ def atlas(
     port: Annotated[int, typer.Option(help="The port to serve on, on this machine only; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open it in a browser.")] = True,
     trust: TrustOption = False,
+    random_weights: RandomOption = False,
 ) -> None:
     """Pan and zoom over attention maps of any length in a browser, down to single weights; Ctrl-C stops it."""
     with errors_as_messages():
         check_port(port)
         with progress() as bar:
-            loaded, tokens, tell = load_and_tokenize(bar, name, read_text(text, file), trust)
+            loaded, tokens, tell = load_and_tokenize(bar, name, read_text(text, file), trust, random_weights)
             maps = build_atlas(loaded, tokens, tell)
         serving = serve(maps, port, open_browser=browser)
     typer.echo(f"{serving.url} shows {len(tokens.pieces):,} tokens; Ctrl-C stops it")

@@ -13,13 +13,13 @@ from regard.models.difference import DifferenceTable
 from regard.models.findings import RULES
 from regard.models.inspection import build_look
 from regard.models.inspection import inspect as inspect_model
-from regard.models.loading import LoadedModel, TokenizedText
+from regard.models.loading import LoadedModel, TokenizedText, random_weights_text
 from regard.models.seen import Seen
 from regard.report.page import write
 from regard.report.tables import HeadTable, findings
 from regard.report.terminal import shown
 
-from .model_input import FileOption, TextOption, TrustOption, load_and_tokenize, read_text
+from .model_input import FileOption, RandomOption, TextOption, TrustOption, load_and_tokenize, read_text
 from .output import check_writable, errors_as_messages, progress
 
 __all__ = ["inspect"]
@@ -42,6 +42,7 @@ def inspect(
         bool, typer.Option("--compare", help="Show the difference between two models, or two text files.")
     ] = False,
     trust: TrustOption = False,
+    random_weights: RandomOption = False,
 ) -> None:
     """Inspect the attention of a whole model while it reads: each head in numbers, and what is wrong or notable.
 
@@ -57,7 +58,7 @@ def inspect(
                     "it prints a table and writes no file: leave out --html and --json, or inspect the two one by one",
                     param_hint="--compare",
                 )
-            console.print(_compared(names, text, file, trust))
+            console.print(_compared(names, text, file, trust, random_weights))
             return
         if len(names) > 1:
             raise typer.BadParameter("it takes one model; --compare takes two", param_hint="MODEL")
@@ -65,13 +66,15 @@ def inspect(
             check_writable(option, path)
         if html and as_json and html.absolute() == as_json.absolute():
             raise typer.BadParameter("--html has the same path; give each its own", param_hint="--json")
-        loaded, tokens, seen = _inspected(names[0] if names else None, read_text(text, file), trust)
+        loaded, tokens, seen = _inspected(names[0] if names else None, read_text(text, file), trust, random_weights)
         with progress() as bar:
             task = bar.add_task("applying the rules", total=len(RULES))
             found = seen.findings(tell=lambda rule: bar.advance(task))
             look = build_look(loaded, tokens, seen) if html else None
         console.print(_head_table(seen))
         console.print(findings(found))
+        if seen.random_weights:
+            console.print(Text(f"random weights: {shown(random_weights_text(seen.random_weights))}"))
         for layer, reason in seen.missed.items():
             console.print(Text(f"not seen: {shown(layer) or 'the model itself'}: {shown(reason)}"))
         if as_json:
@@ -84,13 +87,13 @@ def inspect(
             console.print(Text("--html report.html writes a report; regard atlas shows maps to zoom into."))
 
 
-def _inspected(name: str | None, text: str, trust: bool) -> tuple[LoadedModel, TokenizedText, Seen]:
+def _inspected(name: str | None, text: str, *allowed: bool) -> tuple[LoadedModel, TokenizedText, Seen]:
     with progress() as bar:
-        loaded, tokens, tell = load_and_tokenize(bar, name, text, trust)
+        loaded, tokens, tell = load_and_tokenize(bar, name, text, *allowed)
         return loaded, tokens, inspect_model(loaded, tokens, tell)
 
 
-def _compared(names: list[str], text: str | None, file: Path | None, trust: bool) -> DifferenceTable:
+def _compared(names: list[str], text: str | None, file: Path | None, *allowed: bool) -> DifferenceTable:
     if len(names) not in (2, 3):
         raise typer.BadParameter("it compares two models, or two text files", param_hint="--compare")
     *model, a, b = names
@@ -98,12 +101,12 @@ def _compared(names: list[str], text: str | None, file: Path | None, trust: bool
     if len(files) == 2:
         if text is not None or file is not None:
             raise typer.BadParameter("two files are two texts; --text and --file go with two models")
-        first, second = (_inspected(model[0] if model else None, read_text(None, Path(x)), trust)[2] for x in (a, b))
+        first, second = (_inspected(model[0] if model else None, read_text(None, Path(x)), *allowed)[2] for x in (a, b))
     elif model or files:
         other = next(x for x in (a, b) if x not in files)
         raise typer.BadParameter(f"it compares two files, and {shown(other)!r} is not a file", param_hint="--compare")
     else:
-        first, second = (_inspected(x, read_text(text, file), trust)[2] for x in (a, b))
+        first, second = (_inspected(x, read_text(text, file), *allowed)[2] for x in (a, b))
     return first.diff(second).table(names=(a, b))
 
 

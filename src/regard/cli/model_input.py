@@ -11,10 +11,10 @@ from rich.progress import Progress
 from rich.text import Text
 
 from regard.errors import FileError
-from regard.models.loading import BUILTIN, LoadedModel, TokenizedText, load
+from regard.models.loading import BUILTIN, LoadedModel, TokenizedText, load, random_weights_text
 from regard.report.terminal import shown
 
-__all__ = ["FileOption", "TextOption", "TrustOption", "load_and_tokenize", "read_text"]
+__all__ = ["FileOption", "RandomOption", "TextOption", "TrustOption", "load_and_tokenize", "read_text"]
 
 SAMPLE = """The first citizen spoke of corn, and the second citizen spoke of kings. When the first citizen spoke again
 of corn, the second citizen spoke again of kings: for what the first citizen said, the second citizen said again."""
@@ -25,6 +25,12 @@ TextOption = Annotated[
 FileOption = Annotated[Path | None, typer.Option("--file", help="A file with that text.", dir_okay=False)]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model; only if you trust its author.")
+]
+RandomOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-random-weights", help="Accept a model whose files lack weights; the missing ones are random."
+    ),
 ]
 
 
@@ -41,11 +47,13 @@ def read_text(text: str | None, file: Path | None) -> str:
 
 
 def load_and_tokenize(
-    bar: Progress, name: str | None, text: str, trust: bool
+    bar: Progress, name: str | None, text: str, trust: bool, random_weights: bool
 ) -> tuple[LoadedModel, TokenizedText, Callable[[str], None]]:
     """Load a model and tokenize the text; the last result advances the bar, once per layer."""
     task = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
-    loaded = load(name, remote_code=trust)
+    loaded = load(name, remote_code=trust, random_weights=random_weights)
+    if loaded.random_weights:
+        bar.console.print(Text(shown(f"{loaded.name}: {random_weights_text(loaded.random_weights)}")))
     tokens = loaded.tokenize(text)
     if tokens.truncated:
         bar.console.print(
