@@ -21,7 +21,8 @@ import regard
 from regard.cli import app
 from regard.errors import ArgumentError, FileError
 from regard.models import loading
-from regard.models.inspection import inspect
+from regard.models.inspection import fill_atlas, inspect
+from regard.report.atlas import Atlas, Serving, serve
 
 
 def run(*arguments: str, columns: int = 160, fails: bool = False) -> str:
@@ -181,6 +182,36 @@ def test_two_files_need_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "x").exists()
 
 
+def test_the_atlas_answers_before_the_model_has_read_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Serving] = []
+    found: list[tuple[list[str], int | None]] = []
+
+    def meta() -> None:
+        with urllib.request.urlopen(served[0].url + "meta.json", timeout=20) as answer:
+            read = json.load(answer)
+        found.append(([layer["name"] for layer in read["layers"]], read["expected"]))
+
+    def fill(atlas: Atlas, loaded: loading.LoadedModel, text: loading.TokenizedText, tell: object) -> None:
+        meta()
+        fill_atlas(atlas, loaded, text, lambda name: meta())
+        meta()
+
+    monkeypatch.setattr("regard.cli.atlas.serve", lambda *given, **named: served.append(serve(*given)) or served[0])
+    monkeypatch.setattr("regard.cli.atlas.fill_atlas", fill)
+    monkeypatch.setattr(Serving, "wait", lambda serving: None)
+    assert f"{served[0].url if served else ''}" in run("atlas", "--no-browser", "--text", TEXT)
+    names = [f"blocks.{i}.attention" for i in range(4)]
+    assert found == [*((names[:known], 4) for known in range(5)), (names, None)]
+
+
+def test_where_there_is_no_terminal_long_work_is_reported_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "reading" not in run("inspect", "--text", TEXT)
+    monkeypatch.setattr("regard.cli.output._SECONDS_BETWEEN_LINES", 0.0)
+    said = run("inspect", "--text", TEXT)
+    assert re.search(r"^reading \d+ tokens: 25 % after \d+ s$", said, re.M)
+    assert re.search(r"^applying the rules: 100 % after", said, re.M)
+
+
 def test_the_atlas_is_served_only_on_this_machine_and_can_be_terminated() -> None:
     command = [sys.executable, "-m", "regard", "atlas", "--no-browser", "--text", TEXT]
     source = str(Path(regard.__file__).parent.parent)
@@ -188,10 +219,13 @@ def test_the_atlas_is_served_only_on_this_machine_and_can_be_terminated() -> Non
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as serving:
         assert serving.stdout is not None
         try:
-            url = re.match(r"(http://127\.0\.0\.1:\d+/) shows \d+ tokens", serving.stdout.readline())
+            url = re.match(r"(http://127\.0\.0\.1:\d+/[\w-]{32}/) shows \d+ tokens", serving.stdout.readline())
             assert url, serving.stderr
-            with urllib.request.urlopen(url[1] + "meta.json", timeout=20) as answer:
-                layers = json.load(answer)["layers"]
+            expected: int | None = 4
+            while expected is not None:
+                with urllib.request.urlopen(url[1] + "meta.json", timeout=20) as answer:
+                    meta = json.load(answer)
+                layers, expected = meta["layers"], meta["expected"]
             assert [layer["name"] for layer in layers] == [f"blocks.{i}.attention" for i in range(4)]
             assert layers[0]["heads"] == 8
         finally:

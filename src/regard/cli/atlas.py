@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from regard.models.inspection import build_atlas
+from regard.models.inspection import fill_atlas, new_atlas
 from regard.report.atlas import check_port, serve
 
-from .model_input import FileOption, RandomOption, TextOption, TrustOption, load_and_tokenize, read_text
+from .model_input import FileOption, RandomOption, TextOption, TrustOption, load_and_tokenize, read_text, reading
 from .output import errors_as_messages, progress
 
 __all__ = ["atlas"]
@@ -33,8 +33,10 @@ def atlas(
     with errors_as_messages():
         check_port(port)
         with progress() as bar:
-            loaded, tokens, tell = load_and_tokenize(bar, name, read_text(text, file), trust, random_weights)
-            maps = build_atlas(loaded, tokens, tell)
-        serving = serve(maps, port, open_browser=browser)
-    typer.echo(f"{serving.url} shows {len(tokens.pieces):,} tokens; Ctrl-C stops it")
-    serving.wait()
+            loaded, tokens = load_and_tokenize(bar, name, read_text(text, file), trust, random_weights)
+        maps = new_atlas(loaded)
+        with serve(maps, port, open_browser=browser) as serving:
+            typer.echo(f"{serving.url} shows {len(tokens.pieces):,} tokens; Ctrl-C stops it")
+            with progress() as bar:
+                fill_atlas(maps, loaded, tokens, reading(bar, loaded, tokens))
+            serving.wait()

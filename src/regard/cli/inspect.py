@@ -19,7 +19,7 @@ from regard.report.page import write
 from regard.report.tables import HeadTable, findings
 from regard.report.terminal import shown
 
-from .model_input import FileOption, RandomOption, TextOption, TrustOption, load_and_tokenize, read_text
+from .model_input import FileOption, RandomOption, TextOption, TrustOption, load_and_tokenize, read_text, reading
 from .output import check_writable, errors_as_messages, progress
 
 __all__ = ["inspect"]
@@ -89,8 +89,8 @@ def inspect(
 
 def _inspected(name: str | None, text: str, *allowed: bool) -> tuple[LoadedModel, TokenizedText, Seen]:
     with progress() as bar:
-        loaded, tokens, tell = load_and_tokenize(bar, name, text, *allowed)
-        return loaded, tokens, inspect_model(loaded, tokens, tell)
+        loaded, tokens = load_and_tokenize(bar, name, text, *allowed)
+        return loaded, tokens, inspect_model(loaded, tokens, reading(bar, loaded, tokens))
 
 
 def _compared(names: list[str], text: str | None, file: Path | None, *allowed: bool) -> DifferenceTable:

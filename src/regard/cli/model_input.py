@@ -14,7 +14,7 @@ from regard.errors import FileError
 from regard.models.loading import BUILTIN, LoadedModel, TokenizedText, load, random_weights_text
 from regard.report.terminal import shown
 
-__all__ = ["FileOption", "RandomOption", "TextOption", "TrustOption", "load_and_tokenize", "read_text"]
+__all__ = ["FileOption", "RandomOption", "TextOption", "TrustOption", "load_and_tokenize", "read_text", "reading"]
 
 SAMPLE = """The first citizen spoke of corn, and the second citizen spoke of kings. When the first citizen spoke again
 of corn, the second citizen spoke again of kings: for what the first citizen said, the second citizen said again."""
@@ -48,8 +48,8 @@ def read_text(text: str | None, file: Path | None) -> str:
 
 def load_and_tokenize(
     bar: Progress, name: str | None, text: str, trust: bool, random_weights: bool
-) -> tuple[LoadedModel, TokenizedText, Callable[[str], None]]:
-    """Load a model and tokenize the text; the last result advances the bar, once per layer."""
+) -> tuple[LoadedModel, TokenizedText]:
+    """Load a model and tokenize the text, and say what is missing in either."""
     task = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
     loaded = load(name, remote_code=trust, random_weights=random_weights)
     if loaded.random_weights:
@@ -59,5 +59,11 @@ def load_and_tokenize(
         bar.console.print(
             Text(f"the last {tokens.truncated:,} tokens are left out: the model has no positions for them")
         )
-    bar.update(task, description=f"reading {len(tokens.pieces):,} tokens", total=loaded.layers or None)
-    return loaded, tokens, lambda layer: bar.advance(task)
+    bar.remove_task(task)
+    return loaded, tokens
+
+
+def reading(bar: Progress, loaded: LoadedModel, tokens: TokenizedText) -> Callable[[str], None]:
+    """Show that the model reads; the result advances the bar, and is to be called once per layer."""
+    task = bar.add_task(f"reading {len(tokens.pieces):,} tokens", total=loaded.layers or None)
+    return lambda layer: bar.advance(task)
