@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from typer.testing import CliRunner
 
 import regard
 from regard import lab
-from regard.cli import app
+from regard.cli import app, main
+from regard.cli.encoding import fall_back_to_ascii
 from regard.report.example import SOURCE, TARGET, hashed, known
 
 
@@ -188,6 +191,57 @@ def test_the_version_is_that_of_the_package() -> None:
 def test_help_names_the_commands_and_every_option() -> None:
     assert all(word in run("--help") for word in ("show", "info", "--version"))
     assert all(word in run("show", "--help") for word in ("--query", "--key", "--temperature", "--causal", "--json"))
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, encoding: str, *arguments: str) -> str:
+    """What the command prints to a stream with that encoding."""
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding=encoding, write_through=True))
+    monkeypatch.setattr("sys.argv", ["regard", *arguments])
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_where_a_character_cannot_be_printed_another_stands_for_it_and_the_report_is_written(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "#" in printed(monkeypatch, encoding, "show", "--query", "caf\u00e9 \u2603")
+    assert "sqrt d" in printed(monkeypatch, encoding, "lab")
+    page = tmp_path / "\u221a.html"
+    said = printed(monkeypatch, encoding, "inspect", "--text", "a word again a word", "--html", str(page))
+    assert "sqrt .html; open it in a browser" in said
+    assert page.exists()
+    assert "reference" in printed(monkeypatch, encoding, "info")
+
+
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [("10\u207b\u00b3", "10^-^3"), ("QK\u1d40", "QK^T"), ("q\u2081", "q_1"), ("\u2603 \ud800", r"\u2603 \ud800")],
+)
+def test_signs_are_spelled_and_other_characters_show_their_code(given: str, spelled: str) -> None:
+    fall_back_to_ascii()
+    assert given.encode("ascii", "regard-ascii").decode() == spelled
+
+
+def test_an_interrupt_during_the_import_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "regard").mkdir()
+    (tmp_path / "regard" / "__init__.py").write_text("raise KeyboardInterrupt", encoding="utf-8")
+    path = os.pathsep.join((str(tmp_path), str(Path(regard.__file__).parents[1])))
+    command = [sys.executable, "-c", "import regard_command; regard_command.main()"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_installed_command_is_the_one_that_may_be_interrupted() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"regard": "regard_command:main"}
+    assert "src/regard_command.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
 def test_python_m_regard_prints_one_json_object_and_nothing_else() -> None:

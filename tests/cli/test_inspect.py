@@ -204,6 +204,33 @@ def test_the_atlas_answers_before_the_model_has_read_the_text(monkeypatch: pytes
     assert found == [*((names[:known], 4) for known in range(5)), (names, None)]
 
 
+@pytest.mark.parametrize("source", ["--text", "--file"])
+def test_a_text_beyond_the_limit_is_cut_and_that_is_said(source: str, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("word " * 100_000, encoding="utf-8")
+    text = "word " * 100_000 if source == "--text" else str(tmp_path / "long.txt")
+    said = run("inspect", source, text, "--max-tokens", "50", "--json", str(tmp_path / "x.json"))
+    assert "the text is cut after 1,600 characters; --max-tokens raises the limit" in said
+    left = re.search(r"the last ([\d,]+) tokens are left out; --max-tokens raises the limit", said)
+    assert left
+    loaded = loading.load(None)
+    assert int(left[1].replace(",", "")) == len(loaded.tokenize(("word " * 100_000)[:1600]).pieces) - 50
+
+
+def test_a_file_without_an_end_is_cut() -> None:
+    assert "the text is cut after 128 characters" in run("inspect", "--file", "/dev/zero", "--max-tokens", "4")
+    assert "left out" not in run("inspect", "--text", "one two", "--max-tokens", "2000")
+
+
+def test_too_little_memory_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*given: object, **named: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    loaded = loading.load(None)
+    monkeypatch.setattr(loaded.model, "forward", exhausted)
+    with pytest.raises(ArgumentError, match=r"^inspect: there is not enough memory for \d+ tokens\. Give a shorter"):
+        inspect(loaded, loaded.tokenize(TEXT))
+
+
 def test_where_there_is_no_terminal_long_work_is_reported_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reading" not in run("inspect", "--text", TEXT)
     monkeypatch.setattr("regard.cli.output._SECONDS_BETWEEN_LINES", 0.0)

@@ -9,7 +9,18 @@ import typer
 from regard.models.inspection import fill_atlas, new_atlas
 from regard.report.atlas import check_port, serve
 
-from .model_input import FileOption, RandomOption, TextOption, TrustOption, load_and_tokenize, read_text, reading
+from .model_input import (
+    MAX_TOKENS,
+    Allowed,
+    FileOption,
+    MaxTokensOption,
+    RandomOption,
+    TextOption,
+    TrustOption,
+    load_and_tokenize,
+    read_text,
+    reading,
+)
 from .output import errors_as_messages, progress
 
 __all__ = ["atlas"]
@@ -26,6 +37,7 @@ def atlas(
     file: FileOption = None,
     port: Annotated[int, typer.Option(help="The port to serve on, on this machine only; 0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open it in a browser.")] = True,
+    max_tokens: MaxTokensOption = MAX_TOKENS,
     trust: TrustOption = False,
     random_weights: RandomOption = False,
 ) -> None:
@@ -33,7 +45,8 @@ def atlas(
     with errors_as_messages():
         check_port(port)
         with progress() as bar:
-            loaded, tokens = load_and_tokenize(bar, name, read_text(text, file), trust, random_weights)
+            allowed = Allowed(max_tokens, trust, random_weights)
+            loaded, tokens = load_and_tokenize(bar, name, read_text(text, file, max_tokens), allowed)
         maps = new_atlas(loaded)
         with serve(maps, port, open_browser=browser) as serving:
             typer.echo(f"{serving.url} shows {len(tokens.pieces):,} tokens; Ctrl-C stops it")

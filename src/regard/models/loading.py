@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError, MissingPackageError, RegardError
 
-__all__ = ["BUILTIN", "MAX_TOKENS", "UNTRAINED", "LoadedModel", "TokenizedText", "load", "random_weights_text"]
+__all__ = ["BUILTIN", "UNTRAINED", "LoadedModel", "TokenizedText", "load", "random_weights_text"]
 
 BUILTIN, UNTRAINED = "builtin", "builtin-untrained"
-MAX_TOKENS = 2**17
-"""How many tokens of a text a model reads; attention takes time that grows with their square."""
 _EMPTY = "inspect: the text is empty; give at least one word."
 
 
@@ -29,7 +27,12 @@ class TokenizedText:
 
     inputs: dict[str, Tensor]
     pieces: list[str]
-    truncated: int = 0  # tokens dropped at the end: the model has no positions for them, or there are too many
+    truncated: int = 0  # tokens dropped at the end, for which the model has no positions
+
+    def first(self, most: int) -> TokenizedText:
+        """The first tokens, at most so many."""
+        inputs = {name: x[:, :most] for name, x in self.inputs.items()}
+        return TokenizedText(inputs, self.pieces[:most], self.truncated)
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,8 @@ def _builtin(name: str, device: str) -> LoadedModel:
     def tokenize(text: str) -> TokenizedText:
         if not text.strip():
             raise ArgumentError(_EMPTY)
-        every = words.encode(text)
-        ids = every[:MAX_TOKENS]
-        inputs = {"ids": torch.tensor([ids], device=device)}
-        return TokenizedText(inputs, words.pieces(ids), len(every) - len(ids))
+        ids = words.encode(text)
+        return TokenizedText({"ids": torch.tensor([ids], device=device)}, words.pieces(ids))
 
     return LoadedModel(name, model, tokenize, len(model.blocks))
 
@@ -229,7 +230,7 @@ def _tokenized(tokenizer: Any, config: Any, text: str, device: str) -> Tokenized
     names = tokenizer.convert_ids_to_tokens(ids.tolist())
     pieces = [text[a:b] if b > a else name for (a, b), name in zip(offsets, names, strict=True)]
     positions = getattr(config, "max_position_embeddings", None)
-    limit = min(positions if isinstance(positions, int) and positions > 0 else MAX_TOKENS, MAX_TOKENS)
+    limit = positions if isinstance(positions, int) and positions > 0 else len(ids)
     inputs = {key: x[:, :limit].to(device) for key, x in encoded.items() if isinstance(x, Tensor)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = inputs["input_ids"]
