@@ -136,10 +136,10 @@ def _from_transformers(name: str, remote_code: bool, random_weights: bool, devic
                 output_loading_info=True,
                 **shared,
             )
-    missing = _random_weights(report)
-    if missing and not random_weights:
+    drawn = _random_weights(report)
+    if drawn and not random_weights:
         raise FileError(
-            f"load: {name!r} cannot be judged: {random_weights_text(missing)}. Check that the weights belong to this "
+            f"load: {name!r} cannot be judged: {random_weights_text(drawn)}. Check that the weights belong to this "
             f"config.json; --allow-random-weights inspects it all the same."
         )
     layers = getattr(config, "num_hidden_layers", 0)
@@ -148,7 +148,7 @@ def _from_transformers(name: str, remote_code: bool, random_weights: bool, devic
         model.to(device).eval(),
         lambda text: _tokenized(tokenizer, config, text, device),
         layers if isinstance(layers, int) else 0,
-        missing,
+        drawn,
     )
 
 

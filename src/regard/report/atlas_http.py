@@ -51,6 +51,8 @@ class Server(ThreadingHTTPServer):
     def __init__(self, atlas: Atlas, port: int) -> None:
         self.atlas = atlas
         self.token = secrets.token_urlsafe(24)
+        assets = files("regard.report") / "assets"  # read now, since later there may be no descriptor left for it
+        self.assets = {path: (assets / name).read_bytes() for path, name in _ASSETS.items()}
         # Since when each connection has been waiting for a request; infinity while it is answered.
         self._waiting_since: dict[socket.socket, float] = {}
         self._changed = threading.Condition()  # guards it
@@ -155,9 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.begin_answer(self.connection)
         path = slash + rest
         if path in _ASSETS:
-            name = _ASSETS[path]
-            content_type = f"{_CONTENT_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
-            self._send(200, content_type, (files("regard.report") / "assets" / name).read_bytes())
+            content_type = f"{_CONTENT_TYPES[_ASSETS[path].rpartition('.')[2]]}; charset=utf-8"
+            self._send(200, content_type, self.server.assets[path])
             return
         for pattern, handler in self.routes.items():
             if (found := re.fullmatch(pattern, path)) is not None:
