@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +15,12 @@ from torch import Tensor
 from .backends import Backend
 from .backends.dispatch import choose, run
 from .chunked.statistics import logits_at
-from .compat.torch import is_wrapped, version_of
+from .compat.torch import is_wrapped, shared_with_backward, version_of
 from .core.problem import Problem
 from .core.rows import Rows
 from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
 
-__all__ = ["WATCHERS", "Observation", "Watcher", "notify", "observed"]
+__all__ = ["WATCHERS", "Observation", "Watcher", "notify", "observed", "watchers", "watching"]
 
 Index = slice | range | Tensor | list[int] | None
 _READ_LATER = ("query", "key", "mask", "bias", "score", "scale", "sink")  # what late passes read
@@ -233,7 +235,7 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
 
 
 class Watcher(ABC):
-    """Something that sees every call: it computes those that are not observed, and is shown those that are."""
+    """Something that sees every call of its thread: it computes those that are not observed, and is shown others."""
 
     @abstractmethod
     def answer(self, p: Problem, backend: str | Backend) -> Tensor:
@@ -245,10 +247,33 @@ class Watcher(ABC):
 
 
 WATCHERS: list[Watcher] = []
-"""Those that are active; the last one computes."""
+"""All that are active in this process; while there is none, a call looks no further."""
+
+
+def watchers() -> list[Watcher]:
+    """Those that are active in this thread, or in the thread whose backward pass runs here; the last one computes."""
+    return _of_this_thread() if WATCHERS else []
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Let a watcher see the calls of this thread."""
+    mine = _of_this_thread()
+    WATCHERS.append(watcher)
+    mine.append(watcher)
+    try:
+        yield
+    finally:
+        mine.remove(watcher)
+        WATCHERS.remove(watcher)
+
+
+def _of_this_thread() -> list[Watcher]:
+    return shared_with_backward("regard.watchers", list)
 
 
 def notify(seen: Observation) -> None:
-    """Show a call to every watcher."""
-    for watcher in WATCHERS:
-        watcher.show(seen)
+    """Show a call to every watcher of this thread."""
+    if WATCHERS:
+        for watcher in watchers():
+            watcher.show(seen)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ from typer.testing import CliRunner
 
 import regard
 from regard import lab
-from regard.cli import app
+from regard.cli import app, main
+from regard.cli.encoding import fall_back_to_ascii
 from regard.report.example import SOURCE, TARGET, hashed, known
 
 
@@ -198,6 +202,57 @@ def test_help_names_the_commands_and_every_option() -> None:
     assert all(word in run("show", "--help") for word in ("--query", "--key", "--temperature", "--causal", "--json"))
 
 
+def printed(monkeypatch: pytest.MonkeyPatch, encoding: str, *arguments: str) -> str:
+    """What the command prints to a stream with that encoding."""
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding=encoding, write_through=True))
+    monkeypatch.setattr("sys.argv", ["regard", *arguments])
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_where_a_character_cannot_be_printed_another_stands_for_it_and_the_report_is_written(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "#" in printed(monkeypatch, encoding, "show", "--query", "caf\u00e9 \u2603")
+    assert "sqrt d" in printed(monkeypatch, encoding, "lab")
+    page = tmp_path / "\u221a.html"
+    said = printed(monkeypatch, encoding, "inspect", "--text", "a word again a word", "--html", str(page))
+    assert "sqrt .html; open it in a browser" in said
+    assert page.exists()
+    assert "reference" in printed(monkeypatch, encoding, "info")
+
+
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [("10\u207b\u00b3", "10^-^3"), ("QK\u1d40", "QK^T"), ("q\u2081", "q_1"), ("\u2603 \ud800", r"\u2603 \ud800")],
+)
+def test_signs_are_spelled_and_other_characters_show_their_code(given: str, spelled: str) -> None:
+    fall_back_to_ascii()
+    assert given.encode("ascii", "regard-ascii").decode() == spelled
+
+
+def test_an_interrupt_during_the_import_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "regard").mkdir()
+    (tmp_path / "regard" / "__init__.py").write_text("raise KeyboardInterrupt", encoding="utf-8")
+    path = os.pathsep.join((str(tmp_path), str(Path(regard.__file__).parents[1])))
+    command = [sys.executable, "-c", "import regard_command; regard_command.main()"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_installed_command_is_the_one_that_may_be_interrupted() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"regard": "regard_command:main"}
+    assert "src/regard_command.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+
+
 def test_python_m_regard_prints_one_json_object_and_nothing_else() -> None:
     command = [sys.executable, "-m", "regard", "show", "--json"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
@@ -280,6 +335,86 @@ def test_a_text_with_only_special_tokens_is_refused(models: Path, text: str) -> 
     assert refused("inspect", str(models / "bert"), "--text", text) == (
         "inspect: the text is empty; give at least one word."
     )
+
+
+@pytest.fixture(scope="module")
+def lacking(models: Path) -> Path:
+    """A folder whose safetensors lack the queries and the pooler."""
+    from safetensors.torch import load_file, save_file
+
+    place = shutil.copytree(models / "bert", models / "lacking")
+    weights = load_file(place / "model.safetensors")
+    kept = {name: x.clone() for name, x in weights.items() if not re.search(r"query|pooler", name)}
+    (place / "model.safetensors").unlink()
+    save_file(kept, place / "model.safetensors", metadata={"format": "pt"})
+    return place
+
+
+def test_a_model_whose_files_lack_weights_is_refused(lacking: Path) -> None:
+    for command in (["inspect"], ["atlas"], ["inspect", "--compare", "builtin"]):
+        said = refused(*command, str(lacking), "--text", "a word")
+        assert said.startswith(f"load: {str(lacking)!r} cannot be judged: 2 weights are not in the model's files")
+        assert "are random: encoder.layer.0.attention.self.query.bias, encoder.layer.0.attention.self.que" in said
+        assert "--allow-random-weights" in said
+
+
+def test_random_weights_that_were_allowed_are_named_in_terminal_json_and_page(lacking: Path, tmp_path: Path) -> None:
+    page, numbers = tmp_path / "x.html", tmp_path / "x.json"
+    written = ["--html", str(page), "--json", str(numbers)]
+    said = run("inspect", str(lacking), "--text", "a word", "--allow-random-weights", *written, columns=300)
+    names = [f"encoder.layer.0.attention.self.query.{kind}" for kind in ("bias", "weight")]
+    assert f"and are random: {names[0]}, {names[1]}\n" in said
+    assert json.loads(numbers.read_text(encoding="utf-8"))["random_weights"] == names
+    assert f"and are random: {names[0]}, {names[1]}" in page.read_text(encoding="utf-8")
+
+
+def test_a_pooler_that_is_not_there_judges_no_attention_and_is_accepted(models: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    place = shutil.copytree(models / "bert", tmp_path / "headless")
+    weights = load_file(place / "model.safetensors")
+    kept = {name: x.clone() for name, x in weights.items() if not name.startswith("pooler.")}
+    assert len(kept) == len(weights) - 2
+    (place / "model.safetensors").unlink()
+    save_file(kept, place / "model.safetensors", metadata={"format": "pt"})
+    run("inspect", str(place), "--text", "a word", "--json", str(tmp_path / "x.json"))
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["random_weights"] == []
+
+
+def test_a_folder_without_a_tokenizer_is_refused_for_that(models: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(models / "bert", tmp_path / "bert", ignore=shutil.ignore_patterns("*token*", "vocab*"))
+    said = refused("inspect", str(place), "--text", "a word")
+    assert said == f"load: {str(place)!r} has no tokenizer. Save it beside the model with {SAVE_TOKENIZER}"
+
+
+SAVE_TOKENIZER = "tokenizer.save_pretrained(folder)."
+ODD = {
+    "wrong type": ({"num_attention_heads": "two"}, "Field 'num_attention_heads' expected int, got str (value: 'two')"),
+    "no heads": ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    "padding beyond the vocabulary": ({"pad_token_id": 10**9}, "Padding_idx must be within num_embeddings"),
+    "unknown dtype": ({"dtype": "float99"}, "float99"),
+    "other weights": ({"vocab_size": 10}, "1 weight is not in the model's files, or has another shape there"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), ODD.values(), ids=list(ODD))
+def test_an_odd_config_ends_in_one_sentence(models: Path, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    place = shutil.copytree(models / "bert", tmp_path / "bert")
+    config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    (place / "config.json").write_text(json.dumps({**config, **change}), encoding="utf-8")
+    said = refused("inspect", str(place), "--text", "a word")
+    assert said.startswith("load: ")
+    assert says in said
+
+
+def test_token_ids_beyond_the_vocabulary_end_in_one_sentence(models: Path, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    place = shutil.copytree(models / "bert", tmp_path / "bert")
+    BertModel(
+        BertConfig(vocab_size=9, hidden_size=12, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(place)
+    assert "cannot read this text: IndexError: index out of range" in refused("inspect", str(place), "--text", "a word")
 
 
 def test_a_word_that_a_model_does_not_know_is_accepted(models: Path) -> None:

@@ -22,7 +22,8 @@ import regard
 from regard.cli import app
 from regard.errors import ArgumentError, FileError
 from regard.models import loading
-from regard.models.inspection import build_atlas, build_look, inspect
+from regard.models.inspection import build_look, fill_atlas, inspect, new_atlas
+from regard.report.atlas import Atlas, Serving, serve
 
 
 def run(*arguments: str, columns: int = 160, fails: bool = False) -> str:
@@ -125,17 +126,17 @@ def test_a_text_longer_than_those_of_the_training_says_where_extrapolation_begin
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     loaded = replace(loading.load(None), trained_length=10)
-    monkeypatch.setattr("regard.cli.model_input.load", lambda name, remote_code: loaded)
+    monkeypatch.setattr("regard.cli.model_input.load", lambda name, **options: loaded)
     said = "the model extrapolates from position 10 on: it was trained on texts of up to 10 tokens"
     page = tmp_path / "report.html"
     assert said in run("inspect", "--text", TEXT, "--html", str(page))
     tokens = loaded.tokenize(TEXT)
     assert build_look(loaded, tokens, inspect(loaded, tokens)).facts["limits"] == said
     assert said in page.read_text(encoding="utf-8")
-    atlas = build_atlas(loaded, tokens)
+    atlas = new_atlas(loaded, tokens)
     assert atlas.meta()["note"] == said
     short = loading.TokenizedText({name: ids[:, :10] for name, ids in tokens.inputs.items()}, tokens.pieces[:10])
-    assert loaded.limits(short) == build_atlas(loaded, short).meta()["note"] == ""
+    assert loaded.limits(short) == new_atlas(loaded, short).meta()["note"] == ""
     assert "limits" not in build_look(loaded, short, inspect(loaded, short)).facts
     assert replace(loaded, trained_length=None).limits(tokens) == ""
 
@@ -204,6 +205,63 @@ def test_two_files_need_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "x").exists()
 
 
+def test_the_atlas_answers_before_the_model_has_read_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Serving] = []
+    found: list[tuple[list[str], int | None]] = []
+
+    def meta() -> None:
+        with urllib.request.urlopen(served[0].url + "meta.json", timeout=20) as answer:
+            read = json.load(answer)
+        found.append(([layer["name"] for layer in read["layers"]], read["expected"]))
+
+    def fill(atlas: Atlas, loaded: loading.LoadedModel, text: loading.TokenizedText, tell: object) -> None:
+        meta()
+        fill_atlas(atlas, loaded, text, lambda name: meta())
+        meta()
+
+    monkeypatch.setattr("regard.cli.atlas.serve", lambda *given, **named: served.append(serve(*given)) or served[0])
+    monkeypatch.setattr("regard.cli.atlas.fill_atlas", fill)
+    monkeypatch.setattr(Serving, "wait", lambda serving: None)
+    assert f"{served[0].url if served else ''}" in run("atlas", "--no-browser", "--text", TEXT)
+    names = [f"blocks.{i}.attention" for i in range(4)]
+    assert found == [*((names[:known], 4) for known in range(5)), (names, None)]
+
+
+@pytest.mark.parametrize("source", ["--text", "--file"])
+def test_a_text_beyond_the_limit_is_cut_and_that_is_said(source: str, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("word " * 100_000, encoding="utf-8")
+    text = "word " * 100_000 if source == "--text" else str(tmp_path / "long.txt")
+    said = run("inspect", source, text, "--max-tokens", "50", "--json", str(tmp_path / "x.json"))
+    assert "the text is cut after 1,600 characters; --max-tokens raises the limit" in said
+    left = re.search(r"the last ([\d,]+) tokens are left out; --max-tokens raises the limit", said)
+    assert left
+    loaded = loading.load(None)
+    assert int(left[1].replace(",", "")) == len(loaded.tokenize(("word " * 100_000)[:1600]).pieces) - 50
+
+
+def test_a_file_without_an_end_is_cut() -> None:
+    assert "the text is cut after 128 characters" in run("inspect", "--file", "/dev/zero", "--max-tokens", "4")
+    assert "left out" not in run("inspect", "--text", "one two", "--max-tokens", "2000")
+
+
+def test_too_little_memory_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*given: object, **named: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    loaded = loading.load(None)
+    monkeypatch.setattr(loaded.model, "forward", exhausted)
+    with pytest.raises(ArgumentError, match=r"^inspect: there is not enough memory for \d+ tokens\. Give a shorter"):
+        inspect(loaded, loaded.tokenize(TEXT))
+
+
+def test_where_there_is_no_terminal_long_work_is_reported_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "reading" not in run("inspect", "--text", TEXT)
+    monkeypatch.setattr("regard.cli.output._SECONDS_BETWEEN_LINES", 0.0)
+    said = run("inspect", "--text", TEXT)
+    assert re.search(r"^reading \d+ tokens: 25 % after \d+ s$", said, re.M)
+    assert re.search(r"^applying the rules: 100 % after", said, re.M)
+
+
 def test_the_atlas_is_served_only_on_this_machine_and_can_be_terminated() -> None:
     command = [sys.executable, "-m", "regard", "atlas", "--no-browser", "--text", TEXT]
     source = str(Path(regard.__file__).parent.parent)
@@ -211,10 +269,13 @@ def test_the_atlas_is_served_only_on_this_machine_and_can_be_terminated() -> Non
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as serving:
         assert serving.stdout is not None
         try:
-            url = re.match(r"(http://127\.0\.0\.1:\d+/) shows \d+ tokens", serving.stdout.readline())
+            url = re.match(r"(http://127\.0\.0\.1:\d+/[\w-]{32}/) shows \d+ tokens", serving.stdout.readline())
             assert url, serving.stderr
-            with urllib.request.urlopen(url[1] + "meta.json", timeout=20) as answer:
-                layers = json.load(answer)["layers"]
+            expected: int | None = 4
+            while expected is not None:
+                with urllib.request.urlopen(url[1] + "meta.json", timeout=20) as answer:
+                    meta = json.load(answer)
+                layers, expected = meta["layers"], meta["expected"]
             assert [layer["name"] for layer in layers] == [f"blocks.{i}.attention" for i in range(4)]
             assert layers[0]["heads"] == 8
         finally:

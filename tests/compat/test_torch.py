@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +50,7 @@ NEEDED_FOR = {
     "not_traced": "torch.compile must call the chunked passes and not trace them",
     "outside_transforms": "a cached block mask must not hold wrapped tensors",
     "samples": "a table over which vmap runs hides a key only where it is -inf in every sample",
+    "shared_with_backward": "a watch sees what a backward pass repeats in a thread of autograd, and no other thread",
     "tensor_indices_in_vmap": "mask functions of Hugging Face index tensors inside vmap",
     "transforms_are_active": "the fast path steps aside inside torch.func",
     "unwrap": "values are read from the tensor under the wrappers of torch.func",
@@ -193,6 +196,40 @@ def test_in_backward() -> None:
         asked.append(compat.in_backward())
         x.sum().backward()
         assert asked == [False, True]
+
+
+def test_shared_with_backward() -> None:
+    found: list[tuple[int, object]] = []
+
+    class Nested(torch.autograd.Function):
+        """Backward passes inside one another; torch moves those below the 60th to another thread."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, depth: int) -> Tensor:
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+            if ctx.depth:
+                with torch.enable_grad():
+                    Nested.apply(small(1).requires_grad_(), ctx.depth - 1).backward()
+            else:
+                found.append((threading.get_ident(), compat.shared_with_backward("test", list)))
+            return g, None
+
+    with needs("shared_with_backward"):
+        mine = compat.shared_with_backward("test", list)
+        assert compat.shared_with_backward("test", list) is mine
+        Nested.apply(small(1).requires_grad_(), 62).backward()
+        [(thread, theirs)] = found
+        assert thread != threading.get_ident()
+        assert theirs is mine
+        others: list[object] = []
+        other = threading.Thread(target=lambda: others.append(compat.shared_with_backward("test", list)))
+        other.start()
+        other.join()
+        assert others[0] is not mine
 
 
 def test_forward_mode_is_active() -> None:

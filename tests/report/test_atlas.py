@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.resources import files
@@ -64,14 +65,22 @@ def serving(short: Observation, long: Observation) -> Iterator[Serving]:
         yield running
 
 
+def port_of(serving: Serving) -> int:
+    return int(serving._server.server_port)
+
+
 def ask(serving: Serving, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
-    port = int(serving.url.rpartition(":")[2].strip("/"))
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.request(method, path, headers={"Connection": "close", **headers})
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(serving), timeout=20)
+    connection.request(method, f"/{serving._server.token}{path}", headers={"Connection": "close", **headers})
     answer = connection.getresponse()
     body = answer.read()
     connection.close()
     return answer, body
+
+
+def request(serving: Serving, path: str) -> bytes:
+    host = f"localhost:{port_of(serving)}"
+    return f"GET /{serving._server.token}/{path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
 
 
 def read(serving: Serving, path: str) -> Any:
@@ -158,7 +167,7 @@ def test_every_answer_forbids_what_the_page_does_not_need(serving: Serving, path
 def test_the_page_and_all_that_it_names_are_served_and_nothing_else_is_named(serving: Serving) -> None:
     page = ask(serving, "/")[1].decode()
     assert ask(serving, "/")[0].headers["Content-Type"] == "text/html; charset=utf-8"
-    named = set(re.findall(r'(?:src|href)="(/[^"]+)"', page))
+    named = {f"/{name}" for name in re.findall(r'(?:src|href)="([^":]+)"', page)}
     assert named == {"/atlas.css", "/atlas.js"}
     scripts = [
         f"/{file.name}" for file in (files("regard.report") / "assets").iterdir() if file.name.startswith("atlas.")
@@ -173,7 +182,7 @@ def test_the_page_and_all_that_it_names_are_served_and_nothing_else_is_named(ser
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:{port}", ""])
 def test_a_request_under_another_name_is_refused(serving: Serving, host: str) -> None:
-    port = serving.url.rpartition(":")[2].strip("/")
+    port = port_of(serving)
     answer, body = ask(serving, "/meta.json", Host=host.format(port=port))
     assert answer.status == 403
     assert body.decode() == f"this atlas answers to 127.0.0.1:{port} and localhost:{port} only\n"
@@ -212,12 +221,12 @@ STRANGE = [
 @pytest.mark.parametrize("path", STRANGE)
 def test_an_unknown_path_gets_one_line(serving: Serving, path: str) -> None:
     answer, body = ask(serving, path)
-    assert (answer.status, body) == (404, b"not found; the map is at /\n")
+    assert (answer.status, body) == (404, b"not found\n")
 
 
 @pytest.mark.parametrize("request_line", ["NONSENSE", "GET / HTTP/9.9", "GET /" + "x" * 70_000 + " HTTP/1.1"])
 def test_a_malformed_request_gets_one_line(serving: Serving, request_line: str) -> None:
-    port = int(serving.url.rpartition(":")[2].strip("/"))
+    port = port_of(serving)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(f"{request_line}\r\n\r\n".encode())
         with suppress(ConnectionResetError):  # the server closes the connection with the request unread
@@ -303,12 +312,12 @@ class Slow:
 
 def test_a_tile_that_the_browser_gave_up_is_not_computed(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
-    port = int(serving.url.rpartition(":")[2].strip("/"))
+    port = port_of(serving)
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
     sockets = []
     for row, col in places:
         sockets.append(socket.create_connection(("127.0.0.1", port)))
-        sockets[-1].sendall(f"GET /tile/0/0/0/{row}/{col} HTTP/1.1\r\nHost: localhost:{port}\r\n\r\n".encode())
+        sockets[-1].sendall(request(serving, f"tile/0/0/0/{row}/{col}"))
         until(lambda: serving.atlas._waiting == len(sockets))
     for given_up in sockets[1:]:
         given_up.close()
@@ -394,11 +403,12 @@ def test_a_program_may_exit_while_its_atlas_is_computed() -> None:
 
 def test_closing_frees_the_port_and_ends_the_threads(short: Observation) -> None:
     serving = serve(Atlas("short", [layer("short", short)]))
-    port = int(serving.url.rpartition(":")[2].strip("/"))
+    port = port_of(serving)
     serving.close()
     serving.wait()  # returns at once, any number of times
     with serve(Atlas("short", [layer("short", short)]), port=port) as again:
-        assert again.url == f"http://127.0.0.1:{port}/"
+        assert again.url.startswith(f"http://127.0.0.1:{port}/")
+        assert again.url != serving.url
     assert not again._thread.is_alive()
 
 
@@ -406,4 +416,23 @@ def test_the_browser_is_opened_when_asked_for(short: Observation, monkeypatch: p
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     with serve(Atlas("short", [layer("short", short)]), open_browser=True) as serving:
-        assert opened == [serving.url]
+        [address] = opened
+        file = Path(urllib.request.url2pathname(address.removeprefix("file://")))
+        assert f'url={serving.url}"' in file.read_text(encoding="utf-8")
+        assert file.stat().st_mode & 0o077 == 0, "other users must not read the token"
+    assert not file.exists()
+
+
+def test_an_atlas_may_be_served_before_its_layers_are_known(short: Observation) -> None:
+    growing = Atlas("growing", expected=2)
+    with serve(growing) as serving:
+        assert (read(serving, "/meta.json")["layers"], read(serving, "/meta.json")["expected"]) == ([], 2)
+        answer, body = ask(serving, "/tile/0/0/0/0/0")
+        assert (answer.status, body) == (404, b"atlas: no layer is known yet.\n")
+        growing.add(layer("short", short))
+        assert ask(serving, "/tile/0/0/0/0/0")[0].status == 200
+        assert [one["name"] for one in read(serving, "/meta.json")["layers"]] == ["short"]
+        growing.complete()
+        assert read(serving, "/meta.json")["expected"] is None
+    with pytest.raises(ArgumentError, match=r"^Atlas: this atlas is complete\. Create it with expected="):
+        growing.add(layer("short", short))

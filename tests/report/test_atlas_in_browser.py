@@ -52,6 +52,27 @@ def driver() -> Iterator[Any]:
         yield running
 
 
+def test_the_page_opens_before_the_first_layer_and_adds_the_others_as_they_come(driver: Any) -> None:
+    x = torch.zeros(1, 2, 3, 8)
+    growing = Atlas("growing", expected=2)
+
+    def text(name: str) -> str:
+        return str(driver.find_element("id", name).text)
+
+    with serve(growing) as serving:
+        driver.get(serving.url)
+        until(lambda: text("notice-text") == "The model is reading the text: 0 of 2 layers so far")
+        growing.add(AtlasLayer("one", regard.observe(x, x, x), list("abc"), list("abc")))
+        until(lambda: text("kicker").lower() == "attention atlas · 1 of 2 layers so far")
+        assert not text("notice-text")
+        growing.add(AtlasLayer("two", regard.observe(x, x, x), list("abc"), list("abc")))
+        growing.complete()
+        until(lambda: text("kicker").lower() == "attention atlas")
+        assert text("layer").split() == ["one", "two"]
+    driver.get("about:blank")
+    driver.get_log("browser")
+
+
 class Page:
     """The atlas, opened at a position, and what it shows."""
 
@@ -295,7 +316,7 @@ def test_text_from_outside_is_only_text(driver: Any, serving: Serving) -> None:
     assert page.run("return window.broken") is None
     assert page.run("return document.images.length") == 0
     origins = page.run("return performance.getEntriesByType('resource').map((entry) => new URL(entry.name).origin)")
-    assert set(origins) == {serving.url.rstrip("/")}
+    assert set(origins) == {serving.url.removesuffix(f"/{serving._server.token}/")}
 
 
 def test_it_works_in_the_dark_and_on_a_narrow_screen(driver: Any, serving: Serving) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from . import atlas, info, inspect, lab, show, warmup
+from .encoding import fall_back_to_ascii
 
 __all__ = ["app", "main"]
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line."""
+    fall_back_to_ascii()
     app(prog_name="regard")
 
 

@@ -29,7 +29,7 @@ def info() -> None:
     for function, observing in (("attention", False), ("observe", True)):
         console.print(Rule(f"{function} on (1, 8, 1024, 64), {example.dtype}, {example.device.type}", align="left"))
         table = str(why(example, example, example, observe=observing))
-        console.print(Text(table if console.encoding.startswith("utf") else table.encode("ascii", "replace").decode()))
+        console.print(Text(table))
 
 
 def installed_version(package: str) -> str:

@@ -13,13 +13,25 @@ from regard.models.difference import DifferenceTable
 from regard.models.findings import RULES
 from regard.models.inspection import build_look
 from regard.models.inspection import inspect as inspect_model
-from regard.models.loading import LoadedModel, TokenizedText
+from regard.models.loading import LoadedModel, TokenizedText, random_weights_text
 from regard.models.seen import Seen
+from regard.report.look import Look
 from regard.report.page import write
 from regard.report.tables import HeadTable, findings
 from regard.report.terminal import shown
 
-from .model_input import FileOption, TextOption, TrustOption, load_and_tokenize, read_text
+from .model_input import (
+    MAX_TOKENS,
+    Allowed,
+    FileOption,
+    MaxTokensOption,
+    RandomOption,
+    TextOption,
+    TrustOption,
+    load_and_tokenize,
+    read_text,
+    reading,
+)
 from .output import check_writable, errors_as_messages, progress
 
 __all__ = ["inspect"]
@@ -41,7 +53,9 @@ def inspect(
     compare: Annotated[
         bool, typer.Option("--compare", help="Show the difference between two models, or two text files.")
     ] = False,
+    max_tokens: MaxTokensOption = MAX_TOKENS,
     trust: TrustOption = False,
+    random_weights: RandomOption = False,
 ) -> None:
     """Inspect the attention of a whole model while it reads: each head in numbers, and what is wrong or notable.
 
@@ -57,7 +71,7 @@ def inspect(
                     "it prints a table and writes no file: leave out --html and --json, or inspect the two one by one",
                     param_hint="--compare",
                 )
-            console.print(_compared(names, text, file, trust))
+            console.print(_compared(names, text, file, Allowed(max_tokens, trust, random_weights)))
             return
         if len(names) > 1:
             raise typer.BadParameter("it takes one model; --compare takes two", param_hint="MODEL")
@@ -65,32 +79,42 @@ def inspect(
             check_writable(option, path)
         if html and as_json and html.absolute() == as_json.absolute():
             raise typer.BadParameter("--html has the same path; give each its own", param_hint="--json")
-        loaded, tokens, seen = _inspected(names[0] if names else None, read_text(text, file), trust)
+        allowed = Allowed(max_tokens, trust, random_weights)
+        loaded, tokens, seen = _inspected(names[0] if names else None, read_text(text, file, max_tokens), allowed)
         with progress() as bar:
             task = bar.add_task("applying the rules", total=len(RULES))
             found = seen.findings(tell=lambda rule: bar.advance(task))
             look = build_look(loaded, tokens, seen) if html else None
+        written = _write(seen, look, as_json, html)
         console.print(_head_table(seen))
         console.print(findings(found))
+        if seen.random_weights:
+            console.print(Text(f"random weights: {shown(random_weights_text(seen.random_weights))}"))
         for layer, reason in seen.missed.items():
             console.print(Text(f"not seen: {shown(layer) or 'the model itself'}: {shown(reason)}"))
-        if as_json:
-            seen.to_json(as_json)
-            console.print(Text(f"wrote {shown(str(as_json))}"))
-        if html and look is not None:
-            write(look, html)
-            console.print(Text(f"wrote {shown(str(html))}; open it in a browser"))
-        if not html and not as_json:
-            console.print(Text("--html report.html writes a report; regard atlas shows maps to zoom into."))
+        for line in written or ["--html report.html writes a report; regard atlas shows maps to zoom into."]:
+            console.print(Text(line))
 
 
-def _inspected(name: str | None, text: str, trust: bool) -> tuple[LoadedModel, TokenizedText, Seen]:
+def _write(seen: Seen, look: Look | None, as_json: Path | None, html: Path | None) -> list[str]:
+    """Write the files before anything is printed, since printing can fail; and return what to say about them."""
+    said = []
+    if as_json is not None:
+        seen.to_json(as_json)
+        said.append(f"wrote {shown(str(as_json))}")
+    if html is not None and look is not None:
+        write(look, html)
+        said.append(f"wrote {shown(str(html))}; open it in a browser")
+    return said
+
+
+def _inspected(name: str | None, text: str, allowed: Allowed) -> tuple[LoadedModel, TokenizedText, Seen]:
     with progress() as bar:
-        loaded, tokens, tell = load_and_tokenize(bar, name, text, trust)
-        return loaded, tokens, inspect_model(loaded, tokens, tell)
+        loaded, tokens = load_and_tokenize(bar, name, text, allowed)
+        return loaded, tokens, inspect_model(loaded, tokens, reading(bar, loaded, tokens))
 
 
-def _compared(names: list[str], text: str | None, file: Path | None, trust: bool) -> DifferenceTable:
+def _compared(names: list[str], text: str | None, file: Path | None, allowed: Allowed) -> DifferenceTable:
     if len(names) not in (2, 3):
         raise typer.BadParameter("it compares two models, or two text files", param_hint="--compare")
     *model, a, b = names
@@ -98,12 +122,15 @@ def _compared(names: list[str], text: str | None, file: Path | None, trust: bool
     if len(files) == 2:
         if text is not None or file is not None:
             raise typer.BadParameter("two files are two texts; --text and --file go with two models")
-        first, second = (_inspected(model[0] if model else None, read_text(None, Path(x)), trust)[2] for x in (a, b))
+        first, second = (
+            _inspected(model[0] if model else None, read_text(None, Path(x), allowed.tokens), allowed)[2]
+            for x in (a, b)
+        )
     elif model or files:
         other = next(x for x in (a, b) if x not in files)
         raise typer.BadParameter(f"it compares two files, and {shown(other)!r} is not a file", param_hint="--compare")
     else:
-        first, second = (_inspected(x, read_text(text, file), trust)[2] for x in (a, b))
+        first, second = (_inspected(x, read_text(text, file, allowed.tokens), allowed)[2] for x in (a, b))
     return first.diff(second).table(names=(a, b))
 
 

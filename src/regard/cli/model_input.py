@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.progress import Progress
 from rich.text import Text
 
 from regard.errors import FileError
-from regard.models.loading import BUILTIN, LoadedModel, TokenizedText, load
+from regard.models.loading import BUILTIN, LoadedModel, TokenizedText, load, random_weights_text
 from regard.report.terminal import shown
 
-__all__ = ["FileOption", "TextOption", "TrustOption", "load_and_tokenize", "read_text"]
+__all__ = [
+    "MAX_TOKENS",
+    "Allowed",
+    "FileOption",
+    "MaxTokensOption",
+    "RandomOption",
+    "TextOption",
+    "TrustOption",
+    "load_and_tokenize",
+    "read_text",
+    "reading",
+]
+
+MAX_TOKENS = 2**15
+"""How many tokens are read unless more are asked for: the time grows with their square."""
+_CHARACTERS_PER_TOKEN = 32  # many more than any text has, so that the cut is by tokens
 
 SAMPLE = """The first citizen spoke of corn, and the second citizen spoke of kings. When the first citizen spoke again
 of corn, the second citizen spoke again of kings: for what the first citizen said, the second citizen said again."""
@@ -26,28 +41,65 @@ FileOption = Annotated[Path | None, typer.Option("--file", help="A file with tha
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model; only if you trust its author.")
 ]
+RandomOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-random-weights", help="Accept a model whose files lack weights; the missing ones are random."
+    ),
+]
+MaxTokensOption = Annotated[
+    int, typer.Option("--max-tokens", min=1, help="Read at most so many tokens; the time grows with their square.")
+]
 
 
-def read_text(text: str | None, file: Path | None) -> str:
-    """The text of --text or --file, or the sample."""
+class Allowed(NamedTuple):
+    """What the options allow: how many tokens, code that comes with the model, and random weights."""
+
+    tokens: int
+    remote_code: bool
+    random_weights: bool
+
+
+def read_text(text: str | None, file: Path | None, max_tokens: int) -> str:
+    """The text of --text or --file, or the sample; what is far beyond `max_tokens` is not even read."""
     if text is not None and file is not None:
         raise typer.BadParameter("--text and --file exclude each other")
     if file is None:
-        return " ".join(SAMPLE.split()) if text is None else text
+        return " ".join(SAMPLE.split()) if text is None else _cut(text, max_tokens)
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as opened:
+            return _cut(opened.read(max_tokens * _CHARACTERS_PER_TOKEN + 1), max_tokens)
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(f"--file: {str(file)!r} cannot be read as UTF-8 text: {error}.") from error
 
 
+def _cut(text: str, max_tokens: int) -> str:
+    most = max_tokens * _CHARACTERS_PER_TOKEN
+    if len(text) > most:
+        typer.echo(f"the text is cut after {most:,} characters; --max-tokens raises the limit", err=True)
+    return text[:most]
+
+
 def load_and_tokenize(
-    bar: Progress, name: str | None, text: str, trust: bool
-) -> tuple[LoadedModel, TokenizedText, Callable[[str], None]]:
-    """Load a model and tokenize the text; the last result advances the bar, once per layer."""
+    bar: Progress, name: str | None, text: str, allowed: Allowed
+) -> tuple[LoadedModel, TokenizedText]:
+    """Load a model and tokenize the text, and say what is missing in either."""
     task = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
-    loaded = load(name, remote_code=trust)
+    loaded = load(name, remote_code=allowed.remote_code, random_weights=allowed.random_weights)
+    if loaded.random_weights:
+        bar.console.print(Text(shown(f"{loaded.name}: {random_weights_text(loaded.random_weights)}")))
     tokens = loaded.tokenize(text)
+    over = len(tokens.pieces) - allowed.tokens
+    if over > 0:
+        tokens = tokens.first(allowed.tokens)
+        bar.console.print(Text(f"the last {over:,} tokens are left out; --max-tokens raises the limit"))
     if limits := loaded.limits(tokens):
         bar.console.print(Text(limits))
-    bar.update(task, description=f"reading {len(tokens.pieces):,} tokens", total=loaded.layers or None)
-    return loaded, tokens, lambda layer: bar.advance(task)
+    bar.remove_task(task)
+    return loaded, tokens
+
+
+def reading(bar: Progress, loaded: LoadedModel, tokens: TokenizedText) -> Callable[[str], None]:
+    """Show that the model reads; the result advances the bar, and is to be called once per layer."""
+    task = bar.add_task(f"reading {len(tokens.pieces):,} tokens", total=loaded.layers or None)
+    return lambda layer: bar.advance(task)

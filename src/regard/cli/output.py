@@ -2,26 +2,59 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.text import Text
 
 from regard.errors import FileError, RegardError
 from regard.report.terminal import shown
 
 __all__ = ["check_writable", "errors_as_messages", "progress"]
 
+_SECONDS_BETWEEN_LINES = 5.0
+
 
 def progress() -> Progress:
-    """A progress display on stderr, which a terminal shows and then erases."""
+    """A progress display on stderr: a bar that a terminal shows and then erases, or else a line every few seconds."""
     console = Console(stderr=True)
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    if not console.is_terminal:
+        return _ProgressLines(console=console, disable=True)
+    return Progress(
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), console=console, transient=True
+    )
+
+
+class _ProgressLines(Progress):
+    """Progress where there is no terminal: one line now and then, and none for work that is quickly done."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._said = self._began = time.monotonic()
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Advance a task, and say so if the last line is some seconds old."""
+        super().advance(task_id, advance)
+        self._say(task_id)
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a task, and say so if the last line is some seconds old."""
+        super().update(task_id, **changes)
+        self._say(task_id)
+
+    def _say(self, task_id: TaskID) -> None:
+        now, task = time.monotonic(), next(task for task in self.tasks if task.id == task_id)
+        if now - self._said >= _SECONDS_BETWEEN_LINES:
+            self._said = now
+            share = f": {task.percentage:.0f} %" if task.total else ""
+            self.console.print(Text(f"{task.description}{share} after {now - self._began:.0f} s"), soft_wrap=True)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ __all__ = [
     "not_traced",
     "outside_transforms",
     "samples",
+    "shared_with_backward",
     "tensor_indices_in_vmap",
     "transforms_are_active",
     "unwrap",
@@ -54,6 +55,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 F = TypeVar("F", bound=torch.autograd.Function)
 
 
@@ -131,6 +133,14 @@ def is_capturing() -> bool:
 def in_backward() -> bool:
     """Whether the autograd engine is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def shared_with_backward(name: str, make: Callable[[], T]) -> T:
+    """An object of this thread, made on first use; autograd's own threads get it for this thread's backward passes."""
+    if not torch._C._is_key_in_tls(name):
+        torch._C._stash_obj_in_tls(name, make())
+    found: T = torch._C._get_obj_in_tls(name)
+    return found
 
 
 def forward_mode_is_active() -> bool:

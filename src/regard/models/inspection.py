@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from .loading import LoadedModel, TokenizedText
 from .seen import Seen
 from .watch import watch
 
-__all__ = ["build_atlas", "build_look", "inspect"]
+__all__ = ["build_look", "fill_atlas", "inspect", "new_atlas"]
 
 Tell = Callable[[str], None]
 
@@ -26,6 +27,7 @@ def inspect(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: 
     """Watch a model run on a text; `tell` is called with the name of each layer when it has been seen."""
     with watch(loaded.model, tell) as seen:
         loaded.run(text)
+    seen.random_weights = loaded.random_weights
     if not seen.heads:
         raise ArgumentError(
             f"inspect: no attention was seen in {loaded.name!r}. It may compute attention by hand; only models "
@@ -42,20 +44,29 @@ def build_look(loaded: LoadedModel, text: TokenizedText, seen: Seen, tell: Tell 
     return replace(look, facts={**look.facts, "limits": limits}) if limits else look
 
 
-def build_atlas(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: None) -> Atlas:
-    """Run a model on a text, and keep what an atlas needs of each layer: q, k and the row statistics."""
-    layers: dict[str, Observation] = {}
+def new_atlas(loaded: LoadedModel, text: TokenizedText) -> Atlas:
+    """An atlas without layers, to be served at once while `fill_atlas` adds them."""
+    title = f"{loaded.name} (with random weights)" if loaded.random_weights else loaded.name
+    return Atlas(title, expected=loaded.layers, note=loaded.limits(text))
+
+
+def fill_atlas(atlas: Atlas, loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: None) -> None:
+    """Run a model on a text, and give the atlas q, k and the row statistics of each layer as soon as they are known.
+
+    A module that attends several times, as where layers share one, gives several layers.
+    """
+    calls: Counter[str] = Counter()
 
     def note(name: str, seen: Observation) -> None:
-        layers[name] = seen
+        calls[name] += 1
+        atlas.add(_layer(name if calls[name] == 1 else f"{name}, call {calls[name]}", seen, text.pieces))
         tell(name)
 
     with torch.inference_mode(False), CallInterceptor(loaded.model, note):
         loaded.run(text)
-    found = [_layer(name, seen, text.pieces) for name, seen in layers.items()]
-    if not found:
+    if not calls:
         raise ArgumentError(f"atlas: no attention was seen in {loaded.name!r}; there is nothing to draw.")
-    return Atlas(loaded.name, found, loaded.limits(text))
+    atlas.complete()
 
 
 def _layer(name: str, seen: Observation, pieces: list[str]) -> AtlasLayer:

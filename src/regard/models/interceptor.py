@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from regard.core.validation import pose
 from regard.errors import BackendError, RegardError
 from regard.functional import posed_as_torch
 from regard.masks import causal
-from regard.observation import WATCHERS, Observation, Watcher, notify, observed
+from regard.observation import Observation, Watcher, notify, observed, watchers, watching
 
 __all__ = ["CallInterceptor"]
 
@@ -29,21 +30,36 @@ OnCall = Callable[[str, Observation], None]
 OnMiss = Callable[[str, str], None]
 
 
+class _Suspension(threading.local):
+    """Whether this thread computes an intercepted call: what it calls in torch is then not the model's own call.
+
+    All interceptors of a thread share it, since they may be nested.
+    """
+
+    on = False
+
+
+_SUSPENSION = _Suspension()
+
+
+class _Running(threading.local):
+    """The names of the modules that are running in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
 class CallInterceptor(Watcher):
     """A context that observes each attention call of `model` and reports it: `on_call(name, observation)`.
 
     The name is that of the module that made the call. A call that cannot be observed runs as usual, and is reported to
-    `on_miss(name, reason)`. On exit, even after an exception, no hook remains.
+    `on_miss(name, reason)`. Only calls of the thread that entered the context are observed, and those that its backward
+    passes repeat in autograd's threads. On exit, even after an exception, no hook remains.
     """
-
-    suspended: ClassVar[bool] = False
-    """Whether an intercepted call is being computed: what it calls in torch is then not the model's own call.
-
-    All interceptors share it, since they may be nested."""
 
     def __init__(self, model: nn.Module, on_call: OnCall, on_miss: OnMiss | None = None) -> None:
         self._model, self._on_call, self._on_miss = model, on_call, on_miss
-        self._stack: list[str] = []  # the names of the modules that are running, the innermost last
+        self._running = _Running()
         self._exit = ExitStack()
 
     def __enter__(self) -> CallInterceptor:
@@ -51,28 +67,34 @@ class CallInterceptor(Watcher):
             for name, module in self._model.named_modules():
                 if name:  # calls outside every submodule are the model's own
                     self._track(stack, name, module)
-            WATCHERS.append(self)
-            stack.callback(WATCHERS.remove, self)
+            stack.enter_context(watching(self))
             if dynamo_is_loaded():  # compiled code would bypass us; if dynamo is not loaded, there is none
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(_EAGER)
             stack.enter_context(_TorchFunctions(self))
             self._exit = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.clear()
+        self._running.names.clear()
         self._exit.close()
+
+    @property
+    def is_active_here(self) -> bool:
+        """Whether calls of the current thread are observed."""
+        return self in watchers()
 
     def _track(self, stack: ExitStack, name: str, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             return
 
         def enter(*_: object) -> None:
-            self._stack.append(name)
+            if self.is_active_here:
+                self._running.names.append(name)
 
         def leave(*_: object) -> None:
-            if name in self._stack:
-                while self._stack.pop() != name:  # drop modules that an exception left
+            names = self._running.names
+            if name in names:
+                while names.pop() != name:  # drop modules that an exception left
                     pass
 
         stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
@@ -80,8 +102,8 @@ class CallInterceptor(Watcher):
 
     @property
     def name(self) -> str:
-        """The name of the module that is running."""
-        return self._stack[-1] if self._stack else ""
+        """The name of the module that is running in this thread."""
+        return self._running.names[-1] if self._running.names else ""
 
     def answer(self, p: Problem, backend: str | Backend) -> Tensor:
         with self.suspend():
@@ -90,12 +112,17 @@ class CallInterceptor(Watcher):
     @staticmethod
     @contextmanager
     def suspend() -> Iterator[None]:
-        """Let torch's functions run without interception."""
-        before, CallInterceptor.suspended = CallInterceptor.suspended, True
+        """Let torch's functions run in this thread without interception."""
+        before, _SUSPENSION.on = _SUSPENSION.on, True
         try:
             yield
         finally:
-            CallInterceptor.suspended = before
+            _SUSPENSION.on = before
+
+    @staticmethod
+    def is_suspended() -> bool:
+        """Whether torch's functions run in this thread without interception."""
+        return _SUSPENSION.on
 
     def _observed_output(self, p: Problem, backend: str | Backend) -> Tensor:
         if transforms_are_active():
@@ -143,6 +170,29 @@ class CallInterceptor(Watcher):
             self._on_miss(self.name, reason)
 
 
+class _EagerStance:
+    """A context in which compiled code runs eagerly. All threads share the stance, so the last to leave restores it."""
+
+    def __init__(self) -> None:
+        self._lock, self._entered = threading.Lock(), 0
+        self._stance = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._entered:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                self._stance.close()
+
+
+_EAGER = _EagerStance()
+
+
 class _TorchFunctions(TorchFunctionMode):
     """Intercepts torch's attention functions."""
 
@@ -154,7 +204,7 @@ class _TorchFunctions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._interceptor.suspended:
+        if self._interceptor.is_suspended():
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._interceptor.sdpa(*args, **kwargs)

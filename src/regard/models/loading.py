@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.errors import ArgumentError, FileError, MissingPackageError
+from regard.errors import ArgumentError, FileError, MissingPackageError, RegardError
 
-__all__ = ["BUILTIN", "UNTRAINED", "LoadedModel", "TokenizedText", "load"]
+__all__ = ["BUILTIN", "UNTRAINED", "LoadedModel", "TokenizedText", "load", "random_weights_text"]
 
 BUILTIN, UNTRAINED = "builtin", "builtin-untrained"
 _EMPTY = "inspect: the text is empty; give at least one word."
@@ -29,6 +28,11 @@ class TokenizedText:
     inputs: dict[str, Tensor]
     pieces: list[str]
     truncated: int = 0  # tokens dropped at the end, for which the model has no positions
+
+    def first(self, most: int) -> TokenizedText:
+        """The first tokens, at most so many."""
+        inputs = {name: x[:, :most] for name, x in self.inputs.items()}
+        return TokenizedText(inputs, self.pieces[:most], self.truncated)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class LoadedModel:
     tokenize: Callable[[str], TokenizedText]
     layers: int
     trained_length: int | None = None  # tokens in the longest texts of its training, if known
+    random_weights: tuple[str, ...] = ()  # those that its files lack, drawn at random
 
     def limits(self, text: TokenizedText) -> str:
         """Say which tokens are left out, or from where on the model extrapolates; empty if the text is short enough."""
@@ -58,14 +63,29 @@ class LoadedModel:
     @torch.no_grad()
     def run(self, text: TokenizedText) -> None:
         """Call the model; what it computes is observed from outside."""
-        self.model(**text.inputs)
+        try:
+            self.model(**text.inputs)
+        except RegardError:
+            raise
+        except Exception as error:  # models come from outside, and may raise anything
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+                tokens = f"{len(text.pieces):,} tokens"
+                raise ArgumentError(
+                    f"inspect: there is not enough memory for {tokens}. Give a shorter text."
+                ) from error
+            raise ArgumentError(
+                f"inspect: {self.name!r} cannot read this text: {_one_line(error)} Check that its config.json, its "
+                f"tokenizer and its weights belong together."
+            ) from error
 
 
-def load(name: str | None, *, remote_code: bool = False, device: str = "cpu") -> LoadedModel:
+def load(
+    name: str | None, *, remote_code: bool = False, random_weights: bool = False, device: str = "cpu"
+) -> LoadedModel:
     """Load a model from a folder or by its name on the hub; without a name, the built-in one.
 
     Weights are read from safetensors, or from torch files with weights_only. Code that comes with a model runs only
-    with `remote_code`.
+    with `remote_code`. A model whose files lack weights is refused, unless `random_weights` allows random ones.
     """
     if name is None or name in (BUILTIN, UNTRAINED):
         return _builtin(name or BUILTIN, device)
@@ -75,7 +95,7 @@ def load(name: str | None, *, remote_code: bool = False, device: str = "cpu") ->
         )
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise FileError(f"load: the folder {name!r} has no config.json; give a folder written by save_pretrained.")
-    return _from_transformers(name, remote_code, device)
+    return _from_transformers(name, remote_code, random_weights, device)
 
 
 def _builtin(name: str, device: str) -> LoadedModel:
@@ -93,7 +113,7 @@ def _builtin(name: str, device: str) -> LoadedModel:
     return LoadedModel(name, model, tokenize, len(model.blocks), model.trained_length)
 
 
-def _from_transformers(name: str, remote_code: bool, device: str) -> LoadedModel:
+def _from_transformers(name: str, remote_code: bool, random_weights: bool, device: str) -> LoadedModel:
     try:
         import transformers
     except ImportError as missing:
@@ -101,29 +121,86 @@ def _from_transformers(name: str, remote_code: bool, device: str) -> LoadedModel
             f"load: {name!r} needs the package transformers: pip install 'regard[hf]'. Without a model name, "
             f"the built-in model is used."
         ) from missing
-    from safetensors import SafetensorError
 
     from .huggingface import register
 
     register()
     shared = {"trust_remote_code": remote_code}
-    try:
-        with _quiet(transformers):
+    with _quiet(transformers):
+        with _load_errors(name):
             config = transformers.AutoConfig.from_pretrained(name, **shared)
+        with _load_errors(name, "the tokenizer of "):
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **shared)
-            model = _auto_class(transformers, config).from_pretrained(
-                name, config=config, attn_implementation="regard", weights_only=True, **shared
+            words = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+        if len(words) < 2:  # transformers makes a tokenizer without words if the files are not there
+            raise FileError(
+                f"load: {name!r} has no tokenizer. Save it beside the model with tokenizer.save_pretrained(folder)."
             )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, UnpicklingError, SafetensorError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        with _load_errors(name):
+            model, report = _auto_class(transformers, config).from_pretrained(
+                name,
+                config=config,
+                attn_implementation="regard",
+                weights_only=True,
+                ignore_mismatched_sizes=True,  # they are in the report
+                output_loading_info=True,
+                **shared,
+            )
+    drawn = _random_weights(report)
+    if drawn and not random_weights:
+        raise FileError(
+            f"load: {name!r} cannot be judged: {random_weights_text(drawn)}. Check that the weights belong to this "
+            f"config.json; --allow-random-weights inspects it all the same."
+        )
+    layers = getattr(config, "num_hidden_layers", 0)
+    return LoadedModel(
+        name,
+        model.to(device).eval(),
+        lambda text: _tokenized(tokenizer, config, text, device),
+        layers if isinstance(layers, int) else 0,
+        random_weights=drawn,
+    )
+
+
+def _random_weights(report: dict[str, Any]) -> tuple[str, ...]:
+    """The weights that transformers drew at random, those of a pooler aside: it comes after all attention."""
+    mismatched = {key[0] if isinstance(key, tuple) else key for key in report.get("mismatched_keys") or ()}
+    names = mismatched | set(report.get("missing_keys") or ())
+    return tuple(sorted(name for name in names if "pooler" not in name.split(".")))
+
+
+def random_weights_text(names: Sequence[str]) -> str:
+    """One clause about weights that were drawn at random.
+
+    >>> random_weights_text(["a", "b", "c", "d"])
+    "4 weights are not in the model's files, or have another shape there, and are random: a, b, c, …"
+    """
+    which = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    count = "1 weight is" if len(names) == 1 else f"{len(names):,} weights are"
+    have, be = ("has", "is") if len(names) == 1 else ("have", "are")
+    return f"{count} not in the model's files, or {have} another shape there, and {be} random: {which}"
+
+
+@contextmanager
+def _load_errors(name: str, part: str = "") -> Iterator[None]:
+    """Turn whatever transformers raises about a model's files into one sentence."""
+    try:
+        yield
+    except Exception as error:  # it reads files from outside, and may raise anything
         close = "".join(f"Did you mean {one}? " for one in get_close_matches(name, (BUILTIN, UNTRAINED), n=1))
         raise FileError(
-            f"load: {name!r} could not be loaded: {first} {close}Give a folder with config.json, a tokenizer and "
-            f"safetensors, or a model name from the hub; code in a model's folder runs only with --trust-remote-code."
+            f"load: {part}{name!r} could not be loaded: {_one_line(error)} {close}Give a folder with config.json, a "
+            f"tokenizer and safetensors, or a model name from the hub; code in a model's folder runs only with "
+            f"--trust-remote-code."
         ) from error
-    model = model.to(device).eval()
-    layers = int(getattr(config, "num_hidden_layers", 0) or 0)
-    return LoadedModel(name, model, lambda text: _tokenized(tokenizer, config, text, device), layers)
+
+
+def _one_line(error: Exception) -> str:
+    """An error's text on one line, at most 300 characters; with its type, unless it is an OSError."""
+    text = " ".join(str(error).split())
+    text = text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
+    text = text if len(text) <= 300 else f"{text[:299]}…"
+    return text if text.endswith((".", "!", "?", "…")) else f"{text}."
 
 
 @contextmanager
@@ -147,7 +224,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 def _auto_class(transformers: Any, config: Any) -> Any:
     """The auto class for the architecture that the config names."""
-    kinds = " ".join(getattr(config, "architectures", None) or ())
+    kinds = str(getattr(config, "architectures", None))
     if "CausalLM" in kinds or "LMHeadModel" in kinds:
         return transformers.AutoModelForCausalLM
     return transformers.AutoModel
@@ -162,7 +239,8 @@ def _tokenized(tokenizer: Any, config: Any, text: str, device: str) -> Tokenized
     offsets = encoded.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else [(0, 0)] * len(ids)
     names = tokenizer.convert_ids_to_tokens(ids.tolist())
     pieces = [text[a:b] if b > a else name for (a, b), name in zip(offsets, names, strict=True)]
-    limit = getattr(config, "max_position_embeddings", None) or len(ids)
+    positions = getattr(config, "max_position_embeddings", None)
+    limit = positions if isinstance(positions, int) and positions > 0 else len(ids)
     inputs = {key: x[:, :limit].to(device) for key, x in encoded.items() if isinstance(x, Tensor)}
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = inputs["input_ids"]

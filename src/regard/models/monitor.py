@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 import zlib
 from types import TracebackType
@@ -57,7 +58,8 @@ class Monitor:
 
     A step is one call of the model in training mode, unless `step(n)` says which step the following calls belong to:
     with gradient accumulation, call it once per optimizer update. The calls of a step are then combined, and logged
-    when the next step begins. Calls that a backward pass repeats, for activation checkpointing, do not count.
+    when the next step begins. Calls that a backward pass repeats, for activation checkpointing, do not count. Nor does
+    a call of the model that begins while another thread's call is under way, or anything else that other threads do.
 
     With torch.distributed, the ranks of `group` are combined and its rank 0 logs; all must take the same steps.
     Observing needs no pass beyond the forward, and a step in between costs a few microseconds.
@@ -90,6 +92,8 @@ class Monitor:
         self._report = reporter(log)
         self._number = 0
         self._counts_calls = True
+        self._lock = threading.Lock()
+        self._thread: int | None = None  # the thread whose call is under way
         self._hook: Any = None
         self._last_hook: Any = None  # the hook that runs at the end of the current call of the model
         self._interceptor: TrainingInterceptor | None = None
@@ -105,11 +109,16 @@ class Monitor:
         return self
 
     def stop(self, *, flush: bool = True) -> None:
-        """Stop watching, remove all hooks from the model, and log what remains to be logged."""
-        for hook in (self._hook, self._last_hook):
-            if hook is not None:
-                hook.remove()
-        self._hook = self._last_hook = None
+        """Stop watching, remove all hooks from the model, and log what remains to be logged.
+
+        A call that is under way in another thread is not counted; its last hook goes when it ends.
+        """
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._is_ours and self._last_hook is not None:
+            self._last_hook.remove()
+            self._last_hook = None
         self.close(keep=False)
         if flush:
             self.flush()
@@ -142,22 +151,24 @@ class Monitor:
 
         Only training loops that call methods of the model instead of the model need this; others need only `start`.
         """
-        if self._interceptor is None and self.due:
+        if self._interceptor is None and self.due and self._claim():
             self._of_call = {}
             self._interceptor = TrainingInterceptor(self.model, self._saw, self._miss).__enter__()
 
     def close(self, *, keep: bool = True) -> None:
         """Stop observing, and count what was seen since `open`, unless `keep` is False."""
-        if self._interceptor is None:
+        if not self._is_ours:
             return
         interceptor, self._interceptor = self._interceptor, None
-        interceptor.__exit__(None, None, None)
-        if keep:
+        if interceptor is not None:
+            interceptor.__exit__(None, None, None)
+        if interceptor is not None and keep:
             self._of_step = self._of_step or {}
             for name, tally in self._of_call.items():
                 before = self._of_step.get(name)
                 self._of_step[name] = tally if before is None else before.plus(tally)
         self._of_call = {}
+        self._thread = None
 
     def flush(self) -> None:
         """Log what was seen of the current step now."""
@@ -171,9 +182,22 @@ class Monitor:
         if logs:
             self._report(self.last, self._number)
 
+    @property
+    def _is_ours(self) -> bool:
+        """Whether no other thread's call is under way."""
+        return self._thread in (None, threading.get_ident())
+
+    def _claim(self) -> bool:
+        """Begin a call in this thread, unless one is under way in another."""
+        with self._lock:
+            if self._is_ours:
+                self._thread = threading.get_ident()
+                return True
+            return False
+
     def _before(self, module: nn.Module, args: object) -> None:
         repeated = in_backward()
-        if self._last_hook is not None or repeated or not module.training:
+        if repeated or not module.training or not self._claim() or self._last_hook is not None:
             return
         self.open()
         handled = sys.exception()
@@ -181,10 +205,13 @@ class Monitor:
         self._last_hook = module.register_forward_hook(lambda *_: self._after(handled), always_call=True)
 
     def _after(self, handled: BaseException | None) -> None:
+        if self._last_hook is None or not self._is_ours:  # the end of another thread's call
+            return
         self._last_hook.remove()
         self._last_hook = None
-        self.close(keep=sys.exception() is handled)
-        if self._counts_calls:
+        stopped = self._hook is None
+        self.close(keep=sys.exception() is handled and not stopped)
+        if self._counts_calls and not stopped:
             self.flush()
             self._number += 1
 

@@ -46,6 +46,7 @@ class AttentionRecord:
     tokens: Tensor | None = None  # (batch, n), if the model was called with integers
     calls: int = 0
     missed: dict[str, str] = field(default_factory=dict)  # calls that could not be observed, and why
+    random_weights: tuple[str, ...] = ()  # weights of the model that its files lack, and that were drawn at random
     _records: dict[str, LayerRecord] = field(default_factory=dict)
 
     @property

@@ -20,6 +20,7 @@ from regard.report.tables import HeadTable
 from .difference import Difference
 from .findings import Finding, Rule, find
 from .head_statistics import STATISTICS
+from .loading import random_weights_text
 from .record import MAP_SIDE, AttentionRecord
 
 __all__ = ["Seen"]
@@ -87,6 +88,7 @@ class Seen(AttentionRecord):
             "heads": [{key: json_safe(value) for key, value in asdict(head).items()} for head in self.heads],
             "findings": [asdict(finding) for finding in self.findings()],
             "missed": self.missed,
+            "random_weights": self.random_weights,
         }
         write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n", "to_json")
 
@@ -130,6 +132,8 @@ class Seen(AttentionRecord):
             names = [name or "the model itself" for name in self.missed]
             more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
             facts["calls not seen in"] = ", ".join(names[:3]) + more
+        if self.random_weights:
+            facts["random weights"] = random_weights_text(self.random_weights)
         return Look(title, facts, layers, remarks)
 
     def _texts(self, tokens: Iterable[str] | None) -> list[str]:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ..backends import Backend
 from ..backends.dispatch import choose, run
 from ..core.problem import Problem
-from ..observation import WATCHERS, Observation, Watcher
+from ..observation import Observation, Watcher, watching
 from .interceptor import CallInterceptor, OnCall, OnMiss
 
 __all__ = ["TrainingInterceptor"]
@@ -38,8 +38,7 @@ class TrainingInterceptor(Watcher):
     def __enter__(self) -> TrainingInterceptor:
         with ExitStack() as stack:
             stack.enter_context(self._interceptor)
-            WATCHERS.append(self)
-            stack.callback(WATCHERS.remove, self)
+            stack.enter_context(watching(self))
             stack.enter_context(_TorchFunctions())
             self._exit = stack.pop_all()
         return self
@@ -66,7 +65,7 @@ class _TorchFunctions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         repeated = _without_dropout(func, args, kwargs)
-        if repeated is None or CallInterceptor.suspended:
+        if repeated is None or CallInterceptor.is_suspended():
             return func(*args, **kwargs)
         with CallInterceptor.suspend():
             output = func(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -36,7 +37,7 @@ def watch(model: nn.Module, tell: Callable[[str], None] | None = None) -> Abstra
     It sees torch's `scaled_dot_product_attention`, every call of regard, and `torch.nn.MultiheadAttention`. It cannot
     see attention that a model computes by hand, as with `attn_implementation="eager"`; `seen.missed` names modules that
     seem to do so. The model's output does not change. `tell`, if given, is called with the name of each layer when it
-    has been seen.
+    has been seen. Only calls of the thread that entered the block are observed.
 
     >>> import torch, regard
     >>> model = torch.nn.TransformerEncoderLayer(16, 4, dropout=0.0, batch_first=True)
@@ -59,11 +60,19 @@ def watch(model: nn.Module, tell: Callable[[str], None] | None = None) -> Abstra
     return _Watch(model, tell)
 
 
+class _Reported(threading.local):
+    """How many calls had been reported when each running call of a module began in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.before: list[int] = []
+
+
 class _Watch(AbstractContextManager[Seen]):
     """Watches a model from the beginning of a `with` block to its end."""
 
     def __init__(self, model: nn.Module, tell: Callable[[str], None] | None) -> None:
         self._model, self._tell, self._seen = model, tell, Seen()
+        self._interceptor = CallInterceptor(model, self._see, self._miss)
         self._runs, self._reported = 0, 0  # runs of the model; calls that were seen, or missed with a reason
         self._entered = False
         self._exit = ExitStack()
@@ -82,7 +91,7 @@ class _Watch(AbstractContextManager[Seen]):
             for name, module in self._model.named_modules():
                 if _ATTENTION.search(type(module).__name__):
                     self._track(stack, name, module)
-            stack.enter_context(CallInterceptor(self._model, self._see, self._miss))
+            stack.enter_context(self._interceptor)
             self._exit = stack.pop_all()
         return self._seen
 
@@ -93,13 +102,15 @@ class _Watch(AbstractContextManager[Seen]):
 
     def _track(self, stack: ExitStack, name: str, module: nn.Module) -> None:
         """Record it if a module named attention ran and no call of it was reported."""
-        before: list[int] = []
+        here = _Reported()
 
         def enter(*_: object) -> None:
-            before.append(self._reported)
+            if self._interceptor.is_active_here:
+                here.before.append(self._reported)
 
         def leave(*_: object) -> None:
-            if before.pop() == self._reported and not self._missed_inside(name):
+            began = here.before.pop() if here.before else None  # None: before the watch, or in another thread
+            if began == self._reported and not self._missed_inside(name):
                 self._seen.missed.setdefault(name, _BY_HAND)
 
         stack.callback(module.register_forward_pre_hook(enter).remove)
@@ -118,9 +129,11 @@ class _Watch(AbstractContextManager[Seen]):
         self._reported += 1
         self._seen.missed[name] = reason
 
-    def _before_run(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._runs += 1
-        self._seen.tokens = _ids(args, named)
+    def _before_run(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any] | None = None) -> None:
+        # Another thread can reach this hook while torch still registers it, and then gives it no keyword arguments.
+        if self._interceptor.is_active_here:
+            self._runs += 1
+            self._seen.tokens = _ids(args, named or {})
 
 
 def _ids(args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import errno
+import os
 import socket
+import tempfile
 import threading
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -24,13 +27,25 @@ class Serving:
 
     def __init__(self, atlas: Atlas, server: Server) -> None:
         self.atlas, self._server = atlas, server
-        self.url = f"http://{HOST}:{server.server_port}/"
+        self.url = server.url
+        self._redirect: Path | None = None
         self._thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def __repr__(self) -> str:
         return f"Serving({self.atlas.title!r} at {self.url})"
+
+    def open_browser(self) -> None:
+        """Open the atlas in a browser, by a file that only this user can read.
+
+        The address itself would be among the arguments of the browser's process, which every user can see.
+        """
+        handle, name = tempfile.mkstemp(prefix="regard-atlas-", suffix=".html")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={self.url}">\n')
+        self._redirect = Path(name)
+        webbrowser.open(self._redirect.as_uri())
 
     def wait(self) -> None:
         """Block until Ctrl-C, or until another thread calls `close`."""
@@ -44,6 +59,8 @@ class Serving:
         self._server.server_close()
         self._thread.join()
         self.atlas.close()
+        if self._redirect is not None:
+            self._redirect.unlink(missing_ok=True)
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -54,7 +71,9 @@ class Serving:
 
 
 def serve(atlas: Atlas, port: int = 0, open_browser: bool = False) -> Serving:
-    """Serve an atlas at a local address that only this machine can reach; port 0 picks a free port.
+    """Serve an atlas on this machine alone, at an address with a random token in it; port 0 picks a free port.
+
+    Requests without the token are refused, so other users of this machine cannot read the atlas.
 
     >>> import torch, regard
     >>> x = torch.zeros(1, 3, 8)
@@ -71,7 +90,7 @@ def serve(atlas: Atlas, port: int = 0, open_browser: bool = False) -> Serving:
     with _port_errors(port):
         serving = Serving(atlas, Server(atlas, port))
     if open_browser:
-        webbrowser.open(serving.url)
+        serving.open_browser()
     return serving
 
 

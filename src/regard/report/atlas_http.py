@@ -1,12 +1,17 @@
-"""The atlas over HTTP, for this machine alone: the page, its numbers, and one clear line for any other request."""
+"""The atlas over HTTP, for whoever knows its address: the page, its numbers, and one clear line for anything else."""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import re
-import select
+import secrets
+import selectors
 import socket
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,10 +34,15 @@ _CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript
 _SCRIPTS = ("atlas.js", "atlas.colour.js", "atlas.draw.js", "atlas.text.js", "atlas.tiles.js", "atlas.view.js")
 _ASSETS = {"/": "atlas.html", **{f"/{name}": name for name in ("atlas.css", *_SCRIPTS)}}
 _NUMBER = "([0-9]{1,9})"
+_MAX_CONNECTIONS = 64  # a thread each; a browser opens six
+_MAX_SECONDS = 30.0  # for a request to arrive whole, and for an answer to be taken
+_BACK_OFF_SECONDS = 0.1
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_Poll = getattr(selectors, "PollSelector", selectors.SelectSelector)  # select() fails beyond 1,024 descriptors
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one atlas."""
+    """Serves one atlas to those who know its token; whoever else connects can neither read it nor wear it out."""
 
     daemon_threads = True
     allow_reuse_address = os.name == "posix"  # on other systems two servers could then share a port
@@ -40,7 +50,12 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, atlas: Atlas, port: int) -> None:
         self.atlas = atlas
-        self._connections: set[socket.socket] = set()
+        self.token = secrets.token_urlsafe(24)
+        assets = files("regard.report") / "assets"  # read now, since later there may be no descriptor left for it
+        self.assets = {path: (assets / name).read_bytes() for path, name in _ASSETS.items()}
+        # Since when each connection has been waiting for a request; infinity while it is answered.
+        self._waiting_since: dict[socket.socket, float] = {}
+        self._changed = threading.Condition()  # guards it
         super().__init__((HOST, port), _Handler)
 
     def server_bind(self) -> None:
@@ -48,48 +63,108 @@ class Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, int(self.server_address[1])
 
+    @property
+    def url(self) -> str:
+        """The address, which contains the token."""
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Track open connections: browsers keep them alive."""
-        connection, address = super().get_request()
-        self._connections.add(connection)
-        return connection, address
+        """Accept a connection; if the system has no room for it, drop another and wait, or the loop would spin."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                self._drop_longest_waiting()
+                time.sleep(_BACK_OFF_SECONDS)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Take a connection, if need be in place of the one that has waited longest for a request."""
+        with self._changed:
+            if len(self._waiting_since) >= _MAX_CONNECTIONS:
+                self._drop_longest_waiting()
+                self._changed.wait_for(lambda: len(self._waiting_since) < _MAX_CONNECTIONS, _BACK_OFF_SECONDS)
+            if len(self._waiting_since) >= _MAX_CONNECTIONS:
+                return False
+            self._waiting_since[request] = time.monotonic()
+            return True
+
+    def service_actions(self) -> None:
+        """Drop connections whose request takes too long to arrive; the serving loop calls this often."""
+        late = time.monotonic() - _MAX_SECONDS
+        with self._changed:
+            for connection, since in self._waiting_since.items():
+                if since < late:
+                    _hang_up(connection)
+
+    def wait_for_request(self, connection: socket.socket) -> None:
+        """Note that a connection waits for a request from now on."""
+        self._note(connection, time.monotonic())
+
+    def begin_answer(self, connection: socket.socket) -> None:
+        """Note that a connection is answered, however long that takes."""
+        self._note(connection, math.inf)
+
+    def _note(self, connection: socket.socket, since: float) -> None:
+        with self._changed:
+            if connection in self._waiting_since:
+                self._waiting_since[connection] = since
+
+    def _drop_longest_waiting(self) -> None:
+        with self._changed:
+            waiting = {one: since for one, since in self._waiting_since.items() if since < math.inf}
+            if waiting:
+                _hang_up(min(waiting, key=waiting.__getitem__))
 
     def shutdown_request(self, request: Any) -> None:
-        """Forget a closed connection."""
-        self._connections.discard(request)
+        """Forget a connection when its thread is done with it."""
+        with self._changed:
+            self._waiting_since.pop(request, None)
+            self._changed.notify_all()
         super().shutdown_request(request)
 
     def server_close(self) -> None:
         """Close every connection."""
         super().server_close()
-        for connection in list(self._connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        with self._changed:
+            for connection in self._waiting_since:
+                _hang_up(connection)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection; its thread then closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = 120
+    timeout = _MAX_SECONDS
     server: Server
 
     def do_GET(self) -> None:
-        """Answer requests whose Host header names this server."""
+        """Answer requests whose Host header names this server and whose path begins with its token."""
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # the body is never read
         names = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         if self.headers.get("Host", "") not in names:
             self._send_line(403, f"this atlas answers to {' and '.join(sorted(names))} only")
             return
-        if self.path in _ASSETS:
-            name = _ASSETS[self.path]
-            content_type = f"{_CONTENT_TYPES[name.rpartition('.')[2]]}; charset=utf-8"
-            self._send(200, content_type, (files("regard.report") / "assets" / name).read_bytes())
+        token, slash, rest = self.path[1:].partition("/")
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self._send_line(403, "this atlas opens only at the whole address, token included, that its program printed")
+            return
+        self.server.begin_answer(self.connection)
+        path = slash + rest
+        if path in _ASSETS:
+            content_type = f"{_CONTENT_TYPES[_ASSETS[path].rpartition('.')[2]]}; charset=utf-8"
+            self._send(200, content_type, self.server.assets[path])
             return
         for pattern, handler in self.routes.items():
-            if (found := re.fullmatch(pattern, self.path)) is not None:
+            if (found := re.fullmatch(pattern, path)) is not None:
                 self._respond(handler, found.groups())
                 return
-        self._send_line(404, "not found; the map is at /")
+        self._send_line(404, "not found")
 
     def _respond(self, handler: Callable[[_Handler, tuple[str, ...]], None], parts: tuple[str, ...]) -> None:
         try:
@@ -126,9 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _client_waits(self) -> bool:
         """Whether the browser still waits; it closes the connection of a tile that it no longer wants."""
-        with suppress(OSError, ValueError):
-            ready, _, _ = select.select([self.connection], [], [], 0)
-            return not ready or self.connection.recv(1, socket.MSG_PEEK) != b""
+        with suppress(OSError, ValueError), _Poll() as poll:
+            poll.register(self.connection, selectors.EVENT_READ)
+            return not poll.select(0) or self.connection.recv(1, socket.MSG_PEEK) != b""
         return False
 
     def _send_json(self, data: Any) -> None:
@@ -163,6 +238,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_line(405, "this atlas is read-only: use GET")
         else:
             self._send_line(code, "malformed request")
+
+    def handle_one_request(self) -> None:
+        """Wait for a request, and answer it."""
+        self.server.wait_for_request(self.connection)
+        super().handle_one_request()
 
     def handle(self) -> None:
         """Answer until the browser closes the connection, which it may do at any time."""

@@ -82,10 +82,13 @@ class Atlas:
     36
     """
 
-    def __init__(self, title: str, layers: Sequence[AtlasLayer], note: str = "") -> None:
-        if not layers or not all(isinstance(layer, AtlasLayer) for layer in layers):
+    def __init__(
+        self, title: str, layers: Sequence[AtlasLayer] = (), note: str = "", *, expected: int | None = None
+    ) -> None:
+        if not (layers or expected is not None) or not all(isinstance(layer, AtlasLayer) for layer in layers):
             raise ArgumentError(f"Atlas: layers must be a list of at least one AtlasLayer. Got {layers!r}.")
         self.title, self.layers, self.note = str(title), list(layers), str(note)
+        self.expected = expected  # how many layers there will be; None when no more are added
         self._maps: OrderedDict[tuple[int, int], Pyramid] = OrderedDict()  # least recently used first
         self._tiles: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
         self._errors: dict[tuple[int, int], str] = {}
@@ -95,16 +98,30 @@ class Atlas:
         self._worker: threading.Thread | None = None
         self._closed = False
 
+    def add(self, layer: AtlasLayer) -> None:
+        """Add a layer to an atlas that was made with `expected`; it may be served meanwhile."""
+        if self.expected is None:
+            raise ArgumentError("Atlas: this atlas is complete. Create it with expected= to add layers later.")
+        with self._changed:
+            self.layers.append(layer)
+            self.expected = max(self.expected, len(self.layers))
+
+    def complete(self) -> None:
+        """Say that no more layers are added."""
+        self.expected = None
+
     def meta(self) -> dict[str, Any]:
         """What the page needs before its first request."""
         layers = []
-        for layer in self.layers:
+        expected = self.expected  # before the layers: None means that all of them are listed
+        for layer in list(self.layers):
             rows, keys = len(layer.queries), len(layer.keys)
             base, top = levels(rows, keys)
             layers.append(
                 {"name": layer.name, "heads": layer.heads, "queries": rows, "keys": keys, "base": base, "top": top}
             )
-        return {"title": self.title, "note": self.note, "side": SIDE, "tokens": TOKENS_PER_BLOCK, "layers": layers}
+        sizes = {"side": SIDE, "tokens": TOKENS_PER_BLOCK}
+        return {"title": self.title, "note": self.note, **sizes, "layers": layers, "expected": expected}
 
     def tokens(self, layer: int, side: str, block: int) -> list[str]:
         """The texts of up to 1,024 tokens from 1024·block on, along `side`: "queries" or "keys"."""
@@ -163,6 +180,8 @@ class Atlas:
             atexit.unregister(self.close)
 
     def _check(self, layer: int, head: int) -> None:
+        if not self.layers:
+            raise ArgumentError("atlas: no layer is known yet.")
         if not 0 <= layer < len(self.layers):
             raise ArgumentError(f"atlas: layer must be from 0 to {len(self.layers) - 1}. Got {layer}.")
         heads = self.layers[layer].heads

@@ -16,7 +16,7 @@ let meta, tiles, tokens, picture, asked = false, polling = 0, writing = 0, scale
 const root = document.documentElement;
 const darker = window.matchMedia("(prefers-color-scheme: dark)");
 const map = () => meta.layers[state.layer];
-const pathOf = (level, row, col) => `/tile/${state.layer}/${state.head}/${level}/${row}/${col}`;
+const pathOf = (level, row, col) => `tile/${state.layer}/${state.head}/${level}/${row}/${col}`;
 
 function applyTheme(theme) {
   root.dataset.theme = theme;
@@ -134,7 +134,7 @@ async function poll() {
     return notice("");
   }
   try {
-    const answer = await fetch(`/progress/${layer}/${head}`);
+    const answer = await fetch(`progress/${layer}/${head}`);
     if (!answer.ok) throw new Error(await answer.text());
     const { progress, known, trouble } = await answer.json();
     if (layer !== state.layer || head !== state.head) return;
@@ -311,17 +311,49 @@ function keys() {
 
 const whole = () => view.glide(() => view.show(), settled);
 
+async function readMeta() {
+  const answer = await fetch("meta.json");
+  if (!answer.ok) throw new Error(await answer.text());
+  const found = await answer.json();
+  document.title = `${found.title} · attention atlas`;
+  find("title").textContent = found.title;
+  find("title").title = found.title;
+  find("note").textContent = found.note;
+  find("note").hidden = !found.note;
+  return found;
+}
+
+// Wait until the model has computed its first layer.
+async function firstLayer() {
+  for (;;) {
+    const found = await readMeta();
+    if (found.layers.length) return found;
+    notice(`The model is reading the text${found.expected ? `: 0 of ${asCount(found.expected)} layers so far` : ""}`, false, 0);
+    await new Promise((resolve) => setTimeout(resolve, 500));
+  }
+}
+
+// Add the layers that the model has computed since, until it has computed all.
+async function addLayers() {
+  const growing = meta.expected !== null;
+  find("kicker").textContent = growing ? `Attention atlas · ${asCount(meta.layers.length)} of ${asCount(meta.expected)} layers so far` : "Attention atlas";
+  if (!growing) return;
+  setTimeout(async () => {
+    const found = await readMeta().catch(() => null);  // the next request shows that the program has exited
+    if (found) {
+      meta.expected = found.expected;
+      meta.layers.push(...found.layers.slice(meta.layers.length));
+      fillSelects();
+    }
+    addLayers();
+  }, 1000);
+}
+
 async function start() {
   applyTheme(darker.matches ? "dark" : "light");
   drawRamp(find("ramp"));
-  const answer = await fetch("/meta.json");
-  if (!answer.ok) throw new Error(await answer.text());
-  meta = await answer.json();
-  document.title = `${meta.title} · attention atlas`;
-  find("title").textContent = meta.title;
-  find("title").title = meta.title;
-  find("note").textContent = meta.note;
-  find("note").hidden = !meta.note;
+  meta = await firstLayer();
+  notice("");
   tokens = new Tokens(meta.tokens, redraw);
   tiles = new Tiles(palette, redraw, failed);
   picture = new Picture(canvas(), view, meta.side, (level, row, col) => tiles.get(pathOf(level, row, col)), (side, index) => tokens.at(state.layer, side, index));
@@ -354,6 +386,7 @@ async function start() {
     settled();
   }).observe(canvas());
   restoreView();
+  addLayers();
 }
 
 start().catch(failed);

@@ -27,7 +27,7 @@ export class Tokens {
   // The text of a token, or null while it loads.
   at(layer, side, index) {
     const block = Math.floor(index / this.size);
-    const path = `/tokens/${layer}/${side}/${block}`;
+    const path = `tokens/${layer}/${side}/${block}`;
     if (!this.blocks.has(path)) {
       this.blocks.set(path, null);
       this.load(path);
