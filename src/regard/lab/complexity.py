@@ -214,7 +214,8 @@ class Count:
 def count(work: Callable[[], Tensor]) -> Count:
     """Count what `work` does, with every call of a torch function that makes a new tensor.
 
-    >>> count(lambda: torch.ones(2, 3) @ torch.ones(3, 4) + 1.0).flop
+    >>> a, b = torch.ones(2, 3), torch.ones(3, 4)
+    >>> count(lambda: a @ b + 1.0).flop
     56
     """
     counter = _Counter()
