@@ -12,37 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
+from memory_rows import held, numbered, saved
 from regard.errors import ArgumentError, FileError
 from regard.memory import Memory
 from regard.scores import Gaussian
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
-
-
-def numbered(start: int, stop: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Rows that follow from their ids."""
-    ids = torch.arange(start, stop)
-    return torch.stack((ids, -ids), -1).float(), ids[:, None].float() * 10, ids.tolist()
-
-
-def saved(path: Path, count: int = 5) -> Path:
-    memory = Memory(2, 1)
-    memory.write(*numbered(0, count)[:2])
-    memory.save(path)
-    return path
-
-
-def held(memory: Memory) -> list[int]:
-    """The ids, after a check that each row is the one that belongs to its id."""
-    chunks = list(memory)
-    ids = [i for chunk in chunks for i in chunk.ids.tolist()]
-    for keys, values, some in chunks:
-        assert torch.equal(keys, torch.stack((some, -some), -1).float())
-        assert torch.equal(values, some[:, None].float() * 10)
-    assert len(memory) == len(ids)
-    return ids
 
 
 def fresh(script: str, *words: object) -> str:

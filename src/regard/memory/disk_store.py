@@ -352,24 +352,26 @@ def _rows_per_shard(index: Index) -> int:
 def _shards_to_merge(rows: list[int], added: int, limit: int) -> int:
     """How many of the last shards are written again, together with the rows that are added.
 
-    As soon as eight shards of about the same size follow each other, they become one. So n writes leave O(log n) shards
-    below `limit` rows, and copy each row O(log n) times.
+    As soon as eight shards of about the same size follow each other, or fill half of `limit`, they become one. From
+    that size on a shard stays as it is. So each row is copied O(log n) times, and small shards are few.
 
-    >>> [_shards_to_merge([1] * ones, 1, 100) for ones in (0, 6, 7)]
+    >>> [_shards_to_merge([1] * ones, 1, 1000) for ones in (0, 6, 7)]
     [0, 0, 7]
-    >>> _shards_to_merge([8] * 7 + [1] * 7, 1, 100)
-    14
+    >>> _shards_to_merge([8] * 7 + [1] * 7, 1, 1000), _shards_to_merge([600, 200, 200], 200, 1000)
+    (14, 2)
     """
     merged, total = 0, added
     while True:
-        count, sum_ = merged, total
+        count, joined, full = merged, total, False
         for before in reversed(rows[: len(rows) - merged]):
-            if _size_class(before) > _size_class(total) or sum_ + before > limit:
+            full = 2 * before >= limit or joined + before > limit
+            if full or _size_class(before) > _size_class(total):
                 break
-            count, sum_ = count + 1, sum_ + before
-        if count - merged + 1 < _MERGED_SHARDS:
+            count, joined = count + 1, joined + before
+        enough = count + 1 - merged >= _MERGED_SHARDS or (full and 2 * joined >= limit)
+        if count == merged or not enough:
             return merged
-        merged, total = count, sum_
+        merged, total = count, joined
 
 
 def _size_class(rows: int) -> int:
