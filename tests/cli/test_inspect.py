@@ -179,6 +179,10 @@ def test_two_files_need_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = run("inspect", "--text", TEXT, "--html", "x", "--json", str(tmp_path / "x"), fails=True)
     assert "--html has the same path" in said
     assert not (tmp_path / "x").exists()
+    (tmp_path / "link").symlink_to("x")
+    said = run("inspect", "--text", TEXT, "--html", "x", "--json", "link", fails=True)
+    assert "--html has the same path" in said
+    assert not (tmp_path / "x").exists()
 
 
 def test_the_atlas_is_served_only_on_this_machine_and_can_be_terminated() -> None:
