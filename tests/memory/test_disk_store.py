@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ def test_a_shard_that_was_replaced_under_its_name_is_not_taken_for_the_old_one(t
     for name in ("rows-000000.safetensors", "index.json"):
         os.replace(tmp_path / "other" / name, path / name)
     assert held(reader) == [20, 21, 22, 23, 24]
+
+
+def test_a_folder_of_hard_links_to_the_same_shards_is_read_after_the_old_one_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_store, "_most_open_files", lambda: 0)
+    path = saved(tmp_path / "memory")
+    reader = Memory.open(path)
+    shutil.copytree(path, tmp_path / "copy", copy_function=os.link)
+    swap(path, tmp_path / "copy", "rename")
+    shutil.rmtree(tmp_path / "old-copy")
+    assert held(reader) == [0, 1, 2, 3, 4]
 
 
 def test_readers_keep_their_rows_whatever_the_writer_does(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ def in_child(work: Callable[[], str]) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.alarm(20)  # rather than wait for ever
         try:
             said = work()
         except Exception as error:  # noqa: BLE001
@@ -25,9 +28,9 @@ def in_child(work: Callable[[], str]) -> str:
         os.write(writing, said.encode())
         os._exit(0)
     os.waitpid(child, 0)
+    os.close(writing)
     said = os.read(reading, 10_000).decode()
     os.close(reading)
-    os.close(writing)
     return said
 
 
@@ -42,10 +45,12 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(kind: str, tmp_pa
     assert held(Memory.open(path)) == [0, 1, 2, 3, 4]
 
 
-def test_a_lock_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lock", "index.json", "rows-000000.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "memory")
-    os.mkfifo(path / "lock")
-    with pytest.raises(FileError, match="is a link or not a regular file"):
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    with pytest.raises(FileError, match="not a regular file"):
         Memory.open(path, "a")
 
 
@@ -85,14 +90,15 @@ def test_a_forked_child_reads_but_does_not_write(tmp_path: Path) -> None:
 def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path) -> None:
     path = saved(tmp_path / "memory")
     waiting, ending = os.pipe()
+    opened: list[Memory] = []  # not dropped, which would release the lock
 
     def work() -> str:
-        memory = Memory.open(path, "a")
+        opened.append(Memory.open(path, "a"))
         if os.fork() == 0:
             os.close(ending)
             os.read(waiting, 1)  # until the test is over
             os._exit(0)
-        return f"{memory!r} in process {os.getpid()}"  # which ends now, without close()
+        return repr(opened[0])  # now the process ends, without close()
 
     try:
         assert "on disk" in in_child(work)
@@ -106,8 +112,21 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path) -> None:
 def test_a_forked_child_of_threads_that_write_gets_a_memory_that_works() -> None:
     memory = Memory(2, 1)
     memory.write(*numbered(0, 3))
-    with memory._lock:  # as a thread that is writing at the moment of the fork
+    locked, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with memory._lock:
+            locked.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    locked.wait()
+    try:
         assert in_child(lambda: str([*memory.write(*numbered(3, 4)[:2]).tolist(), *held(memory)])) == "[3, 0, 1, 2, 3]"
+    finally:
+        forked.set()
+        thread.join()
 
 
 def test_a_writer_whose_lock_was_removed_writes_nothing(tmp_path: Path) -> None:
