@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from memory_rows import held, numbered, saved
 from regard.errors import FileError
 from regard.memory import Memory, disk_store
+from regard.memory.folder import Folder
+from regard.memory.index import Index
 from regard.memory.partial_folder import partial_folder, sweep_partial_folders
 
 
@@ -50,9 +53,15 @@ def test_only_own_folders_that_nobody_writes_are_removed(tmp_path: Path) -> None
 
 
 def test_one_of_many_threads_saves_to_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda opened: None)
     memory = Memory(2, 1)
-    memory.write(*numbered(0, 2000))
+    memory.write(*numbered(0, 20))
+    all_have_begun, save_index = threading.Barrier(4, timeout=20), disk_store.save_index
+
+    def meet(index: Index, folder: Folder) -> None:
+        all_have_begun.wait()
+        save_index(index, folder)
+
+    monkeypatch.setattr(disk_store, "save_index", meet)
 
     def save(_: int) -> str:
         try:
@@ -61,9 +70,10 @@ def test_one_of_many_threads_saves_to_a_path(tmp_path: Path, monkeypatch: pytest
             return str(error)
         return "saved"
 
-    with ThreadPoolExecutor(8) as pool:
-        said = list(pool.map(save, range(24)))
-    assert said.count("saved") == 1
-    assert all("already exists" in one for one in said if one != "saved")
-    assert held(Memory.open(tmp_path / "memory")) == list(range(2000))
+    with ThreadPoolExecutor(4) as pool:
+        said = sorted(pool.map(save, range(4)))
+    assert said == [f"Memory.save: {tmp_path / 'memory'} already exists. Give a new path, or remove it first."] * 3 + [
+        "saved"
+    ]
+    assert held(Memory.open(tmp_path / "memory")) == list(range(20))
     assert os.listdir(tmp_path) == ["memory"]
