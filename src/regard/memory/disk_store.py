@@ -242,15 +242,15 @@ class DiskStore:
 
     def _change(self, what: str, change: Callable[[], Index]) -> None:
         """Apply a change completely or not at all: `change` writes shards, and returns the index that names them."""
-        who, before = f"Memory.{what}", self._loaded
+        who, before, complete = f"Memory.{what}", self._loaded, False
         try:
             with _as_file_error(who, self.path):
                 save_index(change(), before.folder)
+            complete = True
+        finally:
             self._load(who)
-        except BaseException:
-            self._load(who)
-            self._remove_leftovers()
-            raise
+            if not complete:
+                self._remove_leftovers()
         for name in before.files.keys() - self._loaded.files.keys():
             with suppress(OSError):  # the change is complete; the next writer sweeps what is left
                 before.folder.remove(name)

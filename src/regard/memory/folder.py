@@ -106,10 +106,9 @@ class Folder:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(self._at(partial), self._at(name), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
-        except BaseException:
+        finally:
             with suppress(OSError):
                 self.remove(partial)
-            raise
         self.sync()
 
     def sync(self) -> None:

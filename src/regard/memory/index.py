@@ -158,7 +158,7 @@ def _content(index: Index) -> dict[str, Any]:
 
 
 def _parse(page: dict[str, Any], version: int) -> Index:
-    new_fields = {"crc32": None} if version == 1 else {}
+    new_fields: dict[str, Any] = {"crc32": None} if version == 1 else {}
     shards = tuple(_parse_shard(**entry, **new_fields) for entry in page.pop("shards"))
     index = Index(**page, shards=shards)
     if set(page) != {field.name for field in fields(Index)} - {"shards"}:

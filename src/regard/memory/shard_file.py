@@ -35,7 +35,7 @@ def write_shard(folder: Folder, number: int, rows: Chunk, dtype: str) -> Shard:
         header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    pieces = [len(text).to_bytes(8, "little") + text, *(_bytes(x) for _, x in parts.values())]
+    pieces: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text, *(_bytes(x) for _, x in parts.values())]
     crc32 = 0
     for piece in pieces:
         crc32 = zlib.crc32(piece, crc32)

@@ -76,7 +76,6 @@ def _replace(place: str, text: str, old: os.stat_result | None) -> None:
                 os.chmod(part, stat.S_IMODE(old.st_mode))
             file.write(text)
         os.replace(part, place)
-    except BaseException:
+    finally:
         with suppress(OSError):
             os.unlink(part)
-        raise
