@@ -156,7 +156,7 @@ class DiskStore:
 
     @property
     def index(self) -> Index:
-        return self._loaded.current.index
+        return self._loaded.current.content
 
     @property
     def count(self) -> int:
@@ -283,11 +283,11 @@ class DiskStore:
     def _load(self, who: str) -> None:
         """Load the index and open its shards. A writer stays with its folder; a reader follows the path."""
         while True:
-            folder, opened = self._loaded.folder, self._loaded.current.index
+            folder, opened = self._loaded.folder, self._loaded.current.content
             if self._lock is None and not folder.is_at_its_path():
                 folder = open_folder(self.path, who)
             current = load_index(folder, who)
-            index = current.index
+            index = current.content
             if _kind(index) != _kind(opened):
                 raise FileError(
                     f"{who}: {self.path} was replaced by a memory of another kind, {_kind(index)} instead of "

@@ -76,7 +76,7 @@ class Index:
 class IndexFile(NamedTuple):
     """An index, and the file that it was read from."""
 
-    index: Index
+    content: Index
     file: OpenFile
 
     def is_current(self, folder: Folder) -> bool:
