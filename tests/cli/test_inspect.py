@@ -203,6 +203,10 @@ def test_two_files_need_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = run("inspect", "--text", TEXT, "--html", "x", "--json", str(tmp_path / "x"), fails=True)
     assert "--html has the same path" in said
     assert not (tmp_path / "x").exists()
+    (tmp_path / "link").symlink_to("x")
+    said = run("inspect", "--text", TEXT, "--html", "x", "--json", "link", fails=True)
+    assert "--html has the same path" in said
+    assert not (tmp_path / "x").exists()
 
 
 def test_the_atlas_answers_before_the_model_has_read_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,37 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
+from memory_rows import held, numbered, saved
 from regard.errors import ArgumentError, FileError
 from regard.memory import Memory
 from regard.scores import Gaussian
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
-
-
-def numbered(start: int, stop: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Rows that follow from their ids."""
-    ids = torch.arange(start, stop)
-    return torch.stack((ids, -ids), -1).float(), ids[:, None].float() * 10, ids.tolist()
-
-
-def saved(path: Path, count: int = 5) -> Path:
-    memory = Memory(2, 1)
-    memory.write(*numbered(0, count)[:2])
-    memory.save(path)
-    return path
-
-
-def held(memory: Memory) -> list[int]:
-    """The ids, after a check that each row is the one that belongs to its id."""
-    chunks = list(memory)
-    ids = [i for chunk in chunks for i in chunk.ids.tolist()]
-    for keys, values, some in chunks:
-        assert torch.equal(keys, torch.stack((some, -some), -1).float())
-        assert torch.equal(values, some[:, None].float() * 10)
-    assert len(memory) == len(ids)
-    return ids
 
 
 def fresh(script: str, *words: object) -> str:
@@ -216,7 +193,10 @@ def test_a_killed_writer_loses_no_write_that_returned(tmp_path: Path, monkeypatc
 
 def test_leftovers_of_a_killed_writer_are_removed_by_the_next_writer_alone(tmp_path: Path) -> None:
     path = saved(tmp_path / "memory")
-    left = [path / name for name in ("rows-000007.safetensors", ".rows-000008.safetensors.part", ".index.json.part")]
+    left = [
+        path / name
+        for name in ("rows-000007.safetensors", ".rows-000008.safetensors.part", f".index.json.{'0a' * 8}.part")
+    ]
     foreign = path / "notes.txt"
     for file in (*left, foreign):
         file.write_text("x")
@@ -236,19 +216,20 @@ def test_data_is_synced_before_the_rename_and_the_shard_before_the_index(
 
     def synced(opened: int) -> None:
         fsync(opened)
-        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{opened}')).name}")
+        name = Path(os.readlink(f"/proc/self/fd/{opened}")).name
+        done.append(f"fsync {re.sub('[0-9a-f]{16}', 'random', name)}")
 
-    def renamed(old: Path, new: Path) -> None:
-        replace(old, new)
-        done.append(f"rename {new.name}")
+    def renamed(old: str, new: str, **folders: int) -> None:
+        replace(old, new, **folders)
+        done.append(f"rename {new}")
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
     memory.write(*numbered(5, 6))
     shard = "rows-000001.safetensors"
     assert done == [
-        *(f"fsync .{shard}.part", f"rename {shard}", "fsync memory"),
-        *("fsync .index.json.part", "rename index.json", "fsync memory"),
+        *(f"fsync .{shard}.random.part", f"rename {shard}", "fsync memory"),
+        *("fsync .index.json.random.part", "rename index.json", "fsync memory"),
     ]
 
 
@@ -262,12 +243,12 @@ def test_a_full_disk_is_one_error_and_nothing_is_lost(
     def limited(name: str) -> None:
         real = getattr(os, name)
 
-        def guarded(*args: object) -> None:
+        def guarded(*args: object, **kwargs: object) -> None:
             nonlocal calls
             calls += 1
             if calls == call + 1:
                 raise OSError(28, "No space left on device")
-            real(*args)
+            real(*args, **kwargs)
 
         monkeypatch.setattr(os, name, guarded)
 
@@ -346,7 +327,7 @@ def test_a_shard_of_something_else_or_a_missing_one_is_refused(tmp_path: Path) -
         (lambda text: "[]", "does not say regard.Memory"),
         (lambda text: '{"format": "other"}', "does not say regard.Memory"),
         (lambda text: text.replace('"rows":5', '"rows":4'), "its checksum does not match"),
-        (lambda text: text.replace('"version":1', '"version":2'), "has version 2"),
+        (lambda text: text.replace('"version":2', '"version":3'), "has version 3"),
     ],
 )
 def test_an_index_that_is_damaged_or_foreign_is_refused(change: object, words: str, tmp_path: Path) -> None:
@@ -385,8 +366,12 @@ def test_wrong_paths_and_folders_without_write_permission_are_refused(
     with pytest.raises(FileError, match="already exists"):
         memory.save(tmp_path / "memory")
 
-    def denied(*_: object, **__: object) -> int:
-        raise PermissionError(13, "Permission denied")
+    opened = os.open
+
+    def denied(path: str, flags: int, *rest: int, **folder: int) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *rest, **folder)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", denied)

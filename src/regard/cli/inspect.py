@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +78,7 @@ def inspect(
             raise typer.BadParameter("it takes one model; --compare takes two", param_hint="MODEL")
         for option, path in (("--html", html), ("--json", as_json)):
             check_writable(option, path)
-        if html and as_json and html.absolute() == as_json.absolute():
+        if html and as_json and realpath(html) == realpath(as_json):
             raise typer.BadParameter("--html has the same path; give each its own", param_hint="--json")
         allowed = Allowed(max_tokens, trust, random_weights)
         loaded, tokens, seen = _inspected(names[0] if names else None, read_text(text, file, max_tokens), allowed)

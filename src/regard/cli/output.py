@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def check_writable(option: str, path: Path | None, folder: bool = False) -> None
     """Check before the work that its result can be written: a file in an existing folder, or a folder."""
     if path is None:
         return
-    whole = path.absolute()
+    whole = Path(os.path.realpath(path))
     remedy = "a folder" if folder else "the path of a file in an existing folder"
     try:
         if not folder and whole.exists() and not whole.is_file():

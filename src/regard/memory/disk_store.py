@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import re
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, FileError
-from .atomic_write import fsync_folder
-from .index import INDEX_FILE, Index, Shard, fingerprint, load_index, save_index
+from .folder import Folder
+from .index import DTYPES, Index, IndexFile, Shard, fingerprint, load_index, open_folder, save_index
 from .lock import WriterLock
+from .partial_folder import OWN_FILE, partial_folder, sweep_partial_folders
 from .shard_file import ShardFile, write_shard
 from .snapshot import Chunk, Snapshot, concatenate
 
 __all__ = ["DiskSnapshot", "DiskStore", "save_snapshot"]
 
 _IDS_AT_ONCE = 1 << 20
-_OWN_FILES = re.compile(r"(rows-\d+\.safetensors|\.(rows-\d+\.safetensors|index\.json)\.part)")
+_SHARD_BYTES = 1 << 26  # of the largest shards that are put together from smaller ones
+_MERGED_SHARDS = 8  # of about the same size
 
 
 class _ShardRange(NamedTuple):
@@ -87,6 +88,27 @@ class DiskSnapshot:
             offset += file.shard.rows
         return Chunk(*(x.to(self.device) for x in rows))
 
+    def verified(self) -> DiskSnapshot:
+        """The same rows, compared with their checksums even if the memory was opened without that."""
+        return replace(self, files=tuple(replace(file, verify=True) for file in self.files))
+
+    def verify(self, who: str) -> None:
+        """Compare all bytes of all shards with their checksums, and name the shards that fail."""
+        wrong: list[str] = []
+        for file in self.files:
+            try:
+                file.file.verify()
+            except FileError as error:
+                wrong.append(str(error).removeprefix("Memory: "))
+        if wrong:
+            raise FileError(f"{who}: {len(wrong)} of {len(self.files)} shards failed. {' '.join(wrong)}")
+        unknown = sum(file.shard.crc32 is None for file in self.files)
+        if unknown:
+            raise FileError(
+                f"{who}: {unknown} of {len(self.files)} shards were written by a release without checksums, so nobody "
+                f"can tell whether they are damaged. Memory.open(path, mode='a').compact() gives them checksums."
+            )
+
 
 class _HeldIds(NamedTuple):
     """Some ids of one shard, and the rows that hold them."""
@@ -96,26 +118,45 @@ class _HeldIds(NamedTuple):
     rows: Tensor
 
 
+class _Loaded(NamedTuple):
+    """One version of the index, and the shards that it names."""
+
+    folder: Folder
+    current: IndexFile
+    files: dict[str, ShardFile]
+
+
 class DiskStore:
     """A folder of shards with an index. After every public method, the folder is a memory that opens."""
 
-    def __init__(self, folder: Path, mode: str, device: torch.device, who: str, part: tuple[int, int] = (0, 1)) -> None:
-        self.folder, self.device, self.part = folder, device, part
+    def __init__(
+        self,
+        path: Path,
+        mode: str,
+        device: torch.device,
+        who: str,
+        part: tuple[int, int] = (0, 1),
+        verify: bool = True,
+    ) -> None:
+        self.path, self.device, self.part, self._verify = path, device, part, verify
         self._lock: WriterLock | None = None
-        self._files: dict[str, ShardFile] = {}
-        self._stamp: tuple[int, int, int] | None = None
-        self.index = load_index(folder, who)
+        folder = open_folder(path, who)
+        self._loaded = _Loaded(folder, load_index(folder, who), {})
         if mode == "a":
-            with _as_file_error(who, folder):
+            with _as_file_error(who, path):
                 self._lock = WriterLock(folder, who)
         try:
             self._load(who)
             if self._lock is not None:
-                with _as_file_error(who, folder):
-                    self._remove_leftovers()
+                self._remove_leftovers()
+                sweep_partial_folders(path.parent)
         except FileError:
             self.close()
             raise
+
+    @property
+    def index(self) -> Index:
+        return self._loaded.current.content
 
     @property
     def count(self) -> int:
@@ -131,9 +172,18 @@ class DiskStore:
             self._lock.release()
             self._lock = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy or pickle a reader: the copy opens the folder again."""
+        if self._lock is not None:
+            raise ArgumentError(
+                f"Memory: {self.path} is open for writing, and only one writer is allowed, so it has no copies. Open "
+                f"another reader with Memory.open(path)."
+            )
+        return DiskStore, (self.path, "r", self.device, "Memory", self.part, self._verify)
+
     def snapshot(self) -> DiskSnapshot:
         self._reload_if_changed()
-        files = (replace(self._files[shard.name], shard=shard) for shard in self.index.shards)
+        files = (replace(self._loaded.files[shard.name], shard=shard) for shard in self.index.shards)
         return DiskSnapshot(tuple(files), self.device, self.part)
 
     @property
@@ -142,15 +192,19 @@ class DiskStore:
         return fingerprint(self.index)
 
     def write(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
-        self._require_lock("write")
-        shard = _describe_shard(self.index.next_shard, ids)
-        next_id = max(self.index.next_id, shard.highest + 1)
-        shards = (*self.index.shards, shard)
-        after = replace(self.index, next_id=next_id, next_shard=self.index.next_shard + 1, shards=shards)
+        """Add rows as one shard, together with the rows of small shards before it that have become too many."""
+        self._check_lock("write")
+        index, number = self.index, self.index.next_shard
+        folder, limit, old = self._loaded.folder, _rows_per_shard(index), self.snapshot()
+        kept = len(old.files) - _shards_to_merge([shard.live_rows for shard in index.shards], len(ids), limit)
 
-        def change() -> None:
-            write_shard(self.folder / shard.name, keys, values, ids if shard.listed else None, self.index.dtype)
-            save_index(after, self.folder)
+        def change() -> Index:
+            before = replace(old, files=old.files[kept:], device=torch.device("cpu")).verified().chunks(limit)
+            rows = Chunk(*(x.detach().cpu() for x in (keys, values, ids)))
+            shard = write_shard(folder, number, concatenate([*(chunk for chunk, _ in before), rows]), index.dtype)
+            next_id = max(index.next_id, shard.highest + 1)
+            shards = (*index.shards[:kept], shard)
+            return replace(index, next_id=next_id, next_shard=number + 1, shards=shards)
 
         self._change("write", change)
 
@@ -163,7 +217,7 @@ class DiskStore:
         return found
 
     def delete(self, ids: Tensor) -> None:
-        self._require_lock("delete")
+        self._check_lock("delete")
         deleted: dict[str, list[Tensor]] = {}
         for held in self._held_ids_near(ids.cpu()):
             rows = held.rows[torch.isin(held.ids, ids.cpu())]
@@ -173,29 +227,33 @@ class DiskStore:
             replace(s, deleted=_add_to_ranges(s.deleted, torch.cat(deleted[s.name]))) if s.name in deleted else s
             for s in self.index.shards
         )
-        self._change("delete", lambda: save_index(replace(self.index, shards=shards), self.folder))
+        self._change("delete", lambda: replace(self.index, shards=shards))
 
-    def compact(self, shard_rows: int) -> None:
-        """Write the rows that are left into shards of `shard_rows` rows, then remove the old ones."""
-        self._require_lock("compact")
-        old, number = self.snapshot(), self.index.next_shard
+    def compact(self) -> None:
+        """Write the rows that are left into large shards, then remove the old ones."""
+        self._check_lock("compact")
+        folder, index, old = self._loaded.folder, self.index, self.snapshot()
 
-        def change() -> None:
-            shards = tuple(_copy_rows(old, self.folder, self.index.dtype, shard_rows, number))
-            save_index(replace(self.index, shards=shards, next_shard=number + len(shards)), self.folder)
+        def change() -> Index:
+            shards = tuple(_copy_rows(old, folder, index, index.next_shard))
+            return replace(index, shards=shards, next_shard=index.next_shard + len(shards))
 
         self._change("compact", change)
 
-    def _change(self, what: str, change: Callable[[], None]) -> None:
-        """Apply a change completely or not at all, then load the index that is on disk."""
-        who = f"Memory.{what}"
+    def _change(self, what: str, change: Callable[[], Index]) -> None:
+        """Apply a change completely or not at all: `change` writes shards, and returns the index that names them."""
+        who, before, complete = f"Memory.{what}", self._loaded, False
         try:
-            with _as_file_error(who, self.folder):
-                change()
+            with _as_file_error(who, self.path):
+                save_index(change(), before.folder)
+            complete = True
         finally:
             self._load(who)
-            with _as_file_error(who, self.folder):
+            if not complete:
                 self._remove_leftovers()
+        for name in before.files.keys() - self._loaded.files.keys():
+            with suppress(OSError):  # the change is complete; the next writer sweeps what is left
+                before.folder.remove(name)
 
     def _held_ids_near(self, ids: Tensor) -> Iterator[_HeldIds]:
         """Yield the held ids of all shards that may contain some of `ids`."""
@@ -210,73 +268,128 @@ class DiskStore:
                 live = torch.arange(stop - start) if live is None else live
                 yield _HeldIds(shard.name, file.map("ids", start, stop)[live], live + start)
 
-    def _require_lock(self, what: str) -> None:
+    def _check_lock(self, what: str) -> None:
         if self._lock is None:
             raise ArgumentError(
-                f"Memory.{what}: {self.folder} is open for reading. Open it with Memory.open(path, mode='a')."
+                f"Memory.{what}: {self.path} is open for reading. Open it with Memory.open(path, mode='a')."
             )
+        self._lock.check(f"Memory.{what}")
 
     def _reload_if_changed(self) -> None:
-        """Load the index again if a writer in another process has replaced it."""
-        if self._lock is None and self._stamp != _stamp(self.folder):
+        """Load the index again if a writer in another process has replaced it, or the folder."""
+        if self._lock is None and not self._loaded.current.is_current(self._loaded.folder):
             self._load("Memory")
 
     def _load(self, who: str) -> None:
-        stamp, index = _stamp(self.folder), load_index(self.folder, who)
-        known = self._files
-        try:
-            files = {s.name: known.get(s.name) or ShardFile.open(self.folder, s, index, who) for s in index.shards}
-        except FileError:
-            if stamp == _stamp(self.folder):
-                raise
-            self._load(who)  # a writer has replaced the index since, and removed shards that the old one named
+        """Load the index and open its shards. A writer stays with its folder; a reader follows the path."""
+        while True:
+            folder, opened = self._loaded.folder, self._loaded.current.content
+            if self._lock is None and not folder.is_at_its_path():
+                folder = open_folder(self.path, who)
+            current = load_index(folder, who)
+            index = current.content
+            if _kind(index) != _kind(opened):
+                raise FileError(
+                    f"{who}: {self.path} was replaced by a memory of another kind, {_kind(index)} instead of "
+                    f"{_kind(opened)}. Open it again."
+                )
+            try:
+                files = self._open_shards(folder, index, who)
+            except FileError:
+                if current.is_current(folder) or self._lock is not None:
+                    raise
+                continue  # a writer has replaced the index since, and removed shards that the old one named
+            self._loaded = _Loaded(folder, current, files)
             return
-        self._stamp, self.index, self._files = stamp, index, files
+
+    def _open_shards(self, folder: Folder, index: Index, who: str) -> dict[str, ShardFile]:
+        """Open the shards of an index. Those that are open and unchanged stay open, up to a limit."""
+        known = self._loaded.files if folder is self._loaded.folder else {}
+        files: dict[str, ShardFile] = {}
+        room = _most_open_files()
+        for shard in index.shards:
+            file = known.get(shard.name)
+            if file is None or not file.holds(shard, folder):
+                file = ShardFile.open(folder, shard, index, who, self._verify)
+            room -= file.file.held_open
+            if room < 0:
+                file.file.release()
+            files[shard.name] = file
+        return files
 
     def _remove_leftovers(self) -> None:
         """Remove the files of a writer that did not finish."""
-        for path in self.folder.iterdir():
-            if _OWN_FILES.fullmatch(path.name) and path.name not in self._files:
-                path.unlink(missing_ok=True)
+        folder = self._loaded.folder
+        for name in folder.names():
+            if OWN_FILE.fullmatch(name) and name not in self._loaded.files:
+                with suppress(OSError):
+                    folder.remove(name)
 
 
-def save_snapshot(snapshot: Snapshot, index: Index, path: Path, shard_rows: int) -> None:
+def save_snapshot(snapshot: Snapshot, index: Index, path: Path) -> None:
     """Write rows as a new folder, which appears complete or not at all."""
     who = "Memory.save"
+    exists = FileError(f"{who}: {path} already exists. Give a new path, or remove it first.")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileError(f"{who}: {path} already exists. Give a new path, or remove it first.")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with _as_file_error(who, path):
+        raise exists
+    sweep_partial_folders(path.parent)
+    with _as_file_error(who, path), partial_folder(path) as folder:
+        shards = tuple(_copy_rows(snapshot, folder, index, 0))
+        save_index(replace(index, shards=shards, next_shard=len(shards)), folder)
         try:
-            partial.mkdir()
-            shards = tuple(_copy_rows(snapshot, partial, index.dtype, shard_rows, 0))
-            save_index(replace(index, shards=shards, next_shard=len(shards)), partial)
-            os.replace(partial, path)
-            fsync_folder(path.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            os.replace(folder.path, path)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process or thread was faster
+                raise exists from None
+            raise
+        Folder(path.parent).sync()
 
 
-def _describe_shard(number: int, ids: Tensor) -> Shard:
-    """Build the index entry of a new shard; ids that run on without a gap are not stored in its file."""
-    lowest, highest = int(ids.min()), int(ids.max())
-    listed = not torch.equal(ids.cpu(), torch.arange(lowest, lowest + len(ids)))
-    return Shard(f"rows-{number:06d}.safetensors", len(ids), lowest, highest, listed)
+def _rows_per_shard(index: Index) -> int:
+    return max(_SHARD_BYTES // ((index.key_dim + index.value_dim) * DTYPES[index.dtype].itemsize), 1)
 
 
-def _copy_rows(snapshot: Snapshot, folder: Path, dtype: str, shard_rows: int, start: int) -> Iterator[Shard]:
-    """Write all rows as shards, numbered from `start`."""
-    for number, chunk in enumerate(_merge_chunks(snapshot, shard_rows), start):
-        shard = _describe_shard(number, chunk.ids)
-        write_shard(folder / shard.name, chunk.keys, chunk.values, chunk.ids if shard.listed else None, dtype)
-        yield shard
+def _shards_to_merge(rows: list[int], added: int, limit: int) -> int:
+    """How many of the last shards are written again, together with the rows that are added.
+
+    As soon as eight shards of about the same size follow each other, or fill half of `limit`, they become one. From
+    that size on a shard stays as it is. So each row is copied O(log n) times, and small shards are few.
+
+    >>> [_shards_to_merge([1] * ones, 1, 1000) for ones in (0, 6, 7)]
+    [0, 0, 7]
+    >>> _shards_to_merge([8] * 7 + [1] * 7, 1, 1000), _shards_to_merge([600, 200, 200], 200, 1000)
+    (14, 2)
+    """
+    merged, total = 0, added
+    while True:
+        count, joined, full = merged, total, False
+        for before in reversed(rows[: len(rows) - merged]):
+            full = 2 * before >= limit or joined + before > limit
+            if full or _size_class(before) > _size_class(total):
+                break
+            count, joined = count + 1, joined + before
+        enough = count + 1 - merged >= _MERGED_SHARDS or (full and 2 * joined >= limit)
+        if count == merged or not enough:
+            return merged
+        merged, total = count, joined
+
+
+def _size_class(rows: int) -> int:
+    """The logarithm to base 8, rounded down."""
+    return (rows.bit_length() - 1) // 3
+
+
+def _copy_rows(snapshot: Snapshot, folder: Folder, index: Index, start: int) -> Iterator[Shard]:
+    """Write all rows as large shards, numbered from `start`."""
+    for number, chunk in enumerate(_merge_chunks(snapshot, _rows_per_shard(index)), start):
+        yield write_shard(folder, number, chunk, index.dtype)
 
 
 def _merge_chunks(snapshot: Snapshot, shard_rows: int) -> Iterator[Chunk]:
     """Join consecutive small chunks into chunks of up to `shard_rows` rows."""
     parts: list[Chunk] = []
     count = 0
-    for chunk, _ in snapshot.chunks(shard_rows):
+    for chunk, _ in snapshot.verified().chunks(shard_rows):
         if count + len(chunk.ids) > shard_rows:
             yield concatenate(parts)
             parts, count = [], 0
@@ -284,6 +397,22 @@ def _merge_chunks(snapshot: Snapshot, shard_rows: int) -> Iterator[Chunk]:
         count += len(chunk.ids)
     if parts:
         yield concatenate(parts)
+
+
+def _kind(index: Index) -> str:
+    """What all rows of a memory have in common."""
+    score = "no score" if index.score is None else index.score
+    return f"key_dim={index.key_dim}, value_dim={index.value_dim}, {index.dtype}, {score}"
+
+
+def _most_open_files() -> int:
+    """How many shards one memory holds open: a quarter of the files that the process may open."""
+    try:
+        import resource
+    except ImportError:
+        return 128
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 16 if limit == resource.RLIM_INFINITY else limit // 4
 
 
 def _add_to_ranges(deleted: tuple[tuple[int, int], ...], rows: Tensor) -> tuple[tuple[int, int], ...]:
@@ -299,15 +428,6 @@ def _add_to_ranges(deleted: tuple[tuple[int, int], ...], rows: Tensor) -> tuple[
         else:
             merged.append((start, stop))
     return tuple(merged)
-
-
-def _stamp(folder: Path) -> tuple[int, int, int] | None:
-    """Identify the current version of the index file without reading it."""
-    try:
-        status = os.stat(folder / INDEX_FILE)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 @contextmanager

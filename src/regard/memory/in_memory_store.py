@@ -33,6 +33,9 @@ class InMemorySnapshot:
     def take(self, positions: Tensor) -> Chunk:
         return Chunk(*(x.index_select(0, positions) for x in self.rows))
 
+    def verified(self) -> InMemorySnapshot:
+        return self
+
 
 class _Block(NamedTuple):
     """The rows of one write; `kept` indexes those that are left after deletions."""
@@ -71,8 +74,8 @@ class InMemoryStore:
 
     def write(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
         keys, values = (x if x.requires_grad else x.detach().clone() for x in (keys, values))
+        self.next_id = max(self.next_id, int(ids.max()) + 1)  # first: a fork in between skips ids and repeats none
         self._blocks.append(_Block(Chunk(keys, values, ids.clone())))
-        self.next_id = max(self.next_id, int(ids.max()) + 1)
 
     def contains(self, ids: Tensor) -> Tensor:
         """Return a bool per id: whether it is held."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,8 +18,8 @@ from ..nn.arguments import optional_score
 from ..scores import Score
 from ..scores.base import whole
 from . import arguments
-from .disk_store import DiskStore, save_snapshot
-from .in_memory_store import InMemoryStore
+from .disk_store import DiskSnapshot, DiskStore, save_snapshot
+from .in_memory_store import InMemorySnapshot, InMemoryStore
 from .index import DTYPES, Index
 from .progress import Progress, Report
 from .query_batch import QueryBatch
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Memory"]
 
-_SHARD_BYTES = 1 << 26  # of the shards that save and compact write
-
 
 class Memory:
     """Hold keys with values, and read the mean of the values, weighted by softmax(score(query, key) / T).
@@ -48,6 +48,8 @@ class Memory:
 
     `save` writes a folder of any size and `Memory.open` reads it, mapping a few megabytes at a time. Rows on disk have
     no gradient; queries and the parameters of the score do, but no second derivatives.
+
+    Threads may share a memory. Changes happen one after the other; a read sees the rows of one moment.
 
     >>> import torch, regard
     >>> memory = Memory(key_dim=2, value_dim=1)
@@ -74,6 +76,7 @@ class Memory:
         self._store: InMemoryStore | DiskStore | None = InMemoryStore(
             self.key_dim, self.value_dim, self.dtype, self.device
         )
+        self._renew_lock()
 
     @classmethod
     def open(
@@ -84,18 +87,25 @@ class Memory:
         score: Score | None = None,
         device: torch.device | str | None = None,
         part: tuple[int, int] | None = None,
+        verify: bool = True,
     ) -> Memory:
         """Open a folder that `save` wrote, to read it (any number of processes) or to append to it (one at a time).
 
         A reader sees the changes of a writer at its next call. The parameters of a score are not in the folder, so a
         memory that was saved with a score must be opened with one. `part=(rank, ranks)` opens one of `ranks` equal
         parts of the rows for reading; in a read over a group, the ranks together then cover the whole folder.
+
+        Each shard is compared with its checksum when it is first read. For a memory so large that one more pass over
+        it takes too long, `verify=False` leaves that to `Memory.verify`.
         """
         if mode not in ("r", "a"):
             raise ArgumentError(f"Memory.open: mode must be 'r' to read or 'a' to append. Got {mode!r}.")
         device = torch.device("cpu" if device is None else device)
         rank, ranks = arguments.check_part("Memory.open", part, mode)
-        store = DiskStore(arguments.check_path("Memory.open", path), mode, device, "Memory.open", (rank, ranks))
+        if not isinstance(verify, bool):
+            raise DtypeError(f"Memory.open: verify must be True or False. Got {verify!r}.")
+        folder = arguments.check_path("Memory.open", path)
+        store = DiskStore(folder, mode, device, "Memory.open", (rank, ranks), verify)
         index = store.index
         if index.score is not None and score is None:
             store.close()
@@ -110,21 +120,22 @@ class Memory:
     def write(self, keys: Tensor, values: Tensor, ids: Tensor | Sequence[int] | None = None) -> Tensor:
         """Add rows, keys (n, key_dim) with values (n, value_dim) or one of each, and return their ids, (n,).
 
-        Without `ids`, numbering continues after the largest id so far. On disk the rows are safe once this returns;
-        write many at a time, as each write creates a file.
+        Without `ids`, numbering continues after the largest id so far. On disk the rows are safe once this returns.
+        That takes some milliseconds, so write many rows at a time.
         """
-        store = self._opened("write")
         who = "Memory.write"
         keys, values = arguments.check_rows(who, self, keys, values)
-        if isinstance(store, DiskStore):
-            arguments.check_no_gradient(who, keys, values)
         new_ids = arguments.check_ids(who, ids, self.device)
-        if new_ids is None:
-            new_ids = torch.arange(store.next_id, store.next_id + len(keys), device=self.device)
-        else:
-            arguments.check_ids_are_new(who, new_ids, store, len(keys))
-        if len(keys):
-            store.write(keys, values, new_ids)
+        with self._lock:
+            store = self._opened("write")
+            if isinstance(store, DiskStore):
+                arguments.check_no_gradient(who, keys, values)
+            if new_ids is None:
+                new_ids = torch.arange(store.next_id, store.next_id + len(keys), device=self.device)
+            else:
+                arguments.check_ids_are_new(who, new_ids, store, len(keys))
+            if len(keys):
+                store.write(keys, values, new_ids)
         return new_ids
 
     @overload
@@ -184,9 +195,8 @@ class Memory:
                 ranks, lambda: self._read_request(ranks, queries, temperature, top, observe, progress)
             ).shaped(queries.shape[:-1])
             return reading if observe else reading.output
-        store = self._opened("read")
+        snapshot = self._snapshot("read")
         batch, lead = self._query_batch(queries, temperature), queries.shape[:-1]
-        snapshot = store.snapshot()
         k = arguments.check_top(who, top, snapshot.count)
         with Progress(progress, progress_total(snapshot, batch, k)) as counter:
             if k is None and not observe:
@@ -199,33 +209,43 @@ class Memory:
 
     def delete(self, ids: Tensor | Sequence[int]) -> None:
         """Delete rows by their ids."""
-        store = self._opened("delete")
         old_ids = arguments.check_ids("Memory.delete", ids, self.device)
         if old_ids is None:
             raise DtypeError("Memory.delete: ids must be whole numbers in one dimension. Got None.")
-        arguments.check_ids_are_held("Memory.delete", old_ids, store)
-        if len(old_ids):
-            store.delete(old_ids)
+        with self._lock:
+            store = self._opened("delete")
+            arguments.check_ids_are_held("Memory.delete", old_ids, store)
+            if len(old_ids):
+                store.delete(old_ids)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all rows as a new folder, completely or not at all; this memory stays where it is."""
-        store = self._opened("save")
+        with self._lock:
+            snapshot, next_id = self._snapshot("save"), self._opened("save").next_id
         names = {dtype: name for name, dtype in DTYPES.items()}
         score = None if self.score is None else repr(self.score)
-        index = Index(self.key_dim, self.value_dim, names[self.dtype], score, next_id=store.next_id)
-        save_snapshot(store.snapshot(), index, arguments.check_path("Memory.save", path), self._shard_rows)
+        index = Index(self.key_dim, self.value_dim, names[self.dtype], score, next_id)
+        save_snapshot(snapshot, index, arguments.check_path("Memory.save", path))
 
     def compact(self) -> None:
-        """Rewrite a memory on disk into a few large shards, after many small writes or deletions."""
-        store = self._opened("compact")
-        if isinstance(store, DiskStore):
-            store.compact(self._shard_rows)
+        """Rewrite a memory on disk into a few large shards, after many deletions or writes of some megabytes."""
+        with self._lock:
+            store = self._opened("compact")
+            if isinstance(store, DiskStore):
+                store.compact()
+
+    def verify(self) -> None:
+        """Read a memory on disk completely, and raise a FileError that names the shards that are damaged, if any."""
+        snapshot = self._snapshot("verify")
+        if isinstance(snapshot, DiskSnapshot):
+            snapshot.verify("Memory.verify")
 
     def close(self) -> None:
         """Allow another process to write, and release the rows."""
-        if isinstance(self._store, DiskStore):
-            self._store.close()
-        self._store = None
+        with self._lock:
+            if isinstance(self._store, DiskStore):
+                self._store.close()
+            self._store = None
 
     def __enter__(self) -> Memory:
         return self
@@ -234,25 +254,43 @@ class Memory:
         self.close()
 
     def __len__(self) -> int:
-        return self._opened("len").count
+        with self._lock:
+            return self._opened("len").count
 
     def __iter__(self) -> Iterator[Chunk]:
         """Iterate over the rows in the order of writing, some thousands at a time: (keys, values, ids)."""
-        for chunk, _ in self._opened("iter").snapshot().chunks(self._chunk_rows):
+        for chunk, _ in self._snapshot("iter").chunks(self._chunk_rows):
             yield chunk
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._renew_lock()
+
     def __repr__(self) -> str:
-        if self._store is None:
-            return "Memory(closed)"
-        where = f"on disk at {self._store.folder}" if isinstance(self._store, DiskStore) else "in memory"
+        with self._lock:
+            if self._store is None:
+                return "Memory(closed)"
+            where = f"on disk at {self._store.path}" if isinstance(self._store, DiskStore) else "in memory"
+            count = self._store.count
         score = "" if self.score is None else f"{self.score!r}, "
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"Memory({len(self)} rows, key_dim={self.key_dim}, value_dim={self.value_dim}, {score}{dtype}, {where})"
+        return f"Memory({count} rows, key_dim={self.key_dim}, value_dim={self.value_dim}, {score}{dtype}, {where})"
 
     def _opened(self, what: str) -> InMemoryStore | DiskStore:
         if self._store is None:
             raise ArgumentError(f"Memory.{what}: it is closed. Open it again with Memory.open(path).")
         return self._store
+
+    def _snapshot(self, what: str) -> InMemorySnapshot | DiskSnapshot:
+        with self._lock:
+            return self._opened(what).snapshot()
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()
+        _MEMORIES.add(self)
 
     def _query_batch(self, queries: Tensor, temperature: float | Tensor) -> QueryBatch:
         arguments.check_queries("Memory.read", self, queries)
@@ -271,13 +309,14 @@ class Memory:
         """Check the arguments of a read over a group, and build this rank's request."""
         from .distributed_read import ReadRequest
 
-        store, batch = self._opened("read"), self._query_batch(queries, temperature)
+        batch = self._query_batch(queries, temperature)
         k = arguments.check_top("Memory.read", top)
         Progress(progress, 0)  # raises if `progress` is invalid
-        snapshot, state = store.snapshot(), "each rank's own"
-        if isinstance(store, DiskStore) and store.part != (0, 1):
-            arguments.check_part_of_rank("Memory.read", store.part, ranks.rank, ranks.count)
-            state = f"the same folder with {store.fingerprint}"
+        with self._lock:
+            store, snapshot, state = self._opened("read"), self._snapshot("read"), "each rank's own"
+            if isinstance(store, DiskStore) and store.part != (0, 1):
+                arguments.check_part_of_rank("Memory.read", store.part, ranks.rank, ranks.count)
+                state = f"the same folder with {store.fingerprint}"
         return ReadRequest(snapshot, batch, k, observe, self._chunk_rows, self.value_dim, progress, state)
 
     @property
@@ -288,6 +327,13 @@ class Memory:
     def _chunk_rows(self) -> int:
         return chunk_rows_for(self._row_bytes)
 
-    @property
-    def _shard_rows(self) -> int:
-        return max(_SHARD_BYTES // self._row_bytes, 1)
+
+def _renew_locks() -> None:
+    """Give a forked child locks that nobody holds: the threads that may have held them exist in its parent only."""
+    for memory in list(_MEMORIES):
+        memory._renew_lock()
+
+
+_MEMORIES: weakref.WeakSet[Memory] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)

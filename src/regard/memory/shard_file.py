@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import mmap
-import os
-from dataclasses import dataclass
-from pathlib import Path
+import zlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import FileError
-from .atomic_write import atomic_write
+from .checked_file import CheckedFile
+from .folder import Folder
 from .index import DTYPES, Index, Shard
+from .snapshot import Chunk
 
 __all__ = ["ShardFile", "write_shard"]
 
@@ -22,10 +22,12 @@ _MAX_HEADER_BYTES = 1 << 20  # far more than our headers need
 _SIZES = {"I64": 8, "F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
-def write_shard(path: Path, keys: Tensor, values: Tensor, ids: Tensor | None, dtype: str) -> None:
-    """Write rows as one safetensors file, atomically and durably."""
-    parts: dict[str, tuple[str, Tensor]] = {} if ids is None else {"ids": ("I64", ids)}  # widest first, for alignment
-    parts |= {"keys": (dtype, keys), "values": (dtype, values)}
+def write_shard(folder: Folder, number: int, rows: Chunk, dtype: str) -> Shard:
+    """Write rows as one safetensors file, atomically and durably; ids that run on without a gap are not stored."""
+    lowest, highest = int(rows.ids.min()), int(rows.ids.max())
+    listed = not torch.equal(rows.ids.cpu(), torch.arange(lowest, lowest + len(rows.ids)))
+    parts: dict[str, tuple[str, Tensor]] = {"ids": ("I64", rows.ids)} if listed else {}  # widest first, for alignment
+    parts |= {"keys": (dtype, rows.keys), "values": (dtype, rows.values)}
     header: dict[str, Any] = {"__metadata__": {"format": "regard.Memory"}}
     end = 0
     for name, (kind, x) in parts.items():
@@ -33,7 +35,13 @@ def write_shard(path: Path, keys: Tensor, values: Tensor, ids: Tensor | None, dt
         header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    atomic_write(path, [len(text).to_bytes(8, "little") + text, *(_bytes(x) for _, x in parts.values())])
+    pieces: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text, *(_bytes(x) for _, x in parts.values())]
+    crc32 = 0
+    for piece in pieces:
+        crc32 = zlib.crc32(piece, crc32)
+    shard = Shard(f"rows-{number:06d}.safetensors", len(rows.ids), lowest, highest, listed, crc32)
+    folder.write(shard.name, pieces)
+    return shard
 
 
 def _bytes(x: Tensor) -> memoryview:
@@ -44,16 +52,18 @@ def _bytes(x: Tensor) -> memoryview:
 class ShardFile:
     """A shard on disk, and the offset of each tensor in it."""
 
-    path: Path
+    file: CheckedFile
     shard: Shard
     offsets: dict[str, int]
     dtype: torch.dtype
     dims: dict[str, int]
+    verify: bool
+    """Whether the checksum is compared when the file is first mapped."""
 
     @classmethod
-    def open(cls, folder: Path, shard: Shard, index: Index, who: str) -> ShardFile:
+    def open(cls, folder: Folder, shard: Shard, index: Index, who: str, verify: bool) -> ShardFile:
         """Check that a shard exists, is complete, and matches the index."""
-        path = folder / shard.name
+        path = folder.path / shard.name
         expected: dict[str, tuple[str, list[int]]] = {
             "keys": (index.dtype, [shard.rows, index.key_dim]),
             "values": (index.dtype, [shard.rows, index.value_dim]),
@@ -61,41 +71,37 @@ class ShardFile:
         if shard.listed:
             expected["ids"] = ("I64", [shard.rows])
         try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else None
-            offsets = _offsets(header, expected, 8 + length, size)
+            file = CheckedFile(folder, shard.name, shard.crc32)
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(8 + length)[8:]) if length <= _MAX_HEADER_BYTES else None
+            offsets = _offsets(header, expected, 8 + length, file.identity.size)
         except FileNotFoundError:
             raise FileError(f"{who}: {path} is missing. Restore the folder from a copy.") from None
         except OSError as error:
             raise FileError(f"{who}: {path} cannot be read: {error.strerror or error}.") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise FileError(
                 f"{who}: {path} is truncated, or not the shard that the index names: {error}. "
                 f"Restore the folder from a copy."
             ) from None
-        return cls(path, shard, offsets, DTYPES[index.dtype], {"keys": index.key_dim, "values": index.value_dim})
+        dims = {"keys": index.key_dim, "values": index.value_dim}
+        return cls(file, shard, offsets, DTYPES[index.dtype], dims, verify)
+
+    def holds(self, shard: Shard, folder: Folder) -> bool:
+        """Whether this is the file of `shard`, which may have other deletions, and is unchanged in `folder`."""
+        return replace(shard, deleted=self.shard.deleted) == self.shard and self.file.is_in(folder)
 
     def map(self, name: str, start: int, stop: int) -> Tensor:
         """Map rows [start, stop) of `name`: pages are read on first use and unmapped with the tensor."""
         if name == "ids" and not self.shard.listed:
             return torch.arange(self.shard.lowest + start, self.shard.lowest + stop)
+        if self.verify:
+            self.file.verify_once()
         dtype, dims = (torch.int64, ()) if name == "ids" else (self.dtype, (self.dims[name],))
         width = dtype.itemsize * (dims[0] if dims else 1)
-        first = self.offsets[name] + start * width
-        page = first // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        try:
-            with self.path.open("rb") as file:
-                length = first - page + (stop - start) * width
-                view = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
-        except (OSError, ValueError) as error:
-            raise FileError(
-                f"Memory: {self.path} can no longer be mapped: {error}. If a writer has compacted the memory "
-                f"since, read again; otherwise restore the folder from a copy."
-            ) from error
+        view, offset = self.file.map(self.offsets[name] + start * width, (stop - start) * width)
         count = (stop - start) * (dims[0] if dims else 1)
-        return torch.frombuffer(view, dtype=dtype, count=count, offset=first - page).view(stop - start, *dims)
+        return torch.frombuffer(view, dtype=dtype, count=count, offset=offset).view(stop - start, *dims)
 
     def take(self, name: str, rows: Tensor) -> Tensor:
         """Return some rows of `name`; only their pages are read."""

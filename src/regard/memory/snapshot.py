@@ -43,3 +43,6 @@ class Snapshot(Protocol):
 
     def take(self, positions: Tensor) -> Chunk:
         """Return the rows at 1-D positions."""
+
+    def verified(self) -> Snapshot:
+        """The same rows, compared with their checksums if they have any."""

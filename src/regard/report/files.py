@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
+import stat
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,15 +30,18 @@ def json_safe(value: object) -> object:
 
 
 def write_text(path: str | os.PathLike[str], text: str, who: str) -> Path:
-    """Write `text` to `path` atomically: to a temporary file beside it, which is then renamed."""
+    """Write `text` to `path` atomically: to a temporary file beside it, which is then renamed.
+
+    If `path` is a link, it stays one, and the file that it leads to is written. A file that exists keeps its
+    permissions. A pipe or a device is written to, as a file must not take its place.
+    """
     place = Path(path)
-    part = place.parent / f".{place.name}.{os.getpid()}.part"
     try:
-        try:
-            part.write_text(text, encoding="utf-8", newline="\n")
-            part.replace(place)
-        finally:
-            part.unlink(missing_ok=True)
+        status = _status(place)
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            place.write_text(text, encoding="utf-8", newline="\n")
+        else:
+            _replace(os.path.realpath(place), text, status)
     except OSError as error:
         reason = error.strerror or str(error)
         raise FileError(
@@ -43,3 +49,33 @@ def write_text(path: str | os.PathLike[str], text: str, who: str) -> Path:
             f"you may write to."
         ) from error
     return place
+
+
+def _status(place: Path) -> os.stat_result | None:
+    """The status of an existing file that we may write to. The system follows links, with its rules about them."""
+    try:
+        descriptor = os.open(place, os.O_WRONLY | getattr(os, "O_NOCTTY", 0))
+    except FileNotFoundError:
+        return None
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(place: str, text: str, old: os.stat_result | None) -> None:
+    folder, name = os.path.split(place)
+    part = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(part, flags, 0o666 if old is None else 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+            if old is not None:
+                with suppress(OSError, AttributeError):  # only root may give files away
+                    os.fchown(descriptor, old.st_uid, old.st_gid)
+                os.chmod(part, stat.S_IMODE(old.st_mode))
+            file.write(text)
+        os.replace(part, place)
+    finally:
+        with suppress(OSError):
+            os.unlink(part)
