@@ -148,6 +148,14 @@ def test_a_sequence_of_no_keys_gives_zeros_in_a_compiled_call() -> None:
     assert not gradients(compiled(padded)(*leaves, torch.tensor([0, 12])), leaves)[0][0].any()
 
 
+@pytest.mark.parametrize("shape", [(12, 12), (1, 12), (2, 12, 12), (2, 1, 12, 12)])
+def test_a_dense_mask_of_every_rank_is_one_graph(shape: tuple[int, ...]) -> None:
+    def masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+        return regard.attention(q, k, v, mask=regard.dense(allowed))
+
+    agree(compiled(masked), masked, inputs(), torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.4)
+
+
 def test_a_float_mask_is_refused_where_its_values_cannot_be_read() -> None:
     def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return regard.attention(q, k, v, mask=mask)

@@ -46,7 +46,7 @@ class BackendError(RegardError, RuntimeError):
 
 
 class ChangedError(RegardError, RuntimeError):
-    """An input that was changed in place after it had been observed."""
+    """An input that was changed in place after the call, and that a later pass would read again."""
 
 
 class DistributedError(RegardError, RuntimeError):

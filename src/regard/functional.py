@@ -15,6 +15,7 @@ from .core.problem import Problem
 from .core.validation import pose
 from .errors import ArgumentError, DtypeError, ShapeError
 from .masks import Mask, causal
+from .masks.arguments import textbook_mask
 from .masks.index import broadcast_shapes
 from .observation import WATCHERS, Observation, notify, observed, watchers
 from .scores import Score
@@ -50,7 +51,8 @@ def attention(
     Shapes: query (…, Hq, N, D), key (…, Hk, M, D), value (…, Hk, M, Dv) with Hq a multiple of Hk; (batch, N, D) and
     (N, D) have one head. The logits are score(q, k), then capped, then biased, then masked:
 
-    - `mask`: a regard mask, or a tensor in which True means "may attend", broadcast to (…, Hq, N, M);
+    - `mask`: a regard mask, or a tensor in which True, or any integer but 0, means "may attend", broadcast to
+      (…, Hq, N, M);
     - `bias`: a tensor that is added, broadcast likewise, or `regard.biases.alibi(…)`, `regard.biases.relative(…)`;
     - `score`: a module of `regard.scores`; without one, q·k times `scale` (1/√D; a number, or a tensor, one per head);
     - `softcap`: c gives c·tanh(x/c); `sink`: one more logit per head, in the denominator only;
@@ -185,6 +187,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Do what `torch.nn.functional.scaled_dot_product_attention` does, with its signature and meaning.
 
+    A float `attn_mask` is added to the logits, as torch adds it. Many texts have a function of this name whose mask
+    selects instead: 0 hides, 1 shows. That function is `attention_with_weights`.
+
     >>> import torch, regard
     >>> q = torch.randn(2, 4, 6, 8)
     >>> same = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
@@ -264,6 +269,8 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Attend and return (output, weights), the textbook's functional form; the weights are before dropout.
 
+    In `mask`, 0 and False hide: a regard mask, or a tensor of bools, of integers, or of floats that are 0 or 1.
+
     >>> import torch, regard
     >>> output, weights = regard.attention_with_weights(*torch.randn(3, 2, 5, 4).unbind())
     >>> output.shape, weights.shape, torch.allclose(weights.sum(-1), torch.ones(2, 5))
@@ -271,6 +278,7 @@ def attention_with_weights(
     """
     who = "attention_with_weights"
     dropout = dropout_p if training else 0.0
+    mask = textbook_mask(who, mask)
     seen = _observe(pose(query, key, value, mask=mask, dropout=dropout, observed=True, who=who), "auto")
     return seen.output, seen.weights()
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from .backends import Backend
 from .backends.dispatch import choose, run
 from .chunked.statistics import logits_at
-from .compat.torch import is_wrapped, shared_with_backward, version_of
+from .compat.torch import is_wrapped, shared_with_backward
 from .core.problem import Problem
 from .core.rows import Rows
+from .core.versions import Versions
 from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
 
 __all__ = ["WATCHERS", "Observation", "Watcher", "notify", "observed", "watchers", "watching"]
@@ -57,7 +58,7 @@ class Observation:
         self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = rows
         self._problem, self._backend, self._rows = problem, backend, rows
         self._computed_moments: tuple[Tensor, Tensor] | None = None
-        self._versions = [(t, _version(t)) for t in self._read]
+        self._versions = Versions(self._read)
 
     def __repr__(self) -> str:
         p = self._problem
@@ -147,7 +148,7 @@ class Observation:
 
     def kept(self) -> Observation:
         """A copy without its graph, with one batch dimension and one for the heads, to read later."""
-        p = self._problem
+        p = self._unchanged("kept")
         lead = tuple(p.query.shape[:2])
         detached: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
         rows = Rows(*(x.detach().reshape(lead + x.shape[len(p.lead) :]) for x in self._rows))
@@ -165,7 +166,8 @@ class Observation:
     def _read(self) -> list[Tensor]:
         """Every tensor that late passes read: all but the values."""
         query, key, _, *others = self._problem.tensors
-        return [query, key, *others]
+        mask = self._problem.mask
+        return [query, key, *others, *(() if mask is None else mask.sources)]
 
     def _indices(self, member: str, rows: Index, cols: Index) -> tuple[Tensor, Tensor]:
         p = self._problem
@@ -182,11 +184,7 @@ class Observation:
         return self._unchanged(member)
 
     def _unchanged(self, member: str) -> Problem:
-        now = self._read
-        same = len(now) == len(self._versions) and all(
-            t is then and _version(t) == version for t, (then, version) in zip(now, self._versions, strict=True)
-        )
-        if not same:
+        if self._versions.differ_from(self._read):
             raise ChangedError(
                 f"{member}: an input of observe was changed in place, or replaced, since; its weights can no longer "
                 f"be computed. Ask for {member} before the change, or observe again."
@@ -203,10 +201,6 @@ def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
 
 def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x)
-
-
-def _version(x: Tensor) -> int:
-    return -1 if torch.compiler.is_compiling() else version_of(x)
 
 
 def _as_index(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:

@@ -28,6 +28,7 @@ NEEDED_FOR = {
     "autocast_enabled": "validation casts as torch's function does, and takes tensors on the meta device",
     "cached_signature": "torch.autograd.Function inspects the signature at each call, which costs microseconds",
     "call_function": "autograd functions are applied in one typed place",
+    "causal_bias": "a CausalBias holds no values; it is read as the mask that it stands for",
     "cpu_flash_attention": "the fast path on a CPU reads the lse of torch's kernel",
     "cpu_flash_attention_backward": "first gradients of the fast path come from torch's own kernel",
     "cpu_multiplies_bfloat16": "dispatch asks whether bfloat16 is fast on this processor",
@@ -40,6 +41,7 @@ NEEDED_FOR = {
     "is_capturing": "the seed of dropout would be frozen into a CUDA graph",
     "is_exporting": "an exported program reads no values, so hidden NaN are always zeroed",
     "is_legacy_batched": "is_grads_batched=True uses a vmap of its own, which autograd functions do not see",
+    "is_readable": "a mask that is a subclass with a meaning of its own is refused by name",
     "is_recording": "torch.func.linearize would record buffers that are used again",
     "is_wrapped": "values are read from the tensor under the wrappers of torch.func",
     "legacy_batch": "results of a batched backward pass get their batch back",
@@ -55,7 +57,7 @@ NEEDED_FOR = {
     "transforms_are_active": "the fast path steps aside inside torch.func",
     "unwrap": "values are read from the tensor under the wrappers of torch.func",
     "unwrap_largest": "under vmap, -inf in a bias hides a key only where every sample has it",
-    "version_of": "an observation raises if its inputs changed in place",
+    "version_of": "an observation, and the backward pass of a mask, raise if their inputs changed in place",
     "without_autocast": "a backward pass called inside autocast keeps its bits",
 }
 
@@ -458,3 +460,44 @@ def test_cpu_flash_attention_backward() -> None:
 def test_cpu_multiplies_bfloat16() -> None:
     with needs("cpu_multiplies_bfloat16"):
         assert compat.cpu_multiplies_bfloat16() in (False, True)
+
+
+def test_causal_bias() -> None:
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    with needs("causal_bias"):
+        assert compat.causal_bias(causal_upper_left(3, 5)) == (3, 5, False)
+        assert compat.causal_bias(causal_lower_right(3, 5)) == (3, 5, True)
+        assert compat.causal_bias(causal_upper_left(3, 5)[0]) is None  # a part of one says nothing
+        assert compat.causal_bias(small(3, 5)) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_is_readable() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.masked import masked_tensor
+    from torch.nn.attention.bias import causal_upper_left
+
+    class Named(Tensor):
+        pass
+
+    class Coded(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = small(2, 3)
+    with needs("is_readable"):
+        assert compat.is_readable(x)
+        assert compat.is_readable(torch.nn.Parameter(x))
+        assert compat.is_readable(x.as_subclass(Named))
+        with FakeTensorMode() as mode:
+            assert compat.is_readable(mode.from_tensor(x))
+        seen = []
+        torch.func.functionalize(lambda y: seen.append((compat.is_readable(y), type(y))) or y)(x)
+        torch.vmap(torch.func.grad(lambda y: seen.append((compat.is_readable(y), type(y))) or y.sum()))(x)
+        assert all(readable for readable, _ in seen), seen
+        assert issubclass(FunctionalTensor, Tensor)
+        for opaque in (x.as_subclass(Coded), masked_tensor(x, x > 0), causal_upper_left(2, 3)):
+            assert not compat.is_readable(opaque)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +138,26 @@ def test_shapes_can_be_asked_on_the_meta_device(mask: regard.Mask | None) -> Non
     found = regard.attention(query, key, value, mask=mask)
     assert found.device.type == "meta"
     assert found.shape == query.shape
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: torch.ones(0, 1, 3, 5).bool(),
+        lambda: regard.dense(torch.ones(0, 2, 3, 5).bool()),
+        lambda: regard.padding(torch.zeros(0).long()),
+        lambda: regard.padding(keep=torch.ones(0, 5).bool()),
+        lambda: regard.documents(torch.zeros(0, 3).long(), torch.zeros(0, 5).long()),
+        lambda: regard.causal(offset=torch.zeros(0).long()),
+        lambda: regard.predicate(lambda batch, head, i, j: (batch + i + j) % 2 == 0),
+    ],
+)
+def test_a_batch_of_no_items_may_have_a_mask_per_item(backend: str, mask: Callable[[], Any]) -> None:
+    query, key = torch.randn(0, 2, 3, 4, requires_grad=True), torch.randn(0, 2, 5, 4)
+    regard.attention(query, key, key, mask=mask(), backend=backend).sum().backward()
+    seen = regard.observe(query, key, key, mask=mask(), backend=backend)
+    assert seen.output.shape == query.grad.shape == (0, 2, 3, 4)
+    assert seen.weights().shape == seen.scores().shape == (0, 2, 3, 5)
+    assert seen.received.shape == (0, 2, 5)
+    assert regard.steps(query, key, key, mask=mask()).weights.shape == (0, 2, 3, 5)

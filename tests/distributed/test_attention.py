@@ -79,6 +79,12 @@ def test_what_no_rank_may_see_has_no_effect_even_if_it_is_nan(world: Worlds, ten
 
 
 @pytest.mark.parametrize("strategy", ["ring", "heads"])
+def test_masks_that_are_tensors_mean_what_they_mean_on_one_process(world: Worlds, strategy: str) -> None:
+    for result in world(2).run("tensor_masks", strategy):
+        assert all(result.values()), result
+
+
+@pytest.mark.parametrize("strategy", ["ring", "heads"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_dropout_drops_what_one_process_drops(world: Worlds, layout: str, strategy: str) -> None:
     close(world(2).run("dropped", layout, strategy))

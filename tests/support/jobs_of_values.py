@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import regard
 from contract_cases import BY_NAME, as_double, leaves, zero_if_none
 from mask_cases import CASES as MASKS
 from regard import distributed as d
+from regard.errors import ChangedError
 
 ROWS = ("output", "lse", "entropy", "max_logit", "visible", "perplexity", "gradient_health", "distance")
 
@@ -286,6 +288,39 @@ def unseen(tensor: bool) -> dict[str, bool]:
     output.sum().backward()
     same = [torch.allclose(x.grad, y.grad.index_select(-2, positions)) for x, y in zip(parts, true, strict=True)]
     return {"output": bool(output.isfinite().all()), "gradients": all(same)}
+
+
+def tensor_masks(strategy: str) -> dict[str, bool]:
+    """Masks given as integers and as torch's CausalBias, and a mask that changes before the backward pass."""
+    n, allowed = 12, torch.ones(12, 12, dtype=torch.bool).tril()
+    tensors = [torch.randn(1, 2, n, 4, dtype=torch.float64) for _ in range(3)]
+    true = [x.clone().requires_grad_() for x in tensors]
+    whole = regard.attention(*true, mask=allowed)
+    whole.sin().sum().backward()
+    positions = d.positions(n)
+    found = {}
+    for name, given in {
+        "integers": {"mask": 2 * allowed[positions].to(torch.uint8)},
+        "CausalBias": {"mask": causal_upper_left(n, n)},
+        "CausalBias as a bias": {"bias": causal_lower_right(n, n), "mask": regard.window(n)},
+    }.items():
+        parts = [x.index_select(-2, positions).requires_grad_() for x in tensors]
+        output = d.attention(*parts, **given, strategy=strategy)
+        output.sin().sum().backward()
+        same = [torch.allclose(x.grad, y.grad.index_select(-2, positions)) for x, y in zip(parts, true, strict=True)]
+        found[name] = torch.allclose(output, whole.index_select(-2, positions)) and all(same)
+    ids = torch.arange(n) // 4
+    expected = torch.autograd.grad(regard.attention(*true, mask=regard.documents(ids.clone())).sin().sum(), true)
+    output = d.attention(*parts, mask=regard.documents(ids), strategy=strategy)
+    ids.zero_()
+    try:
+        moved = torch.autograd.grad(output.sin().sum(), parts)
+        found["changed"] = all(
+            torch.allclose(x, y.index_select(-2, positions)) for x, y in zip(moved, expected, strict=True)
+        )
+    except ChangedError:
+        found["changed"] = True
+    return found
 
 
 def steps(layout: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ..compat.torch import call_function
 from ..core.folded import group_bias
 from ..core.spec import Spec
 from ..core.tiling import TileSizes
+from ..core.versions import Versions
 from ..masks import Mask
 from .engine import ChunkedEngine
 
@@ -28,6 +29,7 @@ class AttentionFormula:
     mask: Mask | None
     bias: Tensor | None
     scale: float
+    read: Versions | None = None  # as in Spec
 
     def vjp(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         """The cotangents of q, k and v, which can be differentiated again."""
@@ -47,7 +49,7 @@ class AttentionFormula:
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[ChunkedEngine, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         batch, heads = k.shape[:2]
-        spec = Spec(q.shape[2], k.shape[2], self.mask, period=batch)
+        spec = Spec(q.shape[2], k.shape[2], self.mask, period=max(batch, 1), read=self.read)
         query = (q * self.scale).unflatten(1, (heads, q.shape[1] // max(heads, 1)))
         return ChunkedEngine(spec, TileSizes(), False), (query, k, v, group_bias(self.bias, heads))
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ __all__ = [
     "autocast_enabled",
     "cached_signature",
     "call_function",
+    "causal_bias",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "cpu_multiplies_bfloat16",
@@ -34,6 +35,7 @@ __all__ = [
     "is_capturing",
     "is_exporting",
     "is_legacy_batched",
+    "is_readable",
     "is_recording",
     "is_wrapped",
     "legacy_batch",
@@ -254,6 +256,42 @@ def may_need_grad(*tensors: Tensor | None) -> bool:
     if forward_mode_is_active() or transforms_are_active():
         return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+class CausalSizes(NamedTuple):
+    """What a `CausalBias` of torch says: for how many rows and keys it is, and which ends it aligns."""
+
+    rows: int
+    keys: int
+    aligns_ends: bool  # the last row with the last key; otherwise the first with the first
+
+
+def causal_bias(x: Tensor) -> CausalSizes | None:
+    """Read torch's `CausalBias`, a prototype whose storage holds nothing; None for a part of one, or another tensor."""
+    module = sys.modules.get("torch.nn.attention.bias")  # while this is not imported, there is no such tensor
+    if module is None or not isinstance(x, module.CausalBias) or not hasattr(x, "variant"):
+        return None
+    return CausalSizes(x.seq_len_q, x.seq_len_kv, x.variant == module.CausalVariant.LOWER_RIGHT)
+
+
+_TRANSPARENT = {
+    "torch._subclasses.fake_tensor": "FakeTensor",
+    "torch._subclasses.functional_tensor": "FunctionalTensor",
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
+}
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether operations on a tensor compute with its values: a subclass may give them another meaning."""
+    kind = type(x)
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return True
+    plain, own = (getattr(c.__torch_function__, "__func__", None) for c in (Tensor, kind))
+    if own is plain and kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return True
+    known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT.items())
+    return any(found is not None and isinstance(x, found) for found in known)
 
 
 def version_of(x: Tensor) -> int:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..biases import Bias
+from ..errors import ChangedError
 from ..masks import Mask
 from .problem import Problem
+from .versions import Versions
 
 __all__ = ["Spec"]
 
@@ -33,6 +35,7 @@ class Spec:
     copies: int = 1  # consecutive flattened items with the same dropout (from vmap)
     origin: tuple[int, int] = (0, 0)  # batch item and query head at which this part of the whole problem begins
     corner: tuple[int, int] = (0, 0)  # row and key likewise; dropout depends on positions in the whole problem
+    read: Versions | None = None  # the tensors that decide the mask, as the call found them
 
     @staticmethod
     def of(p: Problem, seed: int = 0) -> Spec:
@@ -47,5 +50,14 @@ class Spec:
             seed=seed,
             bias=p.bias if isinstance(p.bias, Bias) else None,
             inner=p.items_per_mask,
-            period=batch,
+            period=max(batch, 1),
+            read=None if p.mask is None else Versions(p.mask.sources),
         )
+
+    def check_unchanged(self) -> None:
+        """Raise if a tensor of the mask was changed in place since the call."""
+        if self.read is not None and self.read.changed():
+            raise ChangedError(
+                "attention: a tensor of the mask was changed in place after the call, so a derivative would be that of "
+                "another mask. Run the backward pass before the change, or give the call a clone of the tensor."
+            )

@@ -128,7 +128,8 @@ class TileSizes:
 
 
 def mask_at(spec: Spec, tile: Tile | Points, groups: int) -> Mask:
-    """The mask for a tile's batch items and heads."""
+    """The mask for a tile's batch items and heads; an error if it was changed since the call."""
+    spec.check_unchanged()
     mask = everything() if spec.mask is None else spec.mask
     if mask.lead == (1, 1):
         return mask

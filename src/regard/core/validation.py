@@ -12,6 +12,8 @@ from ..biases import Bias
 from ..compat.torch import any_autocast_enabled, autocast_enabled, is_batched, transforms_are_active, unwrap
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, dense
+from ..masks.arguments import check_readable, selecting
+from ..masks.causal import causal_of_torch
 from ..masks.index import broadcast_shapes
 from ..scores import Score
 from .problem import Problem
@@ -51,6 +53,9 @@ def pose(
     full = (*lead, rows, key.shape[2])
     if mask is not None:
         mask = _mask(mask, full, batch, first, heads, headless, query.device, who, names[0])
+    if isinstance(bias, Tensor) and (hides := causal_of_torch(bias)) is not None:
+        hides = _mask(hides, full, batch, first, heads, headless, query.device, who, names[1])
+        mask, bias = hides if mask is None else mask & hides, None
     if bias is not None:
         bias = _bias(bias, full, batch, heads, headless, query.device, who, names[1])
     if mask is not None and not torch.compiler.is_compiling() and transforms_are_active():
@@ -179,9 +184,11 @@ def _mask(
     name: str,
 ) -> Mask:
     n, m = full[-2:]
+    if isinstance(mask, Tensor) and (causal := causal_of_torch(mask)) is not None:
+        mask = causal
     if isinstance(mask, Tensor):
         _same_device(mask, device, name, who)
-        mask = dense(_four(_selecting(mask, who), full, batch, headless, name, MaskError, who))
+        mask = dense(_four(selecting(who, name, mask), full, batch, headless, name, MaskError, who))
         first = batch
     elif not isinstance(mask, Mask):
         raise DtypeError(
@@ -189,8 +196,11 @@ def _mask(
             f"Got {type(mask).__name__}; {_call_it(mask, 'regard.masks lists the masks')}."
         )
     mask = mask.bind(first, heads, headless)
-    if not torch.compiler.is_compiling() and any(t.device != device for t in mask.tensors):
-        mask = mask.to(device)
+    if not torch.compiler.is_compiling() and (tensors := mask.tensors):
+        if any(t.device != device for t in tensors):
+            mask = mask.to(device)
+        if torch.is_grad_enabled() and any(map(Tensor.is_inference, mask.tensors)):
+            mask = mask.changed(Tensor.clone)  # nothing counts their changes, which a backward pass must not see
     items, mask_heads = mask.lead
     if items not in (1, first) or mask_heads not in (1, heads):
         raise MaskError(
@@ -218,30 +228,6 @@ def _unwrapped(
     return None, added if bias is None else bias + added
 
 
-def _selecting(mask: Tensor, who: str) -> Tensor:
-    """Read a tensor as a mask: bool as it is, numbers if they are all 0 or 1."""
-    if mask.dtype == torch.bool:
-        return mask
-    if mask.dtype.is_complex:
-        raise DtypeError(f"{who}: mask must be bool, or 0 and 1. Got {_name(mask.dtype)}.")
-    remedy = "bias= adds to the logits, mask= selects: pass an additive mask as bias=, or mask == 0 as mask=."
-    if mask.dtype.is_floating_point:
-        if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-            raise MaskError(
-                f"{who}: a float mask is refused under torch.compile and graph capture, where its values cannot be "
-                f"checked. Got {_name(mask.dtype)}; convert with mask.bool(), or pass it as bias= if it adds."
-            )
-        if mask.numel() and not mask.any():
-            raise MaskError(f"{who}: a float mask of zeros alone hides everything or adds nothing. {remedy}")
-    elif torch.compiler.is_compiling():
-        return mask != 0
-    if not ((mask == 0) | (mask == 1)).all():
-        raise MaskError(
-            f"{who}: mask must be bool, or 0 and 1 alone. Got other values in {_name(mask.dtype)}; {remedy}"
-        )
-    return mask != 0
-
-
 def _bias(
     bias: Tensor | Bias,
     full: tuple[int, ...],
@@ -253,6 +239,7 @@ def _bias(
     name: str,
 ) -> Tensor | Bias:
     if isinstance(bias, Tensor):
+        check_readable(who, name, bias)
         _same_device(bias, device, name, who)
         if not bias.dtype.is_floating_point:
             raise DtypeError(

@@ -33,6 +33,7 @@ class Block(NamedTuple):
 class BlockAttention(ABC):
     """Computes blocks. `x` is (query, key, value, bias, …) of this rank; `kv` are the keys and values of the block."""
 
+    spec: Spec  # of all rows and keys
     observed: bool
 
     @abstractmethod

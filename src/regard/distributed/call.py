@@ -20,13 +20,14 @@ from ..core.tiling import TileSizes
 from ..core.validation import pose
 from ..errors import ArgumentError, BackendError, ShapeError
 from ..masks import Mask
+from ..masks.causal import causal_of_torch
 from ..scores import Score
 from .consistency import CallSizes, call_info
 from .layout import Sharding, check_layout, sharding_of
 from .ranks import Group, RankInfo, Ranks
 from .ring_plan import RingPlan, plan_ring
 
-__all__ = ["STRATEGIES", "GroupCall", "ParallelConfig", "kernel_refusals", "prepare_call"]
+__all__ = ["STRATEGIES", "GroupCall", "ParallelConfig", "kernel_refusals", "prepare_call", "read_causal_bias"]
 
 STRATEGIES = ("auto", "ring", "heads")
 
@@ -114,6 +115,7 @@ def prepare_call(
     """Validate a call on this rank, compare it with the other ranks, and plan which rank needs which keys."""
     _refuse_transforms(who)
     ranks = Ranks.of(who, config.group)
+    mask, bias = read_causal_bias(mask, bias)
 
     def prepare() -> tuple[RankInfo, tuple[Problem, Problem | None]]:
         config.check(who)
@@ -172,6 +174,17 @@ def _common_centre(ranks: Ranks, p: Problem) -> Tensor | None:
     return None
 
 
+def read_causal_bias(
+    mask: Mask | Tensor | None, bias: Tensor | Bias | None
+) -> tuple[Mask | Tensor | None, Tensor | Bias | None]:
+    """Replace torch's CausalBias by the mask of the whole sequence that it stands for."""
+    if isinstance(mask, Tensor) and (causal := causal_of_torch(mask)) is not None:
+        mask = causal
+    if isinstance(bias, Tensor) and (causal := causal_of_torch(bias)) is not None and isinstance(mask, Mask | None):
+        return (causal if mask is None else mask & causal), None
+    return mask, bias
+
+
 def _nothing_leaks(p: Problem, mask: Mask | Tensor | None, bias: Tensor | Bias | None, backend: str | Backend) -> bool:
     """Whether this rank's tensors are finite, or nothing is hidden: then no NaN or inf leaks from hidden pairs.
 
@@ -206,6 +219,11 @@ def _pose_with_tensors(
         pose(query, key, value, mask=mask, who=p.who)  # raises
     if bias is not None and not isinstance(bias, Bias | Tensor):
         pose(query, key, value, bias=bias, who=p.who)
+    if isinstance(mask, Tensor) and isinstance(bias, Tensor) and causal_of_torch(bias) is not None:
+        raise ArgumentError(
+            f"{p.who}: a CausalBias refers to the whole sequence, and a mask that is a tensor to this rank's rows. "
+            f"Hide the later keys in the tensor too, and leave bias out."
+        )
     tensors = [t for t in (mask, bias) if isinstance(t, Tensor)]
     if not tensors:
         return None

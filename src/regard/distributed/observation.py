@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..chunked.tile_ops import RowStats
-from ..compat.torch import version_of
 from ..core.problem import Problem
 from ..core.rows import Rows
+from ..core.versions import Versions
 from ..errors import ArgumentError, ChangedError
 from . import statistics
 from .call import GroupCall
@@ -41,7 +41,7 @@ class GroupObservation:
             raise RuntimeError("an observed call has statistics")
         self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = rows
         self._call, self._problem = call, problem
-        self._versions = [(t, _version(t)) for t in self._tensors_read]
+        self._versions = Versions(self._tensors_read)
 
     def __repr__(self) -> str:
         call = self._call
@@ -134,8 +134,7 @@ class GroupObservation:
         here.agree(prepare)
 
     def _check_unchanged(self, member: str) -> None:
-        now = self._tensors_read
-        if any(t is not then or _version(t) != version for t, (then, version) in zip(now, self._versions, strict=True)):
+        if self._versions.differ_from(self._tensors_read):
             raise ChangedError(
                 f"{member}: an input of observe was changed in place, or replaced, after the call, so its weights "
                 f"cannot be computed again. Ask for {member} before the change, or observe again."
@@ -146,7 +145,7 @@ class GroupObservation:
         """What later passes read: every tensor of the call except the values."""
         call = self._call
         query, key, _, *others = call.local.tensors
-        tensors = [query, key, *others, *(() if call.mask is None else call.mask.tensors)]
+        tensors = [query, key, *others, *(() if call.mask is None else call.mask.sources)]
         if isinstance(call.bias, Tensor):
             return [*tensors, call.bias]
         return tensors if call.bias is None else [*tensors, *call.bias.tensors]
@@ -156,7 +155,3 @@ def _check_size(member: str, name: str, size: object, limit: int | None) -> None
     top = " on" if limit is None else f" to {limit}, so that no cell is empty"
     if not isinstance(size, int) or isinstance(size, bool) or size < 1 or (limit is not None and size > limit):
         raise ArgumentError(f"{member}: {name} must be a whole number from 1{top}. Got {size!r}.")
-
-
-def _version(x: Tensor) -> int:
-    return version_of(x)

@@ -16,7 +16,7 @@ from ..biases import Bias
 from ..core.dropout import draw_seed
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..masks import Mask
-from .call import ParallelConfig
+from .call import ParallelConfig, read_causal_bias
 from .layout import CONTIGUOUS, split_sequence
 from .ranks import Ranks
 from .slices import slice_bias_heads
@@ -101,7 +101,7 @@ class QueryPlacement:
     def local_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call for this rank's batch items and heads, and, if they are tensors, for its rows."""
         found = dict(arguments)
-        mask, bias = found["mask"], found["bias"]
+        mask, bias = found["mask"], found["bias"] = read_causal_bias(found["mask"], found["bias"])
         dims, items, heads = len(self.shape), self.items, self.heads
         if isinstance(mask, Mask) and (items, heads) != (_EVERYTHING, _EVERYTHING):
             sizes = self.shape[0] if dims > 2 else 1, self.shape[-3] if dims > 3 else 1

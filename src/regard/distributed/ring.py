@@ -124,6 +124,7 @@ class RingAttention:
     @without_autocast
     def vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> list[Tensor | None]:
         """The cotangents of the inputs that need one, for the cotangents g of output, lse and entropy."""
+        self.blocks.spec.check_unchanged()  # before anything is sent
         dtype = rows.lse.dtype
         grads = [
             None if t is None or not need else torch.zeros(t.shape, dtype=dtype, device=t.device)

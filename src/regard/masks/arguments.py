@@ -1,4 +1,4 @@
-"""Arguments of the mask functions, checked for type, dtype and shape; the values of tensors are never read."""
+"""Arguments of the mask functions, checked for type, dtype and shape; values are read only of float masks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from regard.compat.torch import causal_bias, is_capturing, is_readable
 from regard.errors import ArgumentError, DtypeError, MaskError
 
-__all__ = ["Integers", "integers", "offset_like", "one_or_per_item", "tensor_like", "whole"]
+__all__ = [
+    "Integers",
+    "check_readable",
+    "integers",
+    "offset_like",
+    "one_or_per_item",
+    "selecting",
+    "tensor_like",
+    "textbook_mask",
+    "whole",
+]
 
 Integers: TypeAlias = Tensor | Sequence[int]
 
@@ -61,6 +72,7 @@ def integers(who: str, name: str, value: object, dims: tuple[int, ...] = (1,), l
 def tensor_like(who: str, name: str, value: Any) -> Tensor:
     """Read a tensor, or convert a (nested) list to one; an empty list holds integers."""
     if isinstance(value, Tensor):
+        check_readable(who, name, value)
         return value
     try:
         found = torch.as_tensor(value, device="cpu")
@@ -69,6 +81,59 @@ def tensor_like(who: str, name: str, value: Any) -> Tensor:
             f"{who}: {name} must be a tensor or a list that can be converted to one; got {_kind(value)}."
         ) from None
     return found.to(torch.int64) if found.numel() == 0 and not isinstance(value, Tensor) else found
+
+
+def check_readable(who: str, name: str, value: Tensor) -> None:
+    """Raise for a tensor whose values cannot be read as they are: another layout, or a subclass with a meaning."""
+    if not is_readable(value):
+        raise DtypeError(
+            f"{who}: {name} must be a plain tensor. Got a {type(value).__name__}, a subclass with a meaning of its own "
+            f"that regard cannot read; convert it to a torch.Tensor first."
+        )
+    if value.layout != torch.strided or value.is_nested:
+        raise DtypeError(
+            f"{who}: {name} must be a dense tensor. Got the layout {'nested' if value.is_nested else value.layout}; "
+            f"convert it with .to_dense(), or .to_padded_tensor(0) if it is nested."
+        )
+
+
+def selecting(who: str, name: str, mask: Tensor, zeros_hide: bool = False) -> Tensor:
+    """Read a tensor as a mask: bool as it is, integers by `!= 0`, floats if all are 0 or 1.
+
+    Floats that are all 0 hide everything if `zeros_hide`; otherwise they are refused, since they may be additive.
+    """
+    check_readable(who, name, mask)
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dtype.is_complex:
+        raise DtypeError(f"{who}: {name} must be bool, integers, or floats that are 0 or 1. Got {_dtype(mask)}.")
+    if not mask.dtype.is_floating_point:
+        return mask != 0
+    remedy = (
+        "bias= adds to the logits, mask= selects: pass an additive mask as bias=, and a selecting one as mask != 0."
+    )
+    if torch.compiler.is_compiling() or (mask.is_cuda and is_capturing()):
+        raise MaskError(
+            f"{who}: a float {name} is refused under torch.compile and graph capture, where its values cannot be "
+            f"checked. Got {_dtype(mask)}. {remedy}"
+        )
+    hidden = mask == 0
+    if not zeros_hide and mask.numel() and bool(hidden.all()):
+        raise MaskError(f"{who}: a float {name} of zeros alone hides everything or adds nothing. {remedy}")
+    if not bool((hidden | (mask == 1)).all()):
+        raise MaskError(f"{who}: a float {name} must be 0 and 1 alone. Got other values in {_dtype(mask)}. {remedy}")
+    return ~hidden
+
+
+def textbook_mask(who: str, mask: Any) -> Any:
+    """Read a float tensor as textbooks do, where 0 always means hidden; every other argument stays as it is."""
+    if not isinstance(mask, Tensor) or not mask.is_floating_point() or causal_bias(mask) is not None:
+        return mask
+    return selecting(who, "mask", mask, zeros_hide=True)
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def _kind(value: object) -> str:

@@ -208,6 +208,15 @@ class Mask(ABC):
         return tuple(found)
 
     @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """All tensors that decide the mask: those that it holds, and those that the function of a predicate reads."""
+        found: list[Tensor] = []
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name, None)
+            found += [value] if isinstance(value, Tensor) else value.sources if isinstance(value, Mask) else ()
+        return tuple(found)
+
+    @property
     def constant(self) -> bool:
         """Whether the mask is the same at every call: it holds no tensor and calls no function of the user."""
         parts = (getattr(self, name, None) for name in self.__dataclass_fields__)

@@ -13,6 +13,7 @@ from torch import Tensor
 from regard.errors import MaskError
 from regard.masks.arguments import tensor_like
 from regard.masks.base import CONVERTERS, HIDDEN, Mask, Span
+from regard.masks.causal import causal_of_torch
 from regard.masks.index import Index, indices
 from regard.masks.span import interval, true_ends
 from regard.masks.tiles import block_indices, tile_states, uniform_cover
@@ -127,6 +128,8 @@ def dense(tensor: Any) -> Mask:
     █·█
     ·██
     """
+    if isinstance(tensor, Tensor) and (causal := causal_of_torch(tensor)) is not None:
+        return causal
     table = tensor_like("dense", "tensor", tensor)
     if table.is_floating_point() or table.is_complex():
         raise MaskError(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import ClassVar, TypeAlias, final
 
 import torch
@@ -45,6 +48,14 @@ class Predicate(Mask):
     def constant(self) -> bool:
         return False
 
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling():
+            return ()
+        if isinstance(self.f, FunctionType | MethodType | partial):
+            return tuple(_tensors_in(self.f))
+        return tuple(_tensors_in(MethodType(type(self.f).__call__, self.f)))
+
     def span(self, i: Tensor, n: int, m: int) -> Span:
         lo, hi, _ = interval(i, m, 0, m)
         shape = i.shape if self.batch is None else (*self.lead, *i.shape)
@@ -78,6 +89,34 @@ class Predicate(Mask):
 
     def __repr__(self) -> str:
         return f"predicate({getattr(self.f, '__name__', repr(self.f))})"
+
+
+def _tensors_in(x: object, names: tuple[str, ...] = (), depth: int = 4) -> Iterator[Tensor]:
+    """Every tensor that a function reads, as far as Python shows it: captured, by default, global, or of an object.
+
+    Of an object, only the attributes in `names` count: those that occur in the code of the function.
+    """
+    inside: list[object] = []
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, FunctionType):
+        names = x.__code__.co_names
+        for cell in x.__closure__ or ():
+            with suppress(ValueError):  # a cell may be empty
+                inside.append(cell.cell_contents)
+        inside += [x.__globals__[name] for name in names if name in x.__globals__]
+        inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+    elif isinstance(x, MethodType):
+        inside, names = [x.__func__, x.__self__], getattr(getattr(x, "__code__", None), "co_names", ())
+    elif isinstance(x, partial):
+        inside = [x.func, *x.args, *x.keywords.values()]
+    elif isinstance(x, list | tuple):
+        inside = list(x[:64])
+    elif hasattr(x, "__dict__") and not isinstance(x, type | ModuleType):
+        own = {**vars(x), **vars(x).get("_buffers", {})}  # a module of torch keeps its buffers apart
+        inside = [own[name] for name in names if name in own]
+    for part in inside if depth else ():
+        yield from _tensors_in(part, names, depth - 1)
 
 
 def _index_tensor(of: range | None, like: Tensor) -> Tensor:

@@ -11,17 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from regard.backends import Backend
 from regard.backends.dispatch import choose, run
-from regard.compat.torch import dynamo_is_loaded, transforms_are_active
+from regard.compat.torch import causal_bias, dynamo_is_loaded, transforms_are_active
 from regard.core.problem import Problem
-from regard.core.validation import pose
 from regard.errors import BackendError, RegardError
 from regard.functional import posed_as_torch
-from regard.masks import causal
 from regard.observation import Observation, Watcher, notify, observed, watchers, watching
 
 __all__ = ["CallInterceptor"]
@@ -269,17 +266,12 @@ def _sdpa_problem(
     enable_gqa: bool = False,
 ) -> Problem:
     """The problem of a call of torch's function, with a dimension for heads."""
+    headless = query.dim() < 4 and not (query.dim() == 3 and enable_gqa)
     if query.dim() < 4:
-        if query.dim() == 3 and enable_gqa:
-            query, key, value = query[None], key[None], value[None]
-        else:
-            query, key, value = (x.unsqueeze(-3) for x in (query, key, value))
-            attn_mask = attn_mask.unsqueeze(-3) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-    if isinstance(attn_mask, CausalBias):
-        aligned = causal() if attn_mask.variant == CausalVariant.LOWER_RIGHT else causal(offset=0)
-        return pose(query, key, value, mask=aligned, scale=scale, dropout=dropout_p)
-    if attn_mask is not None and attn_mask.dtype.is_floating_point:
-        attn_mask = _with_infinities(attn_mask)
+        query, key, value = (x.unsqueeze(-3) if headless else x[None] for x in (query, key, value))
+    if attn_mask is not None and causal_bias(attn_mask) is None:
+        attn_mask = attn_mask.unsqueeze(-3) if headless and attn_mask.dim() == 3 else attn_mask
+        attn_mask = _with_infinities(attn_mask) if attn_mask.dtype.is_floating_point else attn_mask
     return posed_as_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

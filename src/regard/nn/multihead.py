@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..core.contexts import ACTIVE, token_positions
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, causal
+from ..masks.arguments import textbook_mask
 from ..positions import Rotary
 from ..scores import Score
 from ..scores.base import whole
@@ -197,6 +198,7 @@ class MultiheadAttention(nn.Module):
         if self.rotary is not None:
             at = token_positions(q.shape[2], q.device)
             q, k = self.rotary(q, at), self.rotary(k, at if self_attention else token_positions(k.shape[2], k.device))
+        mask = textbook_mask(_WHO, mask)
         if is_causal and isinstance(mask, Tensor):
             raise ArgumentError(
                 f"{_WHO}: inside regard.distributed.over, is_causal needs a regard mask, which refers to the whole "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..masks import Mask
+from ..masks.arguments import textbook_mask
 from ..scores import Score
 from .arguments import optional_score, probability
 from .attend import attend
@@ -40,12 +41,12 @@ class ScaledDotProductAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         return_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (output, weights), or (output, None); in `mask`, 0 and False hide.
+        """Return (output, weights), or (output, None); in `mask`, 0 and False hide, also in a float tensor of 0 and 1.
 
         The shapes are those of `regard.attention`: (…, heads, N, D), (batch, N, D) or (N, D).
         """
         dropout = self.dropout if self.training else 0.0
-        options = {"mask": mask, "score": self.score, "dropout": dropout}
+        options = {"mask": textbook_mask(_WHO, mask), "score": self.score, "dropout": dropout}
         return attend(_WHO, query, key, value, return_weights=return_weights, **options)
 
     def extra_repr(self) -> str:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, MaskError
 from ..masks import Mask, dense, padding
+from ..masks.arguments import check_readable, textbook_mask
 from ..masks.base import FULL, PARTIAL, Span
+from ..masks.causal import causal_of_torch
 from ..masks.index import Index, expand_to_pairs, indices
 from ..masks.tiles import uniform_cover
 
@@ -55,6 +57,8 @@ def combine_masks(
     biases = []
     for mask in masks:
         combined = intersect(combined, as_mask(who, mask))
+    if isinstance(attn_mask, Tensor) and (causal := causal_of_torch(attn_mask)) is not None:
+        combined, attn_mask = intersect(combined, causal), None
     if attn_mask is not None:
         table = _attn_mask(who, attn_mask, sizes)
         if table.dtype == torch.bool:
@@ -78,7 +82,7 @@ def intersect(a: Mask | None, b: Mask | None) -> Mask | None:
 
 
 def as_mask(who: str, mask: Mask | Tensor | None) -> Mask | None:
-    """Return a regard mask as it is, and wrap a tensor in which True means 'may attend'."""
+    """Return a regard mask as it is, and wrap a tensor in which 0 and False hide."""
     if mask is None or isinstance(mask, Mask):
         return mask
     if not isinstance(mask, Tensor):
@@ -86,7 +90,7 @@ def as_mask(who: str, mask: Mask | Tensor | None) -> Mask | None:
             f"{who}: mask must be a regard Mask or a tensor in which True means 'may attend'. "
             f"Got {type(mask).__name__}; regard.masks lists the masks."
         )
-    return dense(mask)
+    return dense(textbook_mask(who, mask))
 
 
 def _attn_mask(who: str, mask: Tensor, sizes: MaskSizes) -> Tensor:
@@ -123,6 +127,7 @@ def _check(who: str, name: str, mask: Tensor, sizes: MaskSizes) -> None:
             f"{who}: {name} must be a tensor, bool (True hides) or floating (it is added to the logits). Got {kind}; "
             f"pass an attention_mask of 1 and 0, with 1 for visible tokens, as mask=regard.padding(attention_mask)."
         )
+    check_readable(who, name, mask)
     if mask.device != sizes.device:
         raise DeviceError(
             f"{who}: {name} must be on the query's device. Got {name} on {mask.device}, query on {sizes.device}; "

@@ -139,7 +139,7 @@ def _mask_arguments(mask: Mask, p: Problem) -> tuple[Tensor | None, bool]:
             return None, False
         return None, True
     if isinstance(mask, Dense):
-        return mask.allowed, False
+        return mask.allowed.reshape((1,) * (4 - mask.allowed.dim()) + mask.allowed.shape), False
     if isinstance(mask, Padding | Keep):
         return mask.keys(p.keys, p.query.device), False
     return (dense_mask if mask.constant else Mask.dense)(mask, p.rows, p.keys, p.query.device), False

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...chunked.foreign import AttentionFormula, ForeignKernel
 from ...compat.torch import cached_signature, call_function, cpu_flash_attention, cpu_flash_attention_backward
 from ...core.problem import Problem
+from ...core.versions import Versions
 from .call import Call
 
 __all__ = ["attend_with_derivatives"]
@@ -17,7 +18,8 @@ __all__ = ["attend_with_derivatives"]
 
 def attend_with_derivatives(p: Problem, call: Call) -> Tensor:
     """The output of a call, as a node of the graph."""
-    formula = AttentionFormula(p.mask, call.mask if isinstance(p.bias, Tensor) else None, call.scale)
+    bias = call.mask if isinstance(p.bias, Tensor) else None
+    formula = AttentionFormula(p.mask, bias, call.scale, None if p.mask is None else Versions(p.mask.sources))
     if not p.query.is_cpu:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

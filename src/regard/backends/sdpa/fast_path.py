@@ -37,7 +37,7 @@ def fast_path(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor
         return None
     allowed, causal = None, False
     if mask is not None:
-        if type(mask) is Causal and mask.offset is None:
+        if type(mask) is Causal and mask.offset is None and mask.size is None:
             causal = True
         elif (allowed := _simple_mask(query, mask)) is None:
             return None
