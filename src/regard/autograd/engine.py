@@ -103,7 +103,7 @@ def attend(engine: Engine, x: MaybeTensors) -> Rows:
     if all(tangent is None for _, tangent in duals):
         return Rows(*call_function(Forward, engine, *x))
     found = _derived(Jvp, (engine,), (*(primal for primal, _ in duals), *(tangent for _, tangent in duals)))
-    seen = [forward_ad.make_dual(y, t) for y, t in zip(found[:WITH_GRAD], found[FIELDS:], strict=True)]  # type: ignore[arg-type]
+    seen = [forward_ad.make_dual(y, t) for y, t in zip(found[:WITH_GRAD], found[FIELDS:], strict=True)]
     return Rows(*seen, *found[WITH_GRAD:FIELDS])
 
 
@@ -429,11 +429,11 @@ def _folded(t: Any, d: int | None, size: int, at: int) -> Any:
     return wide.flatten(0, 1)
 
 
-def _derived(function: Any, fixed: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+def _derived(function: Any, fixed: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply a derivative; `torch.autograd` batches cotangents or tangents without telling us if it vectorises."""
     batched = [t is not None and is_legacy_batched(t) for t in given]
     if not any(batched):
-        result: tuple[Tensor | None, ...] = call_function(function, *fixed, *given)
+        result: tuple[Any, ...] = call_function(function, *fixed, *given)
         return result
     plain = tuple(legacy_unbatch(t) if b else t for t, b in zip(given, batched, strict=True))
     size = next(t.shape[0] for t, b in zip(plain, batched, strict=True) if b)

@@ -166,8 +166,8 @@ class Pyramid:
         mask = self._x.spec.mask
         states = [[FULL] * (len(across) - 1)] * (len(down) - 1)
         if mask is not None:
-            edges = (torch.tensor(each, device="cpu") for each in (down, across))
-            states = mask.cover(*edges, self.rows, self.keys).tolist()
+            row_edges, key_edges = (torch.tensor(each, device="cpu") for each in (down, across))
+            states = mask.cover(row_edges, key_edges, self.rows, self.keys).tolist()
         for top, bottom, line in zip(down, down[1:], states, strict=False):
             runs = []
             for state, group in groupby(range(len(line)), key=line.__getitem__):
