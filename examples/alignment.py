@@ -34,7 +34,7 @@ def main() -> int:
     sure = all(found[word] == wanted for word, wanted in EXPECTED.items())
     unsure = TARGET[int(entropy.argmax())]
     print(
-        f"with these vectors each word attends to its translation: {sure}; the least certain is {unsure!r}, which has none"
+        f"by these vectors each word attends to its translation: {sure}; the least certain is {unsure!r}, without one"
     )
     return 0 if sure and unsure == "du" else 1
 
