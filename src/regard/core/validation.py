@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 
 from ..biases import Bias
-from ..compat.torch import any_autocast_enabled, autocast_enabled, is_batched, transforms_are_active, unwrap
+from ..compat.torch import (
+    any_autocast_enabled,
+    autocast_enabled,
+    is_batched,
+    is_traced,
+    lacks_values,
+    transforms_are_active,
+    unwrap,
+)
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, dense
-from ..masks.index import broadcast_shapes
+from ..masks.index import broadcast_shapes, fits
 from ..scores import Score
 from .problem import Problem
 
@@ -192,7 +200,7 @@ def _mask(
     if not torch.compiler.is_compiling() and any(t.device != device for t in mask.tensors):
         mask = mask.to(device)
     items, mask_heads = mask.lead
-    if items not in (1, first) or mask_heads not in (1, heads):
+    if not (fits(items, first) and fits(mask_heads, heads)):
         raise MaskError(
             f"{who}: the mask is for {items} batch items and {mask_heads} heads; the query has {first} and "
             f"{heads}. Each must be the same, or 1 in the mask. Got {mask!r}."
@@ -226,14 +234,15 @@ def _selecting(mask: Tensor, who: str) -> Tensor:
         raise DtypeError(f"{who}: mask must be bool, or 0 and 1. Got {_name(mask.dtype)}.")
     remedy = "bias= adds to the logits, mask= selects: pass an additive mask as bias=, or mask == 0 as mask=."
     if mask.dtype.is_floating_point:
-        if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        unread = torch.compiler.is_compiling() or is_traced() or lacks_values(mask)
+        if unread or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise MaskError(
                 f"{who}: a float mask is refused under torch.compile and graph capture, where its values cannot be "
                 f"checked. Got {_name(mask.dtype)}; convert with mask.bool(), or pass it as bias= if it adds."
             )
         if mask.numel() and not mask.any():
             raise MaskError(f"{who}: a float mask of zeros alone hides everything or adds nothing. {remedy}")
-    elif torch.compiler.is_compiling():
+    elif torch.compiler.is_compiling() or is_traced() or lacks_values(mask):
         return mask != 0
     if not ((mask == 0) | (mask == 1)).all():
         raise MaskError(
