@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, NamedTuple, TypeAlias, final
 
 import torch
@@ -95,7 +96,14 @@ class Predicate(Mask):
         return replace(self, batch=self.batch.part(batch), head=self.head.part(heads))
 
     def __repr__(self) -> str:
-        return f"predicate({getattr(self.f, '__name__', repr(self.f))})"
+        return f"predicate({_name_of(self.f)})"
+
+
+def _name_of(f: object) -> str:
+    """A name without an address, so that equal functions of two processes have the same."""
+    if isinstance(f, partial):
+        return f"partial({_name_of(f.func)})"
+    return str(getattr(f, "__name__", type(f).__name__))
 
 
 def _index_tensor(of: IndexRange | None, like: Tensor) -> Tensor:
