@@ -20,7 +20,9 @@ from ..compat.torch import (
 )
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, dense
+from ..masks.base import And
 from ..masks.index import broadcast_shapes, fits
+from ..masks.padding import Keep, Padding
 from ..scores import Score
 from .problem import Problem
 
@@ -213,17 +215,32 @@ def _mask(
 def _unwrapped(
     mask: Mask, bias: Tensor | Bias | None, n: int, m: int, batch: int, who: str
 ) -> tuple[Mask | None, Tensor | Bias | None]:
-    """Take a mask out of torch.func's wrappers, or lay it out as a bias if vmap runs over it: −inf hides alike."""
+    """Take a mask out of torch.func's wrappers; what vmap runs over becomes a bias, in which −inf hides alike.
+
+    Padding becomes one number per key. Other masks over which vmap runs are laid out in full.
+    """
     if not any(map(is_batched, mask.tensors)):
         return mask.changed(unwrap), bias
     if isinstance(bias, Bias):
         raise ArgumentError(f"{who}: vmap over a mask goes with a bias tensor. Got {bias!r}; use bias.dense(n, m).")
-    allowed = mask.dense(n, m)
-    allowed = allowed[None, None] if allowed.dim() == 2 else allowed
-    if allowed.shape[0] not in (1, batch):
-        allowed = allowed.repeat_interleave(batch // allowed.shape[0], 0)
-    added = torch.where(allowed, 0.0, -torch.inf)
-    return None, added if bias is None else bias + added
+    kept: Mask | None = None
+    for part in _conjuncts(mask):
+        if not any(map(is_batched, part.tensors)):
+            plain = part.changed(unwrap)
+            kept = plain if kept is None else kept & plain
+            continue
+        allowed = part.keys(m, part.tensors[0].device) if isinstance(part, Padding | Keep) else part.dense(n, m)
+        allowed = allowed[None, None] if allowed.dim() == 2 else allowed
+        if allowed.shape[0] not in (1, batch):
+            allowed = allowed.repeat_interleave(batch // allowed.shape[0], 0)
+        added = torch.where(allowed, 0.0, -torch.inf)
+        bias = added if bias is None else bias + added
+    return kept, bias
+
+
+def _conjuncts(mask: Mask) -> list[Mask]:
+    """The masks that must all allow a pair."""
+    return [*_conjuncts(mask.left), *_conjuncts(mask.right)] if isinstance(mask, And) else [mask]
 
 
 def _selecting(mask: Tensor, who: str) -> Tensor:

@@ -133,12 +133,14 @@ class _Walk:
         elif isinstance(x, set | frozenset):
             self._add_all("set", sorted(x, key=lambda item: digest(item).content), names)
         elif isinstance(x, Mask | Bias):
-            self._add_all(_name(type(x)), [getattr(x, field.name) for field in fields(x)], names)
+            parts: Any = x
+            self._add_all(_name(type(x)), [getattr(x, field.name) for field in fields(parts)], names)
         elif isinstance(x, partial):
             self._add_all("partial", (x.func, x.args, x.keywords), names)
         elif isinstance(x, MethodType):
-            self._add_function(x.__func__)
-            self.add(x.__self__, names | _attributes([x.__func__]))
+            own = [x.__func__] if isinstance(x.__func__, FunctionType) else []
+            self._add_all("method", (x.__func__,), names)
+            self.add(x.__self__, names | _attributes(own))
         elif isinstance(x, FunctionType):
             self._add_function(x)
         elif isinstance(x, BuiltinFunctionType):
