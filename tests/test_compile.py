@@ -199,6 +199,29 @@ def test_other_features_fall_back_to_the_same_numbers(name: str) -> None:
     agree(compiled(call, fullgraph=False), call, inputs())
 
 
+def test_a_predicate_takes_symbolic_sizes() -> None:
+    mask = regard.predicate(lambda batch, head, i, j: (i - j).abs() <= batch + head)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return regard.attention(q, k, v, mask=mask)
+
+    function = compiled(call, "eager", fullgraph=False, dynamic=True)
+    for batch in (2, 3):
+        leaves = inputs(batch=batch, heads=3)
+        torch.testing.assert_close(function(*leaves), call(*leaves))
+
+
+def test_a_score_with_one_matrix_per_head_takes_a_symbolic_number_of_heads() -> None:
+    score = regard.scores.Bilinear(8, 8, heads=2)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return regard.attention(q, k, v, score=score)
+
+    leaves = inputs()
+    found = compiled(call, "eager", fullgraph=False, dynamic=True)(*leaves)
+    torch.testing.assert_close(found, call(*leaves))
+
+
 def test_dropout_in_a_compiled_call_draws_from_torchs_generator() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return regard.attention(q, k, v, dropout=0.5)

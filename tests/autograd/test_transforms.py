@@ -10,6 +10,7 @@ from torch import Tensor
 
 import regard
 from contract_cases import BY_NAME
+from regard.core.validation import pose
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "chunked"])
@@ -84,10 +85,11 @@ def test_gradients_a_sample_are_those_of_each_sample() -> None:
     [
         lambda x: regard.dense(x > 3),
         lambda x: regard.padding(x[0, :2]),
+        lambda x: regard.causal() & (regard.padding(x[0, :2]) & regard.padding(x[1] > 2)),
         lambda x: regard.documents(x[0]) & regard.causal(),
         lambda x: regard.causal(offset=x[0, :2]),
     ],
-    ids=["dense", "padding", "documents", "offset"],
+    ids=["dense", "padding", "causal padding", "documents", "offset"],
 )
 def test_vmap_over_a_mask_equals_a_loop_with_gradients(make: Any) -> None:
     torch.manual_seed(0)
@@ -101,6 +103,18 @@ def test_vmap_over_a_mask_equals_a_loop_with_gradients(make: Any) -> None:
     torch.testing.assert_close(
         found, torch.stack([torch.func.grad(f)(q, h) for q, h in zip(queries, hints, strict=True)])
     )
+
+
+def test_vmap_over_the_lengths_of_a_mask_takes_memory_linear_in_the_keys() -> None:
+    x, sizes = torch.randn(2, 1, 50, 4), []
+
+    def f(lengths: Tensor) -> Tensor:
+        posed = pose(x, x, x, mask=regard.causal() & regard.padding(lengths))
+        sizes.append((posed.mask, posed.bias.shape))
+        return lengths
+
+    torch.vmap(f)(torch.tensor([[5, 50], [7, 9]]))
+    assert sizes == [(regard.causal(), (2, 1, 1, 50))]
 
 
 def test_per_sample_products_with_a_hessian_equal_a_loop() -> None:

@@ -43,7 +43,9 @@ NEEDED_FOR = {
     "is_legacy_batched": "is_grads_batched=True uses a vmap of its own, which autograd functions do not see",
     "is_readable": "a mask that is a subclass with a meaning of its own is refused by name",
     "is_recording": "torch.func.linearize would record buffers that are used again",
+    "is_traced": "a traced program reads no values: it takes plain operators and one tile",
     "is_wrapped": "values are read from the tensor under the wrappers of torch.func",
+    "lacks_values": "nothing is read from meta and fake tensors, and nothing made of them is cached",
     "legacy_batch": "results of a batched backward pass get their batch back",
     "legacy_unbatch": "the passes of an engine see the batch of a batched backward pass",
     "may_need_grad": "without derivatives an engine runs its forward pass alone",
@@ -171,6 +173,40 @@ def test_is_exporting() -> None:
         torch.export.export(Asks(), (small(3),), strict=False)
         assert asked == [True]
         assert compat.is_exporting() is False
+
+
+def test_is_traced() -> None:
+    asked: list[bool] = []
+
+    class Asks(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            asked.append(compat.is_traced())
+            return x + 1
+
+    with needs("is_traced"):
+        assert compat.is_traced() is False
+        make_fx(Asks())(small(2))
+        torch.export.export(Asks(), (small(2),))
+        assert asked
+        assert all(asked)
+        assert compat.is_traced() is False
+
+
+def test_lacks_values() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with needs("lacks_values"):
+        x = small(2)
+        assert not compat.lacks_values(x)
+        assert compat.lacks_values(x, x.to("meta"))
+        with FakeTensorMode() as mode:
+            assert compat.lacks_values()
+            fake = mode.from_tensor(x)
+        assert compat.lacks_values(fake)
+        inside: list[bool] = []
+        torch.vmap(lambda one: (inside.append(compat.lacks_values(one)), one)[1])(fake)
+        assert inside == [True]
+        assert not compat.lacks_values()
 
 
 def test_is_recording() -> None:

@@ -15,6 +15,8 @@ NAMED = {  # what differs, the argument that the error names, and a value in it
     "mask": ("mask", "window(3)"),
     "mask's contents": ("mask", "padding"),
     "predicate": ("mask", "predicate"),
+    "what a predicate captures": ("mask", "predicate(partial(shifted))"),
+    "what cannot be read": ("mask", "predicate(partial(shifted)) (pairs"),
     "no mask": ("mask", "None"),
     "kind of mask": ("mask", "bool tensor"),
     "scale": ("scale", "1.5"),

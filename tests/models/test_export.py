@@ -110,6 +110,26 @@ def test_hidden_keys_leave_no_trace_in_an_exported_program() -> None:
     assert not found[0, :, 3:].any()
 
 
+def test_a_call_with_a_batch_that_depends_on_data_is_exported() -> None:
+    class OfSome(nn.Module):
+        def __init__(self, mask: regard.Mask | None) -> None:
+            super().__init__()
+            self.mask = mask
+
+        def forward(self, x: Tensor, some: Tensor) -> Tensor:
+            x = x[some]
+            mask = regard.padding(torch.full((x.shape[0],), 5)) if self.mask is None else self.mask
+            return regard.attention(x, x, x) + regard.attention(x, x, x, mask=mask)
+
+    x, some = torch.randn(3, 2, 7, 8), torch.tensor([True, False, True])
+    by_head = regard.predicate(lambda batch, head, i, j: i + head >= j)
+    for mask in (None, regard.causal(), by_head):
+        model = OfSome(mask)
+        program = torch.export.export(model, (x, some)).module()
+        for which in (some, ~some, some & ~some):
+            torch.testing.assert_close(program(x, which), model(x, which), rtol=1e-5, atol=1e-5)
+
+
 def test_dropout_is_not_exported() -> None:
     with pytest.raises(ArgumentError, match=r"attention: dropout .* model\.eval\(\)"):
         torch.export.export(Attention(dropout=0.5), SHORT)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ def error_of(call: Any) -> str:
     return ""
 
 
+def shifted(by: Any, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j + (by if isinstance(by, int) else by[0])
+
+
 def mismatches() -> dict[str, str]:
     """The errors if one rank's call differs from the others."""
     odd = dist.get_rank() == 1
@@ -44,6 +49,8 @@ def mismatches() -> dict[str, str]:
         "mask": call(mask=regard.window(3) if odd else regard.causal()),
         "mask's contents": call(mask=regard.padding([15, 9 - odd])),
         "predicate": call(mask=regard.predicate((lambda b, h, i, j: i >= j) if odd else (lambda b, h, i, j: i <= j))),
+        "what a predicate captures": call(mask=regard.predicate(partial(shifted, odd))),
+        "what cannot be read": call(mask=regard.predicate(partial(shifted, memoryview(bytes([odd]))))),
         "no mask": call(mask=None if odd else regard.causal()),
         "kind of mask": call(mask=torch.ones(5, 15, dtype=torch.bool) if odd else regard.causal()),
         "scale": call(scale=0.5 + odd),
@@ -62,7 +69,7 @@ def mismatches() -> dict[str, str]:
         "requires_grad": call(q.clone().requires_grad_(odd), q, q),
         "call": error_of(lambda: (d.observe if odd else d.attention)(q, q, q)),
     }
-    errors["nothing"] = call()
+    errors["nothing"] = call() or call(mask=regard.predicate(partial(shifted, memoryview(bytes([1])))))
     return errors
 
 

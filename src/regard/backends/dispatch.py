@@ -12,7 +12,7 @@ from ..compat.torch import (
     autocast_enabled,
     forward_mode_is_active,
     is_capturing,
-    is_exporting,
+    is_traced,
     may_need_grad,
     no_autocast,
 )
@@ -65,10 +65,10 @@ OTHERS = Order(
 
 
 def order(p: Problem) -> Order:
-    """The order in which backends are asked, from measurements; for torch.export, those that any program can run."""
+    """The order in which backends are asked, from measurements; in a traced program, those that any can run."""
     causal = isinstance(p.mask, Causal) and p.mask.offset is None and p.rows == p.keys
     unmasked = p.mask is None or isinstance(p.mask, Everything)
-    if is_exporting():
+    if is_traced() and not forward_mode_is_active():
         return EXPORTED if unmasked or isinstance(p.mask, Causal) else EXPORTED_MASKS
     if not p.query.is_cuda:
         return ON_CPU if not forward_mode_is_active() else FORWARD_MODE_ON_CPU

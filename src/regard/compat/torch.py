@@ -37,7 +37,9 @@ __all__ = [
     "is_legacy_batched",
     "is_readable",
     "is_recording",
+    "is_traced",
     "is_wrapped",
+    "lacks_values",
     "legacy_batch",
     "legacy_unbatch",
     "may_need_grad",
@@ -125,6 +127,23 @@ def is_recording() -> bool:
     """Whether operations are recorded, as by `torch.func.linearize`: then no value can be read."""
     tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")  # while this is not imported, nothing is recorded
     return tracer is not None and tracer.get_proxy_mode() is not None
+
+
+def is_traced() -> bool:
+    """Whether a program is made for later, by torch.export or make_fx: no value can be read, and none is known."""
+    return is_exporting() or (not torch.compiler.is_compiling() and is_recording())
+
+
+def lacks_values(*tensors: Tensor) -> bool:
+    """Whether there are shapes alone: a tensor is on the meta device or fake, or a FakeTensorMode is at work."""
+    if any(x.is_meta for x in tensors):
+        return True
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # while this is not imported, nothing is fake
+    if fake is None or torch.compiler.is_compiling():
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return True
+    return any(isinstance(unwrap(x), fake.FakeTensor) for x in tensors)
 
 
 def is_capturing() -> bool:

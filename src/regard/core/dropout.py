@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_batched, is_exporting
+from ..compat.torch import is_batched, is_traced, lacks_values
 from ..errors import ArgumentError
 
 __all__ = ["draw_seed", "keep", "keep_threshold", "row_keys", "shift_keys"]
@@ -68,7 +68,7 @@ def keep_threshold(probability: float) -> int:
 
 def draw_seed(who: str) -> int:
     """Draw a seed from torch's generator."""
-    if is_exporting():
+    if is_traced():
         raise ArgumentError(
             f"{who}: dropout draws a seed at each call, which an exported program cannot do. Export the module in "
             f"evaluation mode, model.eval(), or with dropout=0.0."
@@ -78,7 +78,7 @@ def draw_seed(who: str) -> int:
         raise ArgumentError(
             f"{who}: dropout under vmap drops the same weights for every sample; use vmap(…, randomness='same')."
         )
-    return int(seed)
+    return 0 if lacks_values(seed) else int(seed)
 
 
 def _mixed(counter: Tensor, key: Tensor | int) -> Tensor:

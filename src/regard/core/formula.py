@@ -59,7 +59,7 @@ def hidden(spec: Spec, tile: Tile | Points, groups: int, device: torch.device) -
     i, j = tile.indices(device)
     allowed = mask_at(spec, tile, groups).allows(i[:, None], j, spec.n, spec.m)
     if allowed.dim() == 4:
-        if allowed.shape[0] > 1 and spec.inner > 1:  # several flattened items share one item of the mask
+        if spec.inner > 1 and allowed.shape[0] > 1:  # several flattened items share one item of the mask
             items = torch.arange(tile.batch.start, tile.batch.stop, device=device) // spec.inner
             allowed = allowed[items - items[0]]
         batch, heads = allowed.shape[:2]

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_exporting, samples, transforms_are_active, unwrap, unwrap_largest
+from ..compat.torch import is_exporting, is_traced, lacks_values, samples, transforms_are_active, unwrap, unwrap_largest
 from ..masks import Mask, dense
 from ..softmax import arithmetic_dtype
 from .formula import bias_tile, hidden
@@ -24,7 +24,7 @@ __all__ = ["all_finite", "attend_apart", "visible_rows_and_keys", "zero_unseen"]
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether neither the tensors nor products of their rows hold NaN or inf: a finite norm shows both."""
-    return all(x.is_meta or math.isfinite(_norm(unwrap(x))) for x in tensors)
+    return lacks_values(*tensors) or all(math.isfinite(_norm(unwrap(x))) for x in tensors)
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def zero_unseen(
     """Zero rows and keys that take no part, if a NaN or inf in them could spread: (L, H, N, D), (L, K, M, …)."""
     if finite or (spec.mask is None and bias is None and spec.bias is None):
         return query, key, value
-    if not is_exporting() and all_finite(query, key, value):
+    if not is_traced() and all_finite(query, key, value):
         return query, key, value
     rows, keys = visible_rows_and_keys(spec, query, key, bias)
     keys = keys[..., None]
@@ -120,8 +120,8 @@ def _shown_by_table(spec: Spec, tile: Tile, groups: int, tables: list[tuple[Tens
 
 
 def _tiles(spec: Spec, shape: tuple[int, ...]) -> Iterator[tuple[Tile, bool]]:
-    """Yield the visible tiles, and whether each is fully visible; one tile for torch.export, which reads no values."""
-    if is_exporting():
+    """Yield the visible tiles, and whether each is fully visible; one tile where a program is traced."""
+    if is_traced():
         yield Tile(slice(0, shape[0]), slice(0, shape[1]), slice(0, spec.n), slice(0, spec.m)), False
         return
     for strip in strips(spec, shape, TileSizes()):

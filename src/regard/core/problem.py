@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..biases import Bias
 from ..masks import Mask
+from ..masks.index import fits
 from ..scores import Score
 from ..softmax import arithmetic_dtype
 
@@ -56,7 +57,8 @@ class Problem(NamedTuple):
     @property
     def items_per_mask(self) -> int:
         """How many flattened batch items, one after the other, share one item of the mask."""
-        return self.query.shape[0] // self.mask.lead[0] if self.mask is not None and self.mask.lead[0] > 1 else 1
+        batch = self.query.shape[0]
+        return 1 if self.mask is None or fits(self.mask.lead[0], batch) else batch // self.mask.lead[0]
 
     @property
     def plain_scale(self) -> bool:

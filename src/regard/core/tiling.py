@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..compat.torch import lacks_values
 from ..masks import Mask, everything
 from ..masks.base import FULL, HIDDEN, PARTIAL
 from .spec import Spec
@@ -74,7 +75,9 @@ class Axes(NamedTuple):
     def part(self, x: Tensor, tile: Tile) -> Tensor:
         """View the tile's part of x; dimensions of size 1 broadcast and are kept."""
         for dim, where in zip(self, tile, strict=True):
-            if dim is not None and x.shape[dim] != 1:
+            if dim is None or (where.start == 0 and where.stop == x.shape[dim]):  # all of it, of whatever size
+                continue
+            if x.shape[dim] != 1:
                 x = x.narrow(dim, where.start, where.stop - where.start)
         return x
 
@@ -131,6 +134,9 @@ def mask_at(spec: Spec, tile: Tile | Points, groups: int) -> Mask:
     """The mask for a tile's batch items and heads; an error if it was changed since the call."""
     spec.check_unchanged()
     mask = everything() if spec.mask is None else spec.mask
+    every_item = spec.inner == 1 and tile.batch.start == 0 and tile.batch.stop == spec.period
+    if every_item and (mask.lead[1] == 1 or (tile.heads.start == 0 and tile.heads.stop * groups == mask.lead[1])):
+        return mask
     if mask.lead == (1, 1):
         return mask
     first = tile.batch.start % spec.period // spec.inner
@@ -181,9 +187,12 @@ def _rows(spec: Spec, probe: Tile, groups: int, chunk: int, width: int) -> Itera
             yield slice(i, min(i + chunk, n)), runs
         return
     edges = [*range(0, m, _BLOCK), m]
-    rows, cols = (torch.tensor(each, device="cpu") for each in ([*starts, n], edges))
-    cover = mask_at(spec, probe, groups).cover(rows, cols, n, m)
-    for i, states in zip(starts, cover.tolist(), strict=True):
+    if lacks_values(*spec.mask.tensors):
+        cover = [[PARTIAL] * (len(edges) - 1)] * len(starts)
+    else:
+        rows, cols = (torch.tensor(each, device="cpu") for each in ([*starts, n], edges))
+        cover = mask_at(spec, probe, groups).cover(rows, cols, n, m).tolist()
+    for i, states in zip(starts, cover, strict=True):
         yield slice(i, min(i + chunk, n)), list(_runs(states, edges, width))
 
 

@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 
 from ..biases import Bias
-from ..compat.torch import any_autocast_enabled, autocast_enabled, is_batched, transforms_are_active, unwrap
+from ..compat.torch import (
+    any_autocast_enabled,
+    autocast_enabled,
+    is_batched,
+    transforms_are_active,
+    unwrap,
+)
 from ..errors import ArgumentError, DeviceError, DtypeError, MaskError, ShapeError
 from ..masks import Mask, dense
 from ..masks.arguments import check_readable, selecting
+from ..masks.base import And
 from ..masks.causal import causal_of_torch
-from ..masks.index import broadcast_shapes
+from ..masks.index import broadcast_shapes, fits
+from ..masks.padding import Keep, Padding
 from ..scores import Score
 from .problem import Problem
 
@@ -202,7 +210,7 @@ def _mask(
         if torch.is_grad_enabled() and any(map(Tensor.is_inference, mask.tensors)):
             mask = mask.changed(Tensor.clone)  # nothing counts their changes, which a backward pass must not see
     items, mask_heads = mask.lead
-    if items not in (1, first) or mask_heads not in (1, heads):
+    if not (fits(items, first) and fits(mask_heads, heads)):
         raise MaskError(
             f"{who}: the mask is for {items} batch items and {mask_heads} heads; the query has {first} and "
             f"{heads}. Each must be the same, or 1 in the mask. Got {mask!r}."
@@ -215,17 +223,32 @@ def _mask(
 def _unwrapped(
     mask: Mask, bias: Tensor | Bias | None, n: int, m: int, batch: int, who: str
 ) -> tuple[Mask | None, Tensor | Bias | None]:
-    """Take a mask out of torch.func's wrappers, or lay it out as a bias if vmap runs over it: −inf hides alike."""
+    """Take a mask out of torch.func's wrappers; what vmap runs over becomes a bias, in which −inf hides alike.
+
+    Padding becomes one number per key. Other masks over which vmap runs are laid out in full.
+    """
     if not any(map(is_batched, mask.tensors)):
         return mask.changed(unwrap), bias
     if isinstance(bias, Bias):
         raise ArgumentError(f"{who}: vmap over a mask goes with a bias tensor. Got {bias!r}; use bias.dense(n, m).")
-    allowed = mask.dense(n, m)
-    allowed = allowed[None, None] if allowed.dim() == 2 else allowed
-    if allowed.shape[0] not in (1, batch):
-        allowed = allowed.repeat_interleave(batch // allowed.shape[0], 0)
-    added = torch.where(allowed, 0.0, -torch.inf)
-    return None, added if bias is None else bias + added
+    kept: Mask | None = None
+    for part in _conjuncts(mask):
+        if not any(map(is_batched, part.tensors)):
+            plain = part.changed(unwrap)
+            kept = plain if kept is None else kept & plain
+            continue
+        allowed = part.keys(m, part.tensors[0].device) if isinstance(part, Padding | Keep) else part.dense(n, m)
+        allowed = allowed[None, None] if allowed.dim() == 2 else allowed
+        if allowed.shape[0] not in (1, batch):
+            allowed = allowed.repeat_interleave(batch // allowed.shape[0], 0)
+        added = torch.where(allowed, 0.0, -torch.inf)
+        bias = added if bias is None else bias + added
+    return kept, bias
+
+
+def _conjuncts(mask: Mask) -> list[Mask]:
+    """The masks that must all allow a pair."""
+    return [*_conjuncts(mask.left), *_conjuncts(mask.right)] if isinstance(mask, And) else [mask]
 
 
 def _bias(

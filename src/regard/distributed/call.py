@@ -22,7 +22,7 @@ from ..errors import ArgumentError, BackendError, ShapeError
 from ..masks import Mask
 from ..masks.causal import causal_of_torch
 from ..scores import Score
-from .consistency import CallSizes, call_info
+from .consistency import CallSizes, call_info, pairs_checksum, unread_captures
 from .layout import Sharding, check_layout, sharding_of
 from .ranks import Group, RankInfo, Ranks
 from .ring_plan import RingPlan, plan_ring
@@ -139,6 +139,9 @@ def prepare_call(
         score=local.score,
         who=who,
     )
+    if whole.mask is not None and unread_captures(mask):
+        checked = whole.mask.shared(query.device)
+        ranks.agree(lambda: (RankInfo((), {"mask": pairs_checksum(checked, n, m, query.device)}), None))
     mask_is_local = isinstance(mask, Tensor)
     return GroupCall(
         ranks=ranks,

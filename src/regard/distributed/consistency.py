@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import fields
-from types import CodeType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +15,13 @@ from ..backends import Backend
 from ..biases import Bias
 from ..core.problem import Problem
 from ..masks import Mask
+from ..masks.predicate import Predicate
+from .captured import digest
 from .ranks import RankInfo
 
-__all__ = ["CallSizes", "call_info", "fingerprint"]
+__all__ = ["CallSizes", "call_info", "fingerprint", "pairs_checksum", "unread_captures"]
+
+_PAIRS_AT_ONCE = 1 << 22
 
 
 class CallSizes(NamedTuple):
@@ -63,9 +67,9 @@ def fingerprint(x: object) -> str:
 
 
 def _update(content: Any, x: object) -> None:
-    """Hash what an object consists of: tensors by their bytes, functions by their code."""
+    """Hash what an object consists of: tensors by their bytes, functions by their code and what it reads."""
     if isinstance(x, Mask | Bias):
-        if isinstance(x, Mask) and x.tensors:
+        if isinstance(x, Mask) and x.tensors and not _parts(x):
             content.update(x.remembered("contents", lambda: _digest(lambda c: _update_fields(c, x))))
         else:
             _update_fields(content, x)
@@ -78,10 +82,32 @@ def _update(content: Any, x: object) -> None:
             content.update(f"{name} {t.requires_grad}".encode())
             _update(content, t)
     elif callable(x) and not isinstance(x, type):
-        content.update(f"{getattr(x, '__module__', '')}.{getattr(x, '__qualname__', type(x).__qualname__)}".encode())
-        _update_code(content, getattr(x, "__code__", None))
+        content.update(repr(digest(x)).encode())
     else:
         content.update(repr(x).encode())
+
+
+def _parts(mask: Mask) -> list[Mask]:
+    found = (getattr(mask, field.name) for field in fields(mask))
+    return [part for part in found if isinstance(part, Mask)]
+
+
+def unread_captures(mask: Mask | Tensor | None) -> tuple[str, ...]:
+    """The types of values that a predicate captures and that a fingerprint cannot read."""
+    if isinstance(mask, Predicate):
+        return digest(mask.f).unread
+    parts = _parts(mask) if isinstance(mask, Mask) else []
+    return tuple(name for part in parts for name in unread_captures(part))
+
+
+def pairs_checksum(mask: Mask, n: int, m: int, device: torch.device) -> str:
+    """A checksum of all pairs that a mask allows: it takes n · m steps, in memory linear in m."""
+    content = hashlib.sha256()
+    j = torch.arange(m, device=device)
+    height = max(1, _PAIRS_AT_ONCE // max(1, m * mask.lead[0] * mask.lead[1]))
+    for i in torch.arange(n, device=device).split(height):
+        content.update(np.packbits(mask.allows(i[:, None], j, n, m).cpu().numpy()).tobytes())
+    return f"{mask!r} (pairs {content.hexdigest()[:10]})"
 
 
 def _update_fields(content: Any, x: Any) -> None:
@@ -89,17 +115,6 @@ def _update_fields(content: Any, x: Any) -> None:
     for field in fields(x):
         content.update(field.name.encode())
         _update(content, getattr(x, field.name))
-
-
-def _update_code(content: Any, code: CodeType | None) -> None:
-    if code is None:
-        return
-    content.update(code.co_code)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            _update_code(content, constant)
-        else:
-            content.update(repr(constant).encode())
 
 
 def _digest(update: Callable[[Any], None]) -> bytes:

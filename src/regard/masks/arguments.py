@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from regard.compat.torch import causal_bias, is_capturing, is_readable
+from regard.compat.torch import causal_bias, is_capturing, is_readable, is_traced, lacks_values
 from regard.errors import ArgumentError, DtypeError, MaskError
 
 __all__ = [
@@ -112,7 +112,8 @@ def selecting(who: str, name: str, mask: Tensor, zeros_hide: bool = False) -> Te
     remedy = (
         "bias= adds to the logits, mask= selects: pass an additive mask as bias=, and a selecting one as mask != 0."
     )
-    if torch.compiler.is_compiling() or (mask.is_cuda and is_capturing()):
+    unread = torch.compiler.is_compiling() or is_traced() or lacks_values(mask)
+    if unread or (mask.is_cuda and is_capturing()):
         raise MaskError(
             f"{who}: a float {name} is refused under torch.compile and graph capture, where its values cannot be "
             f"checked. Got {_dtype(mask)}. {remedy}"

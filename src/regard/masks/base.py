@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn, final
 import torch
 from torch import Tensor
 
-from regard.compat.torch import version_of
+from regard.compat.torch import lacks_values, version_of
 from regard.errors import ArgumentError, MaskError
 from regard.masks.index import Index
 from regard.masks.picture import cell_edges, draw_pairs, draw_shades
@@ -174,8 +174,8 @@ class Mask(ABC):
     def remembered(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Give the cached result of `make`, computed again if a tensor of the mask has changed."""
         tensors = self.tensors
-        if any(map(torch.Tensor.is_inference, tensors)):
-            return make()  # inference tensors have no version counter
+        if any(map(torch.Tensor.is_inference, tensors)) or lacks_values(*tensors):
+            return make()  # inference tensors have no version counter, and what is made of fake ones is fake
         versions = tuple(version_of(t) for t in tensors)
         memory: dict[Hashable, tuple[object, Any]] = self.__dict__.setdefault("_memory", {})
         then, thing = memory.get(key, (None, None))
@@ -429,12 +429,14 @@ def _as_mask(other: object) -> Mask | None:
 
 
 def _broadcast(a: int, b: int, what: str, sign: str) -> int:
-    if a != b and 1 not in (a, b):
+    if a == 1:
+        return b
+    if a != b and b != 1:
         raise MaskError(
             f"{sign}: two masks must have the same number of {what}, or one of them 1; got {a} and {b}. "
             f"Make both for the same batch and the same heads."
         )
-    return b if a == 1 else a
+    return a
 
 
 def _same(a: object, b: object) -> bool:

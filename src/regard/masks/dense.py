@@ -10,6 +10,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from regard.compat.torch import is_traced, lacks_values
 from regard.errors import MaskError
 from regard.masks.arguments import tensor_like
 from regard.masks.base import CONVERTERS, HIDDEN, Mask, Span
@@ -114,7 +115,7 @@ def _as_slice(index: Tensor, dim: int) -> slice | None:
     """Read an index along one of two dimensions as a slice, if it is one: slices are faster than gathers."""
     if index.dim() != 2 or index.shape[dim] != index.numel() or index.numel() == 0:
         return None
-    if torch.compiler.is_compiling() or index.device.type != "cpu":
+    if torch.compiler.is_compiling() or index.device.type != "cpu" or is_traced() or lacks_values(index):
         return None
     flat = index.flatten()
     first = int(flat[0])

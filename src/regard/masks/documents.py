@@ -8,6 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from regard.compat.torch import is_traced, lacks_values
 from regard.errors import MaskError
 from regard.masks.arguments import Integers, integers
 from regard.masks.base import HIDDEN, Mask, Span
@@ -104,6 +105,8 @@ class Packed(Mask):
             return f"packed: rows and keys are the same tokens; there are {n} rows and {m} keys."
         if torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None  # the lengths cannot be read here
+        if is_traced() or lacks_values(self.lengths):
+            return None
         total = int(self.lengths.sum())
         return None if total == n else f"packed: the lengths sum to {total}; there are {n} rows."
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.errors import ShapeError
 
-__all__ = ["Index", "broadcast_shapes", "diagonal_offset", "expand_to_pairs", "indices", "per_item", "take"]
+__all__ = ["Index", "broadcast_shapes", "diagonal_offset", "expand_to_pairs", "fits", "indices", "per_item", "take"]
 
 Index: TypeAlias = Tensor | int
 
@@ -47,13 +47,20 @@ def expand_to_pairs(result: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return result.expand(broadcast_shapes(result.shape, i.shape, j.shape))
 
 
+def fits(size: int, whole: int) -> bool:
+    """Whether a size broadcasts to `whole`, asked so that torch.export can keep a size that depends on data."""
+    return (isinstance(size, int) and size == 1) or size == whole or size == 1
+
+
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """Give the shape that the shapes broadcast to; torch.broadcast_shapes spends half a second on importing sympy."""
-    result: list[int] = []
-    for shape in shapes:
+    result = list(shapes[0])
+    for shape in shapes[1:]:
         result = [1] * (len(shape) - len(result)) + result
         for at, size in enumerate(reversed(shape), 1):
-            if size != 1 and result[-at] not in (1, size):
+            if size == result[-at]:  # asked first: it is known even of a size that depends on data
+                continue
+            if size != 1 and result[-at] != 1:
                 raise ShapeError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast")
             result[-at] = result[-at] if size == 1 else size
     return torch.Size(result)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import ClassVar, TypeAlias, final
+from typing import ClassVar, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -25,14 +25,33 @@ MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """f(batch, head, i, j) on index tensors, as the `mask_mod` of FlexAttention."""
 
 
+class IndexRange(NamedTuple):
+    """Batch items or heads from `start` to before `stop`; torch.compile cannot trace the length of a symbolic range."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def part(self, of: slice) -> IndexRange:
+        """Give those that the slice, which counts from `start`, selects; one alone serves every item."""
+        if self.size == 1:
+            return self
+        return IndexRange(
+            self.start + (of.start or 0), self.stop if of.stop is None else min(self.start + of.stop, self.stop)
+        )
+
+
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Predicate(Mask):
     """Row i sees key j if f(batch, head, i, j); batch and head are 0 until `bind` sets the sizes of a problem."""
 
     f: MaskMod
-    batch: range | None = None
-    head: range | None = None
+    batch: IndexRange | None = None
+    head: IndexRange | None = None
 
     factory: ClassVar[str] = "predicate"
 
@@ -66,10 +85,10 @@ class Predicate(Mask):
 
     @property
     def lead(self) -> tuple[int, int]:
-        return 1 if self.batch is None else len(self.batch), 1 if self.head is None else len(self.head)
+        return 1 if self.batch is None else self.batch.size, 1 if self.head is None else self.head.size
 
     def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
-        return replace(self, batch=range(batch), head=range(heads)) if self.batch is None else self
+        return replace(self, batch=IndexRange(0, batch), head=IndexRange(0, heads)) if self.batch is None else self
 
     def shared(self, device: torch.device) -> Mask:
         if self.batch is None or self.head is None:
@@ -79,16 +98,15 @@ class Predicate(Mask):
         head = _index_tensor(self.head, first).reshape(-1, 1, 1)
         shape = getattr(self.f(batch, head, first, first), "shape", ())
         size = (1, 1, 1, 1, *shape)[-4:]  # 1 where f ignores the index
-        return replace(self, batch=self.batch[: size[0]], head=self.head[: size[1]])
+        return replace(self, batch=self.batch.part(slice(0, size[0])), head=self.head.part(slice(0, size[1])))
 
     def restrict(self, batch: slice, heads: slice) -> Mask:
         if self.batch is None or self.head is None or self.lead == (1, 1):
             return self
-        items = self.batch[batch] if len(self.batch) != 1 else self.batch
-        return replace(self, batch=items, head=self.head[heads] if len(self.head) != 1 else self.head)
+        return replace(self, batch=self.batch.part(batch), head=self.head.part(heads))
 
     def __repr__(self) -> str:
-        return f"predicate({getattr(self.f, '__name__', repr(self.f))})"
+        return f"predicate({_name_of(self.f)})"
 
 
 def _tensors_in(x: object, names: tuple[str, ...] = (), depth: int = 4) -> Iterator[Tensor]:
@@ -119,8 +137,16 @@ def _tensors_in(x: object, names: tuple[str, ...] = (), depth: int = 4) -> Itera
         yield from _tensors_in(part, names, depth - 1)
 
 
-def _index_tensor(of: range | None, like: Tensor) -> Tensor:
-    return torch.tensor([0] if of is None else list(of), dtype=torch.int64, device=like.device)
+def _name_of(f: object) -> str:
+    """A name without an address, so that equal functions of two processes have the same."""
+    if isinstance(f, partial):
+        return f"partial({_name_of(f.func)})"
+    return str(getattr(f, "__name__", type(f).__name__))
+
+
+def _index_tensor(of: IndexRange | None, like: Tensor) -> Tensor:
+    start, stop = (0, 1) if of is None else of
+    return torch.arange(start, stop, dtype=torch.int64, device=like.device)
 
 
 def _checked(found: object, shape: tuple[int, ...]) -> Tensor:

@@ -44,7 +44,7 @@ class Bilinear(Score):
                 f"it was made for query dim {self.query_dim} and key dim {self.key_dim}, "
                 f"but query has {query_dim} and key has {key_dim}"
             )
-        if self.heads not in (None, 1, heads):
+        if self.heads not in (None, 1) and self.heads != heads:  # torch.compile finds no symbol in a tuple
             return f"it has one matrix for each of {self.heads} heads, but query has {heads}"
         return super().misfit(query_dim, key_dim, heads)
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ...compat.torch import may_need_grad
+from ...compat.torch import forward_mode_is_active, is_recording, may_need_grad
 from ...core.problem import Problem
 from ...core.rows import Rows
 from ..base import Backend
@@ -37,7 +37,7 @@ class Sdpa(Backend):
 
     def run(self, p: Problem) -> Rows:
         call = call_of(p)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (is_recording() and not forward_mode_is_active()):
             output = call.attend_traced()
         elif may_need_grad(call.query, call.key, call.value):
             output = attend_with_derivatives(p, call)

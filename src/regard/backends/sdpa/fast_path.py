@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...compat.torch import any_autocast_enabled, may_need_grad
+from ...compat.torch import any_autocast_enabled, is_recording, lacks_values, may_need_grad
 from ...masks import Mask
 from ...masks.causal import Causal
 from ...masks.padding import Padding
@@ -39,7 +39,7 @@ def fast_path(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor
     if mask is not None:
         if type(mask) is Causal and mask.offset is None and mask.size is None:
             causal = True
-        elif (allowed := _simple_mask(query, mask)) is None:
+        elif is_recording() or lacks_values(query) or (allowed := _simple_mask(query, mask)) is None:
             return None
     call = Call(query, key, value, allowed, causal, shape[3] ** -0.5, False)
     if kernel_of(call) != FLASH:

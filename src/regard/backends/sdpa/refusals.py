@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...compat.torch import forward_mode_is_active, may_need_grad, transforms_are_active
+from ...compat.torch import (
+    forward_mode_is_active,
+    is_exporting,
+    is_traced,
+    lacks_values,
+    may_need_grad,
+    transforms_are_active,
+)
 from ...core.nonfinite import all_finite
 from ...core.problem import Problem
 from ...masks.causal import Causal
@@ -40,7 +47,7 @@ def refusals(p: Problem) -> list[str]:
         reasons += _about_mask(p)
     if not p.query.is_cpu:
         reasons += _about_device(p)
-    if not (p.query.numel() and p.key.numel() and p.value.numel()):
+    if not is_exporting() and not (p.query.numel() and p.key.numel() and p.value.numel()):  # a size may be unknown
         reasons.append("nothing is there to compute, and some of torch's kernels divide by that")
     return reasons
 
@@ -58,9 +65,9 @@ def _about_mask(p: Problem) -> list[str]:
         reasons.append("the mask is shared by several leading dimensions")
     if not isinstance(mask, Dense | Padding | Keep) and (pairs := batch * heads * p.rows * p.keys) > SMALL:
         reasons.append(f"torch would need the mask as {pairs:,} numbers")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_traced() or lacks_values(p.query):
         if not isinstance(mask, Dense | Padding | Keep):
-            reasons.append("under torch.compile only padding and tensors are laid out")
+            reasons.append("where values cannot be read, as under torch.compile, only padding and tensors are laid out")
     elif not reasons and not all_finite(p.query, p.key, p.value):
         reasons.append("a NaN or inf behind the mask would leak through torch's kernels")
     return reasons
@@ -86,7 +93,7 @@ def _about_bias(p: Problem) -> list[str]:
     computed = torch.float32 if computes_in_float32(p) else p.dtype
     if computed.itemsize < 4 and p.bias.dtype != computed:
         reasons.append(f"torch would round the bias to {computed}")
-    if torch.compiler.is_compiling() or not all_finite(p.query, p.key, p.value):
+    if torch.compiler.is_compiling() or is_traced() or not all_finite(p.query, p.key, p.value):
         reasons.append("a NaN or inf behind −inf in the bias would leak through torch's kernels")
     elif not p.query.is_cpu and bool(((p.bias < -1e30) & (p.bias > -torch.inf)).any()):
         reasons.append("torch's kernels on this device lose rows of very low logits")
