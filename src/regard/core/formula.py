@@ -75,7 +75,7 @@ def kept(spec: Spec, tile: Tile, groups: int, device: torch.device) -> Tensor:
     heads = torch.arange(tile.heads.start * groups, tile.heads.stop * groups, device=device)
     item, head, row, key = *spec.origin, *spec.corner
     survivors = keep(spec.dropout, spec.seed, items + item, heads + head, i + row, j + key)
-    found: Tensor = survivors.unflatten(1, (-1, groups))
+    found: Tensor = survivors.unflatten(1, (tile.heads.stop - tile.heads.start, groups))
     return found
 
 
