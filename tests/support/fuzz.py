@@ -133,7 +133,7 @@ class _Truth:
             torch.manual_seed(0)
             index = map(torch.arange, (c.batch * c.inner, c.query_heads, c.n, c.m))
             kept = keep(c.dropout, draw_seed("fuzz"), *index).double().reshape(self.allowed.shape) / (1 - c.dropout)
-        sink = leaves["sink"].expand(c.query_heads) if c.sink is not None else None
+        sink = None if c.sink is None else eval(self.written.arguments["sink"], {}, leaves).expand(c.query_heads)
         found = attend(S, value, self.allowed, sink, kept)
         return Dense(*(self._shaped(x, at) for x, at in zip(found, (2, 1, 1, 1, 2), strict=True)))
 

@@ -18,10 +18,11 @@ Tree = tuple[Any, ...]
 DEVICE = ', device="cuda"' if torch.cuda.is_available() else ""
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 LEAVES = ("everything", "causal", "window", "padding", "keep", "documents", "packed", "blocks", "prefix", "strided")
-LEAVES += ("global_tokens", "dense", "predicate")
+LEAVES += ("global_tokens", "dense", "predicate", "causal", "causal")
 LAYOUTS = ("plain", "transposed", "heads last", "stepped", "offset", "every other row", "one number", "expanded")
 SCORES = ("Scaled", "Balanced", "Temperature", "Cosine", "Bilinear", "Additive", "Gaussian")
 BIASES = ("tensor", "holes", "alibi", "relative", "relative for all", "relative of one entry")
+OPTIONS = ("bias", "score", "scale", "softcap", "sink", "poison")
 SCALES = ("0.7", "-0.3", "0.0", "1.0", "tensor", "per head")
 
 
@@ -87,10 +88,10 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """Draw a case; half of all options are left out, so that parts meet in pairs more than in crowds."""
+    """Draw a case; half of all cases have a mask and one more option at most: torch's kernels refuse most others."""
     for at in count():
         r = random.Random(f"{seed} {at}")
-        size = r.choice((6, 6, 12, 40))
+        size = r.choice((6, 12, 24, 40))
         case = Case(
             seed=r.randrange(1000),
             rank=r.choice((2, 3, 4, 4, 4, 5)),
@@ -107,15 +108,20 @@ def draw(seed: int) -> Case:
             mask=_tree(r, r.choice((0, 0, 1, 2, 3))) if r.random() < 0.7 else None,
             bias=_some(r, BIASES),
             score=_some(r, SCORES, 0.4),
-            scale=_some(r, SCALES),
+            scale=_some(r, SCALES, 0.7),
             softcap=_some(r, (0.7, 3.0, 30.0), 0.3),
-            sink=_some(r, ("per head", "one", "one of -inf"), 0.4),
+            sink=_some(r, ("per head", "one", "one of -inf", "stepped"), 0.4),
             dropout=_some(r, (0.1, 0.5), 0.25) or 0.0,
             poison=_some(r, ("nan", "inf", "-inf", "6e4"), 0.4),
             observed=r.random() < 0.5,
         )
         if r.random() < 0.5:
             case = replace(case, m=case.n)
+        if r.random() < 0.5:
+            case = replace(case, dv=case.d)
+        if r.random() < 0.5:
+            mask = ("causal", r.randrange(1000)) if r.random() < 0.4 else case.mask
+            case = replace(case, **dict.fromkeys(r.sample(OPTIONS, len(OPTIONS) - 1)), mask=mask, dropout=0.0)
         if case.rank < 4:
             case = replace(case, heads=1, groups=1)
         case = replace(case, batch=case.batch if case.rank > 2 else 1, inner=case.inner if case.rank == 5 else 1)
@@ -149,7 +155,7 @@ def _mask_code(tree: Tree, case: Case) -> str:
         return f"({_mask_code(parts[0], case)} {kind} {_mask_code(parts[1], case)})"
     r, n, m, batch = random.Random(parts[0]), case.n, case.m, case.batch
     rng = f"generator=torch.Generator().manual_seed({parts[0]})"
-    offset = r.choice((None, r.randint(-4, 6), [r.randint(-4, 6) for _ in range(batch)]))
+    offset = r.choice((None, None, 0, r.randint(-4, 6), [r.randint(-4, 6) for _ in range(batch)]))
     each = r.choice(("", f"{batch}, "))
     if kind == "packed":
         cuts = sorted(r.randint(0, n) for _ in range(2))
@@ -262,10 +268,11 @@ def write(case: Case) -> Program:
     if case.softcap is not None:
         arguments["softcap"] = f"{case.softcap}"
     if case.sink is not None:
-        lines.append(f"sink = torch.randn({1 if case.sink == 'one' else heads}, {wide})")
+        stepped = "[::2]" * (case.sink == "stepped")
+        lines.append(f"sink = torch.randn({1 if case.sink == 'one' else 2 * heads if stepped else heads}, {wide})")
         if case.sink == "one of -inf":
             lines.append("sink[:1] = -torch.inf")
-        arguments["sink"] = "sink"
+        arguments["sink"] = f"sink{stepped}"
     if case.dropout:
         arguments["dropout"] = f"{case.dropout}"
     leaves += [name for name in ("bias", "scale", "sink") if any(line.startswith(f"{name} =") for line in lines)]
