@@ -31,7 +31,7 @@ def zero_unseen(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Zero rows and keys that take no part, if a NaN or inf in them could spread: (L, H, N, D), (L, K, M, …)."""
-    if spec.mask is None and bias is None and spec.bias is None and spec.n and spec.m:
+    if spec.mask is None and bias is None and spec.bias is None:
         return query, key, value
     if not is_exporting() and all_finite(query, key, value):
         return query, key, value
