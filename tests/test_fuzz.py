@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import Tensor
 
 import fuzz
 from fuzz import WrongAnswerError
 from random_problems import Case, draw
-from regard.masks.window import Window
+from regard.core import formula
+from regard.core.spec import Spec
 
 
 @pytest.mark.parametrize("first", range(0, 100, 25))
@@ -18,20 +21,20 @@ def test_random_problems_agree_with_the_dense_formula_on_every_backend(first: in
 
 
 def test_a_failure_is_reduced_to_what_it_needs_and_printed_as_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = Window.allows
+    true = formula.logits
 
-    def one_key_late(self: Window, i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
-        return true(self, i, j - 1, n, m)
+    def wrong_if_capped(spec: Spec, *arguments: Any) -> Tensor:
+        return true(spec, *arguments) * (1.0 if spec.softcap is None else 1.5)
 
-    monkeypatch.setattr(Window, "allows", one_key_late)
+    monkeypatch.setattr(formula, "logits", wrong_if_capped)
     mask = ("|", ("~", ("padding", 4)), ("&", ("window", 7), ("predicate", 2)))
-    case = Case(rank=5, batch=2, heads=2, n=6, m=8, dtype="float64", mask=mask, bias="holes", softcap=3.0, sink="one")
+    case = Case(rank=5, batch=2, heads=2, n=6, m=8, dtype="float64", mask=mask, bias="tensor", softcap=3.0, sink="one")
     with pytest.raises(WrongAnswerError, match="reference: output: off by") as caught:
         fuzz.check(case, "reference")
     report = str(caught.value)
     code = report[report.index("import") : report.index("# Case")]
-    assert "mask=regard.window(" in code
-    assert not any(part in code for part in ("padding", "predicate", "bias", "softcap", "sink"))
+    assert "softcap=3.0" in code
+    assert not any(part in code for part in ("mask", "bias", "sink"))
     exec(code.replace("print", "str"), {})
 
 
