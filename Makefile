@@ -4,6 +4,7 @@ PYTHON ?= python3
 EXTRAS ?= dev,viz,docs
 WORKERS ?= 2
 EXAMPLE_SECONDS ?= 300
+SECONDS ?= 60
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -16,7 +17,7 @@ FIND := import importlib.util as u, os; \
 USABLE = $(shell $(PY) -c '$(FIND)' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize-gpu check format lint types examples docs bench bench-gpu clean anew
+.PHONY: help demo test fuzz test-gpu sanitize-gpu check format lint types examples docs bench bench-gpu clean anew
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +28,9 @@ demo: $(STAMP) ## look at the built-in model: its heads, what is notable, and a 
 test: $(STAMP) ## run the tests and the doctests, and our kernels by Triton's interpreter
 	$(PY) -m pytest -n $(WORKERS) tests --doctest-modules src/regard --ignore=src/regard/kernels
 	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/interpreted
+
+fuzz: $(STAMP) ## hold random problems on every backend against a dense formula, for SECONDS=60 or as long as you like
+	TRITON_INTERPRET=1 PYTHONPATH=src:tests/support $(PY) tests/support/fuzz.py $(SECONDS) $(SEED)
 
 test-gpu: ## run the tests that need a CUDA device, with the Python that has it
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/gpu

@@ -223,7 +223,7 @@ def posed_as_torch(
             f"{who}: attn_mask must be a tensor, bool or floating. Got {type(attn_mask).__name__}; "
             f"a mask of regard goes to regard.attention(mask=...)."
         )
-    if isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor):
+    if all(isinstance(x, Tensor) and not x.is_nested for x in (query, key, value)):
         query, key, value = _as_torch_broadcasts(query, key, value, enable_gqa, who)
     selects = attn_mask is not None and attn_mask.dtype == torch.bool
     return pose(

@@ -135,3 +135,12 @@ def test_finite_inputs_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
     regard.attention(q, k, v, mask=regard.causal(), backend="chunked")
     assert len(norms) == 3
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_a_query_that_is_not_finite_reaches_no_gradient_if_there_is_no_key(backend: str) -> None:
+    query, key = torch.full((1, 2, 3, 4), torch.nan), torch.randn(1, 2, 0, 4)
+    scale = torch.tensor(0.5, requires_grad=True)
+    output = regard.attention(query, key, key, scale=scale, backend=backend)
+    assert not output.any()
+    assert torch.autograd.grad(output.sum(), scale)[0] == 0

@@ -161,3 +161,23 @@ def test_a_batch_of_no_items_may_have_a_mask_per_item(backend: str, mask: Callab
     assert seen.weights().shape == seen.scores().shape == (0, 2, 3, 5)
     assert seen.received.shape == (0, 2, 5)
     assert regard.steps(query, key, key, mask=mask()).weights.shape == (0, 2, 3, 5)
+
+
+EMPTY: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "no items, a mask for each": ((0, 2), {"mask": regard.padding(lengths=[])}),
+    "no inner items, a mask for each outer one": ((2, 0, 3), {"mask": regard.padding(lengths=[1, 2])}),
+    "no heads, a mask for each": ((2, 0), {"mask": torch.ones(2, 0, 4, 5, dtype=torch.bool)}),
+    "no heads, dropout": ((2, 0), {"dropout": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+def test_dimensions_of_size_0_give_empty_results(backend: str, name: str) -> None:
+    lead, arguments = EMPTY[name]
+    query, key = torch.randn(*lead, 4, 3, requires_grad=True), torch.randn(*lead, 5, 3, requires_grad=True)
+    seen = regard.observe(query, key, key, **arguments, backend=backend)
+    assert seen.output.shape == (*lead, 4, 3)
+    assert seen.weights().shape == (*lead, 4, 5)
+    assert seen.scores().shape == (*lead, 4, 5)
+    assert [g.shape for g in torch.autograd.grad(seen.output.sum(), (query, key))] == [query.shape, key.shape]

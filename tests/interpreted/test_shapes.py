@@ -54,6 +54,12 @@ def test_any_strides_are_taken_as_they_are(name: str) -> None:
     same(tensors, {"mask": regard.causal()})
 
 
+@pytest.mark.parametrize("sink", [random(1), random(4)[::2], random(2).flip(0)], ids=["shared", "stepped", "per head"])
+def test_a_sink_has_any_strides(sink: Tensor) -> None:
+    tensors = [random(1, heads, N, D).requires_grad_() for heads in (2, 1, 1)]
+    same(tensors, {"sink": sink.requires_grad_()})
+
+
 def test_a_bias_has_any_strides() -> None:
     tensors = [
         random(2, 2, N, D).requires_grad_(),

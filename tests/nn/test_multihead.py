@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "padding shape": ((X, X, X), {"key_padding_mask": torch.zeros(6).bool()}, r"must be \(N, S\)"),
     "padding of one": ((X[0],) * 3, {"key_padding_mask": torch.zeros(1, 6).bool()}, r"must be \(S,\)"),
     "mask kind": ((X, X, X), {"mask": "causal"}, "mask must be a regard Mask"),
-    "additive mask": ((X, X, X), {"mask": torch.zeros(6, 6)}, "bias= adds"),
+    "additive mask": ((X, X, X), {"mask": torch.full((6, 6), -1e9)}, "bias= adds"),
     "mask shape": ((X, X, X), {"mask": torch.ones(6, 4).bool()}, "does not fit"),
     "cache and memory": ((X[:, :1], X, X), {"cache": KVCache()}, "same new tokens"),
 }

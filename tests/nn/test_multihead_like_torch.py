@@ -232,3 +232,69 @@ def test_every_row_sees_the_extra_keys_with_and_without_the_causal_hint(extra: s
         torch.testing.assert_close(ours(x, x, x, need_weights=False, **options)[0], shown)
     hidden = theirs(x, x, x, attn_mask=later, is_causal=True, need_weights=False)[0]
     assert not torch.allclose(hidden, shown)  # its kernel aligns starts, and so hides the extra keys
+
+
+@pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "tokens first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_in_evaluation_results_are_those_of_torchs_fast_path(dtype: torch.dtype, batch_first: bool) -> None:
+    theirs, ours = (module.to(dtype).eval() for module in pair(batch_first=batch_first))
+    x = torch.randn(*((N, S) if batch_first else (S, N)), E).to(dtype)
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
+    flags = [{"need_weights": False}, {}, {"average_attn_weights": False}]
+    masks: list[Masks] = [
+        {},
+        {"key_padding_mask": random_hidden(N, S)},
+        {"attn_mask": random_hidden(S, S)},
+        {"attn_mask": random_hidden(N * H, S, S)},
+        {"attn_mask": random_hidden(S, S), "key_padding_mask": random_hidden(N, S)},
+        {"attn_mask": random_hidden(N * H, S, S), "key_padding_mask": random_hidden(N, S)},
+    ]
+    for flag, mask in product(flags, masks):
+        with torch.no_grad():
+            found = [module(x, x, x, **flag, **mask) for module in (theirs, ours)]
+        for a, b in zip(*found, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
+
+
+WRONG: dict[str, dict[str, object]] = {
+    "a batch beside none": {"query": torch.zeros(L, E)},
+    "four dimensions": {name: torch.zeros(1, L, N, E) for name in ("query", "key", "value")},
+    "padding of another length": {"key_padding_mask": random_hidden(N, S - 1)},
+    "padding of another batch": {"key_padding_mask": random_hidden(N + 1, S)},
+    "a mask of another length": {"attn_mask": random_hidden(L, S - 1)},
+    "a mask without heads": {"attn_mask": random_hidden(N, L, S)},
+    "a mask of one row": {"attn_mask": random_hidden(1, S)},
+    "a mask of four dimensions": {"attn_mask": random_hidden(N, H, L, S)},
+    "a mask of integers": {"attn_mask": random_hidden(L, S).int()},
+    "padding of integers": {"key_padding_mask": random_hidden(N, S).int()},
+    "values of another length": {"value": torch.zeros(S - 1, N, E)},
+    "another batch": {"query": torch.zeros(L, N - 1, E)},
+    "another dim": {"query": torch.zeros(L, N, E - 4)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_torch_refuses_is_refused(name: str) -> None:
+    given = {"query": torch.zeros(L, N, E), "key": torch.zeros(S, N, E), "value": torch.zeros(S, N, E), **WRONG[name]}
+    with pytest.raises((AssertionError, RuntimeError)):
+        nn.MultiheadAttention(E, H)(**given)
+    with pytest.raises(regard.errors.RegardError, match=r"^MultiheadAttention: "):
+        MultiheadAttention(E, H)(**given)
+
+
+def test_the_differences_that_the_documentation_lists() -> None:
+    theirs, ours = (module.float().eval() for module in pair(add_zero_attn=True))
+    x, causal = torch.randn(L, N, E), torch.ones(L, L, dtype=torch.bool).triu(1)
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        theirs(x, x, x, is_causal=True)
+    hinted = {"attn_mask": causal, "is_causal": True, "need_weights": False}
+    shown = ours(x, x, x, attn_mask=causal)[0]
+    torch.testing.assert_close(ours(x, x, x, is_causal=True)[0], shown)
+    torch.testing.assert_close(ours(x, x, x, **hinted)[0], shown)
+    torch.testing.assert_close(theirs(x, x, x, attn_mask=causal)[0], shown)
+    assert not torch.allclose(theirs(x, x, x, **hinted)[0], shown)  # the hint hides the appended key in torch
+    theirs, ours = (module.float().eval() for module in pair())
+    assert theirs(x, x, x, attn_mask=torch.ones_like(causal))[0].isnan().all()
+    torch.testing.assert_close(ours(x, x, x, attn_mask=torch.ones_like(causal))[0], ours.out_proj.bias.expand_as(x))

@@ -63,7 +63,7 @@ def hidden(spec: Spec, tile: Tile | Points, groups: int, device: torch.device) -
             items = torch.arange(tile.batch.start, tile.batch.stop, device=device) // spec.inner
             allowed = allowed[items - items[0]]
         batch, heads = allowed.shape[:2]
-        shape = (batch, 1, 1) if heads == 1 else (batch, heads // groups, groups)
+        shape = (batch, 1, 1) if heads == 1 else (batch, heads // max(groups, 1), groups)
         allowed = allowed.reshape(*shape, *allowed.shape[2:])
     return ~allowed
 
@@ -75,7 +75,7 @@ def kept(spec: Spec, tile: Tile, groups: int, device: torch.device) -> Tensor:
     heads = torch.arange(tile.heads.start * groups, tile.heads.stop * groups, device=device)
     item, head, row, key = *spec.origin, *spec.corner
     survivors = keep(spec.dropout, spec.seed, items + item, heads + head, i + row, j + key)
-    found: Tensor = survivors.unflatten(1, (-1, groups))
+    found: Tensor = survivors.unflatten(1, (tile.heads.stop - tile.heads.start, groups))
     return found
 
 

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_exporting, is_traced, lacks_values, samples, transforms_are_active, unwrap, unwrap_largest
+from ..compat.torch import is_traced, lacks_values, samples, transforms_are_active, unwrap, unwrap_largest
 from ..masks import Mask, dense
 from ..softmax import arithmetic_dtype
 from .formula import bias_tile, hidden
@@ -38,8 +38,8 @@ def attend_apart(p: Problem, attend: Callable[[Problem, bool], Rows]) -> Rows:
     `attend` is told whether nothing can spread. Each part hides the other's rows, and so it hides from the clean rows
     every key that is not finite. Wrappers of torch.func and shared masks are not taken apart.
     """
-    if (p.mask is None and p.bias is None) or is_exporting():
-        return attend(p, p.mask is None and p.bias is None)
+    if (p.mask is None and p.bias is None) or is_traced():
+        return attend(p, p.mask is None and p.bias is None and p.rows > 0 and p.keys > 0)
     if all_finite(p.query, p.key, p.value):
         return attend(p, True)
     if transforms_are_active() or p.items_per_mask > 1 or (rows := _rows_that_see_nonfinite_keys(p)) is None:
@@ -78,7 +78,7 @@ def zero_unseen(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, finite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Zero rows and keys that take no part, if a NaN or inf in them could spread: (L, H, N, D), (L, K, M, …)."""
-    if finite or (spec.mask is None and bias is None and spec.bias is None):
+    if finite or (spec.mask is None and bias is None and spec.bias is None and spec.n and spec.m):
         return query, key, value
     if not is_traced() and all_finite(query, key, value):
         return query, key, value

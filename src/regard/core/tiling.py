@@ -139,9 +139,12 @@ def mask_at(spec: Spec, tile: Tile | Points, groups: int) -> Mask:
         return mask
     if mask.lead == (1, 1):
         return mask
+    heads = slice(tile.heads.start * groups, tile.heads.stop * groups)
+    if tile.batch.start == tile.batch.stop:
+        return mask.restrict(slice(0, 0), heads)
     first = tile.batch.start % spec.period // spec.inner
     last = (tile.batch.stop - 1) % spec.period // spec.inner
-    return mask.restrict(slice(first, last + 1), slice(tile.heads.start * groups, tile.heads.stop * groups))
+    return mask.restrict(slice(first, last + 1), heads)
 
 
 def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool = False) -> Iterator[Strip]:

@@ -176,8 +176,8 @@ class TritonEngine(Engine):
             self.bias_kind,
             self._bias_args(x.bias),
             _dropout_args(self.spec, query),
-            None if x.sink is None else x.sink.detach(),
-            None if x.vector is None else x.vector.detach(),
+            None if x.sink is None else x.sink.detach().contiguous(),
+            None if x.vector is None else x.vector.detach().contiguous(),
         )
 
     def _negates_query(self, x: Inputs) -> bool:
