@@ -64,3 +64,15 @@ def test_derivatives_do_not_notice_the_centre() -> None:
 def test_no_keys_and_no_dims_have_a_centre_too(shape: tuple[int, int]) -> None:
     query, key = torch.randn(1, 2, 4, shape[1]), torch.randn(1, 2, *shape)
     assert regard.attention(query, key, torch.randn(1, 2, shape[0], 3), score=Gaussian(0.7)).isfinite().all()
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_a_later_key_leaves_the_bits_of_earlier_rows(offset: float) -> None:
+    query, key, value = torch.randn(3, 1, 2, 70, 4, generator=torch.Generator().manual_seed(2)).unbind()
+    query, key = query + offset, key + offset
+    arguments = {"score": Gaussian(0.7), "mask": regard.causal(), "backend": "chunked"}
+    before = regard.attention(query, key, value, **arguments)
+    for at in (-1, -2, -8):
+        changed = key.clone()
+        changed[..., at:, :] += 50.0
+        assert torch.equal(regard.attention(query, changed, value, **arguments)[..., :at, :], before[..., :at, :])

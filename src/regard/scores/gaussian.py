@@ -71,17 +71,26 @@ class Gaussian(Score):
 
 
 def _centre(key: Tensor) -> Tensor:
-    """A point (…, H, 1, D) amid the keys (…, H, M, D): in each dim the median of some of them.
+    """A point (…, H, 1, D) near the keys (…, H, M, D): in each dim the median of some of them, on a coarse grid.
 
-    Keys of zeros are left out, since padding is made of them, and so are keys that are not finite. A median ignores the
-    few that are far away, which a mask may hide.
+    The step of the grid is a power of two of about six times the keys' spread. So keys around the origin have the
+    centre 0, and a few other keys, which a mask may hide, hardly ever move it, and with it the last bits of a result.
+    Keys of zeros are left out, since padding is made of them, and so are keys that are not finite.
     """
     count = key.shape[-2]
     if not count:
         return key.new_zeros(*key.shape[:-2], 1, key.shape[-1])
     some = key.index_select(-2, torch.arange(_SAMPLE, device=key.device) * count // _SAMPLE)
     usable = (some.isfinite() & (some != 0).any(-1, keepdim=True)).all(-1, keepdim=True)
-    ranked = torch.where(usable, some, torch.inf).sort(-2).values
+    median = _median(some, usable)
+    spread = _median((some - median).abs(), usable)  # the median distance from the median
+    step = torch.exp2((4 * spread).log2().ceil())
+    return torch.where(spread > 0, (median / step).round() * step, median)
+
+
+def _median(x: Tensor, usable: Tensor) -> Tensor:
+    """The median of the usable rows of (…, H, M, D), by dim: (…, H, 1, D); 0 if there are none."""
+    ranked = torch.where(usable, x, torch.inf).sort(-2).values
     found = usable.sum(-2, keepdim=True)  # (…, H, 1, 1)
-    middle = ((found - 1) // 2).clamp(min=0).expand(*found.shape[:-1], key.shape[-1])
+    middle = ((found - 1) // 2).clamp(min=0).expand(*found.shape[:-1], x.shape[-1])
     return torch.where(found > 0, ranked.gather(-2, middle), 0.0)
