@@ -50,7 +50,7 @@ class Spec:
             seed=seed,
             bias=p.bias if isinstance(p.bias, Bias) else None,
             inner=p.items_per_mask,
-            period=max(batch, 1),
+            period=batch,
             read=None if p.mask is None else Versions(p.mask.sources),
         )
 
