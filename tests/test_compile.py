@@ -156,6 +156,28 @@ def test_a_dense_mask_of_every_rank_is_one_graph(shape: tuple[int, ...]) -> None
     agree(compiled(masked), masked, inputs(), torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.4)
 
 
+TEXTBOOK: dict[str, Callable[..., Tensor]] = {
+    "module": lambda q, k, v, mask: regard.nn.ScaledDotProductAttention()(q, k, v, mask)[0],
+    "attention_with_weights": lambda q, k, v, mask: regard.attention_with_weights(q, k, v, mask)[0],
+}
+
+
+@pytest.mark.parametrize("name", [*TEXTBOOK, "observe"])
+def test_masks_of_numbers_mean_the_same_compiled(name: str) -> None:
+    """Graphs may break; what is not 0 is visible."""
+    call = TEXTBOOK.get(name, lambda q, k, v, mask: regard.observe(q, k, v, mask=mask).output)
+    function = torch.compile(call, backend="eager")
+    query, key, value = (x.detach() for x in inputs())
+    numbers = torch.ones(12, 12).tril() * torch.tensor([2, 1, 0, 3] * 3)
+    expected = regard.attention(query, key, value, mask=numbers != 0)
+    torch.testing.assert_close(function(query, key, value, numbers.int()), expected)
+    if name in TEXTBOOK:
+        torch.testing.assert_close(function(query, key, value, (numbers != 0).float()), expected)
+        assert not function(query, key, value, torch.zeros(12, 12)).any()
+        with pytest.raises(RuntimeError, match="a float mask must be 0 and 1 alone"):
+            function(query, key, value, numbers)
+
+
 def test_a_float_mask_is_refused_where_its_values_cannot_be_read() -> None:
     def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return regard.attention(q, k, v, mask=mask)

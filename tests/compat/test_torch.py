@@ -29,6 +29,7 @@ NEEDED_FOR = {
     "cached_signature": "torch.autograd.Function inspects the signature at each call, which costs microseconds",
     "call_function": "autograd functions are applied in one typed place",
     "causal_bias": "a CausalBias holds no values; it is read as the mask that it stands for",
+    "check_when_run": "a compiled textbook form takes a float mask, and raises when it runs if that is additive",
     "cpu_flash_attention": "the fast path on a CPU reads the lse of torch's kernel",
     "cpu_flash_attention_backward": "first gradients of the fast path come from torch's own kernel",
     "cpu_multiplies_bfloat16": "dispatch asks whether bfloat16 is fast on this processor",
@@ -173,6 +174,17 @@ def test_is_exporting() -> None:
         torch.export.export(Asks(), (small(3),), strict=False)
         assert asked == [True]
         assert compat.is_exporting() is False
+
+
+def test_check_when_run() -> None:
+    with needs("check_when_run"):
+        compat.check_when_run(small(2).isfinite().all(), "not finite")
+        checked = torch.compile(
+            lambda x: (compat.check_when_run((x > 0).all(), "below"), x + 1)[1], backend="aot_eager"
+        )
+        assert checked(torch.ones(2)).sum() == 4
+        with pytest.raises(RuntimeError, match="below"):
+            checked(-torch.ones(2))
 
 
 def test_is_traced() -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "cached_signature",
     "call_function",
     "causal_bias",
+    "check_when_run",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "cpu_multiplies_bfloat16",
@@ -144,6 +145,11 @@ def lacks_values(*tensors: Tensor) -> bool:
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return True
     return any(isinstance(unwrap(x), fake.FakeTensor) for x in tensors)
+
+
+def check_when_run(condition: Tensor, message: str) -> None:
+    """Raise `message` when a compiled or captured call runs and the condition does not hold: no value is read before."""
+    torch._assert_async(condition, message)
 
 
 def is_capturing() -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from regard.compat.torch import causal_bias, is_capturing, is_readable, is_traced, lacks_values
+from regard.compat.torch import causal_bias, check_when_run, is_capturing, is_readable, is_traced, lacks_values
 from regard.errors import ArgumentError, DtypeError, MaskError
 
 __all__ = [
@@ -112,17 +112,21 @@ def selecting(who: str, name: str, mask: Tensor, zeros_hide: bool = False) -> Te
     remedy = (
         "bias= adds to the logits, mask= selects: pass an additive mask as bias=, and a selecting one as mask != 0."
     )
-    unread = torch.compiler.is_compiling() or is_traced() or lacks_values(mask)
-    if unread or (mask.is_cuda and is_capturing()):
-        raise MaskError(
-            f"{who}: a float {name} is refused under torch.compile and graph capture, where its values cannot be "
-            f"checked. Got {_dtype(mask)}. {remedy}"
-        )
     hidden = mask == 0
+    wrong = f"{who}: a float {name} must be 0 and 1 alone. Got other values in {_dtype(mask)}. {remedy}"
+    traced = is_traced() or lacks_values(mask)
+    if traced or torch.compiler.is_compiling() or (mask.is_cuda and is_capturing()):
+        if traced or not zeros_hide:
+            raise MaskError(
+                f"{who}: a float {name} is refused under torch.compile and graph capture, where its values cannot be "
+                f"checked. Got {_dtype(mask)}. {remedy}"
+            )
+        check_when_run((hidden | (mask == 1)).all(), wrong)
+        return ~hidden
     if not zeros_hide and mask.numel() and bool(hidden.all()):
         raise MaskError(f"{who}: a float {name} of zeros alone hides everything or adds nothing. {remedy}")
     if not bool((hidden | (mask == 1)).all()):
-        raise MaskError(f"{who}: a float {name} must be 0 and 1 alone. Got other values in {_dtype(mask)}. {remedy}")
+        raise MaskError(wrong)
     return ~hidden
 
 
