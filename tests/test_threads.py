@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 import regard
 from attention_inputs import every_backend, gradients, inputs
+from nested_backward import in_a_thread_of_autograd
 from regard.models import interceptor
 from regard.models.monitor import Monitor
 
@@ -132,28 +132,15 @@ def test_a_watch_that_begins_during_another_threads_forward_does_not_disturb_it(
 def test_a_watch_sees_what_its_backward_pass_calls_in_a_thread_of_autograd() -> None:
     threads = []
 
-    class Nested(torch.autograd.Function):
-        """Backward passes inside one another; torch moves those below the 60th to another thread."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, depth: int) -> Tensor:
-            ctx.depth = depth
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-            if ctx.depth:
-                with torch.enable_grad():
-                    Nested.apply(torch.zeros(1, requires_grad=True), ctx.depth - 1).backward()
-            else:
-                threads.append(threading.get_ident())
-                x = torch.randn(1, 2, 5, 4)
-                regard.attention(x, x, x)
-            return g, None
+    def attend() -> None:
+        threads.append(threading.get_ident())
+        x = torch.randn(1, 2, 5, 4)
+        regard.attention(x, x, x)
 
     with regard.watch(nn.Identity()) as seen:
-        Nested.apply(torch.zeros(1, requires_grad=True), 62).backward()
-    assert threads != [threading.get_ident()]
+        in_a_thread_of_autograd(attend)
+    [thread] = threads
+    assert thread != threading.get_ident()
     assert seen.calls == 1
 
 

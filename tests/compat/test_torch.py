@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from nested_backward import in_a_thread_of_autograd
 from regard.compat import torch as compat
 
 NEEDED_FOR = {
@@ -251,27 +252,13 @@ def test_in_backward() -> None:
 def test_shared_with_backward() -> None:
     found: list[tuple[int, object]] = []
 
-    class Nested(torch.autograd.Function):
-        """Backward passes inside one another; torch moves those below the 60th to another thread."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, depth: int) -> Tensor:
-            ctx.depth = depth
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-            if ctx.depth:
-                with torch.enable_grad():
-                    Nested.apply(small(1).requires_grad_(), ctx.depth - 1).backward()
-            else:
-                found.append((threading.get_ident(), compat.shared_with_backward("test", list)))
-            return g, None
+    def look() -> None:
+        found.append((threading.get_ident(), compat.shared_with_backward("test", list)))
 
     with needs("shared_with_backward"):
         mine = compat.shared_with_backward("test", list)
         assert compat.shared_with_backward("test", list) is mine
-        Nested.apply(small(1).requires_grad_(), 62).backward()
+        in_a_thread_of_autograd(look)
         [(thread, theirs)] = found
         assert thread != threading.get_ident()
         assert theirs is mine
