@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -50,10 +51,31 @@ def test_a_device_is_written_to_and_not_replaced() -> None:
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
-def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_pipe_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    opened: list[int] = []
+    real = os.open
+
+    def counted(path: str, flags: int, *rest: int) -> int:
+        opened.append(real(path, flags | os.O_NONBLOCK, *rest))
+        return opened[-1]
+
+    reader = real(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(os, "open", counted)
+    write_text(pipe, "new", "write")
+    assert os.read(reader, 10) == b"new"
+    os.close(reader)
+    assert len(opened) == 1  # after the first close, the reader sees the end of the file
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "guessed")
     (tmp_path / "precious").write_text("precious")
-    (tmp_path / f".report.html.{os.getpid()}.part").symlink_to(tmp_path / "precious")
-    write_text(tmp_path / "report.html", "new", "write")
+    (tmp_path / ".report.html.guessed.part").symlink_to(tmp_path / "precious")
+    with pytest.raises(FileError, match="File exists"):
+        write_text(tmp_path / "report.html", "new", "write")
     assert (tmp_path / "precious").read_text() == "precious"
 
 

@@ -37,11 +37,17 @@ def write_text(path: str | os.PathLike[str], text: str, who: str) -> Path:
     """
     place = Path(path)
     try:
-        status = _status(place)
-        if status is not None and not stat.S_ISREG(status.st_mode):
-            place.write_text(text, encoding="utf-8", newline="\n")
-        else:
-            _replace(os.path.realpath(place), text, status)
+        try:
+            existing = open(place, "w", encoding="utf-8", newline="\n", opener=_open_untouched)
+        except FileNotFoundError:
+            _replace(os.path.realpath(place), text, None)
+            return place
+        with existing:
+            status = os.fstat(existing.fileno())
+            if stat.S_ISREG(status.st_mode):
+                _replace(os.path.realpath(place), text, status)
+            else:
+                existing.write(text)  # to the descriptor we have: a pipe ends for its reader once it is closed
     except OSError as error:
         reason = error.strerror or str(error)
         raise FileError(
@@ -51,16 +57,9 @@ def write_text(path: str | os.PathLike[str], text: str, who: str) -> Path:
     return place
 
 
-def _status(place: Path) -> os.stat_result | None:
-    """The status of an existing file that we may write to. The system follows links, with its rules about them."""
-    try:
-        descriptor = os.open(place, os.O_WRONLY | getattr(os, "O_NOCTTY", 0))
-    except FileNotFoundError:
-        return None
-    try:
-        return os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
+def _open_untouched(path: str, _: int) -> int:
+    """Open a file for writing that exists, without emptying it. The system follows links, with its rules about them."""
+    return os.open(path, os.O_WRONLY | getattr(os, "O_NOCTTY", 0))
 
 
 def _replace(place: str, text: str, old: os.stat_result | None) -> None:
