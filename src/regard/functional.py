@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .backends import Backend
 from .backends.dispatch import Plan, choose, plan, run
+from .backends.remembered import key_of, recall, remember
 from .backends.sdpa import fast_path
 from .biases import Bias
 from .core.contexts import ACTIVE, active_context, refuse_in_context
@@ -64,6 +65,17 @@ def attention(
     tensor([[10.],
             [20.]])
     """
+    known = None
+    usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
+    if usual and not (WATCHERS or ACTIVE):
+        if query.is_cuda:
+            known = key_of(query, key, value, mask, scale, softcap, sink, backend, observed=False)
+            if known is not None and (call := recall(known)) is not None:
+                return call.run(call.problem(query, key, value, mask, sink, "attention")).output
+        elif scale is None and softcap is None and sink is None and backend == "auto":
+            answer = fast_path(query, key, value, mask)
+            if answer is not None:
+                return answer
     options: Options = {
         "mask": mask,
         "bias": bias,
@@ -75,12 +87,12 @@ def attention(
     }
     if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
         return context.attention(query, key, value, **options, backend=backend)
-    plain = bias is None and score is None and scale is None and softcap is None and sink is None
-    if plain and type(dropout) is float and not dropout and backend == "auto" and not WATCHERS:
-        answer = fast_path(query, key, value, mask)
-        if answer is not None:
-            return answer
-    return _answer(pose(query, key, value, **options), backend)
+    problem = pose(query, key, value, **options)
+    if known is None:
+        return _answer(problem, backend)
+    refuse_in_context(problem.who)
+    remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
+    return run(problem, chosen).output
 
 
 def observe(
@@ -117,7 +129,19 @@ def observe(
     if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
         observation: Observation = context.observe(query, key, value, **options, backend=backend)
         return observation
-    return _observe(pose(query, key, value, **options, observed=True, who="observe"), backend)
+    known = None
+    usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
+    if usual and query.is_cuda:
+        known = key_of(query, key, value, mask, scale, softcap, sink, backend, observed=True)
+        if known is not None and (call := recall(known)) is not None:
+            problem = call.problem(query, key, value, mask, sink, "observe")
+            return _notified(Observation(problem, call.backend, call.run(problem)))
+    problem = pose(query, key, value, **options, observed=True, who="observe")
+    if known is None:
+        return _observe(problem, backend)
+    refuse_in_context(problem.who)
+    remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
+    return _notified(Observation(problem, chosen, run(problem, chosen)))
 
 
 def why(
@@ -292,6 +316,9 @@ def _answer(problem: Problem, backend: str | Backend) -> Tensor:
 
 def _observe(problem: Problem, backend: str | Backend) -> Observation:
     refuse_in_context(problem.who)
-    observation = observed(problem, backend)
+    return _notified(observed(problem, backend))
+
+
+def _notified(observation: Observation) -> Observation:
     notify(observation)
     return observation

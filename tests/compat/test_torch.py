@@ -34,6 +34,8 @@ NEEDED_FOR = {
     "cpu_flash_attention": "the fast path on a CPU reads the lse of torch's kernel",
     "cpu_flash_attention_backward": "first gradients of the fast path come from torch's own kernel",
     "cpu_multiplies_bfloat16": "dispatch asks whether bfloat16 is fast on this processor",
+    "cuda_attention": "torch's CUDA kernel is a node of our own, which has second derivatives",
+    "cuda_attention_backward": "its first gradients come from torch's own kernel",
     "dynamo_is_loaded": "a launch must not import the compiler, which takes seconds",
     "forward_mode_is_active": "a tangent must never be lost: the fast path and the kernels step aside",
     "fused_sdpa_kernel": "sdpa refuses what torch would compute by its matrix path",
@@ -41,6 +43,8 @@ NEEDED_FOR = {
     "innermost_transform_is_jvp": "tangents come in one pass only if forward mode is the innermost transform",
     "is_batched": "dropout and masks under vmap are refused or read once for all samples",
     "is_capturing": "the seed of dropout would be frozen into a CUDA graph",
+    "is_capturing_cuda": "zeros for kernels are filled for many launches at once, but not in a graph",
+    "is_current_device": "Triton starts kernels on the current device",
     "is_exporting": "an exported program reads no values, so hidden NaN are always zeroed",
     "is_legacy_batched": "is_grads_batched=True uses a vmap of its own, which autograd functions do not see",
     "is_readable": "a mask that is a subclass with a meaning of its own is refused by name",
@@ -51,11 +55,14 @@ NEEDED_FOR = {
     "legacy_batch": "results of a batched backward pass get their batch back",
     "legacy_unbatch": "the passes of an engine see the batch of a batched backward pass",
     "may_need_grad": "without derivatives an engine runs its forward pass alone",
+    "modes_are_active": "a call that is recorded or has no values is not looked up",
     "no_autocast": "statistics and derivatives are exact inside autocast",
     "not_compiled": "torch.compile must not trace a kernel launch after a graph break",
     "not_traced": "torch.compile must call the chunked passes and not trace them",
     "outside_transforms": "a cached block mask must not hold wrapped tensors",
+    "raw_stream": "what one stream computed is not read by another before it is there",
     "samples": "a table over which vmap runs hides a key only where it is -inf in every sample",
+    "sdpa_switches": "a remembered call took the kernel that these switches allowed",
     "shared_with_backward": "a watch sees what a backward pass repeats in a thread of autograd, and no other thread",
     "tensor_indices_in_vmap": "mask functions of Hugging Face index tensors inside vmap",
     "transforms_are_active": "the fast path steps aside inside torch.func",
@@ -237,6 +244,62 @@ def test_is_recording() -> None:
 def test_is_capturing() -> None:
     with needs("is_capturing"):
         assert compat.is_capturing() is False
+
+
+def test_is_capturing_cuda() -> None:
+    if not torch.cuda.is_available():
+        return  # the symbol is in builds with CUDA alone, and there alone it is asked
+    with needs("is_capturing_cuda"):
+        assert compat.is_capturing_cuda() is False
+
+
+def test_is_current_device() -> None:
+    if not torch.cuda.is_available():
+        return
+    with needs("is_current_device"):
+        assert compat.is_current_device(torch.device("cuda", torch.cuda.current_device())) is True
+
+
+def test_raw_stream() -> None:
+    if not torch.cuda.is_available():
+        return
+    with needs("raw_stream"):
+        assert compat.raw_stream(torch.device("cuda", 0)) == torch.cuda.current_stream(0).cuda_stream
+
+
+def test_modes_are_active() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with needs("modes_are_active"):
+        assert compat.modes_are_active() is False
+        with FakeTensorMode():
+            assert compat.modes_are_active() is True
+
+
+def test_sdpa_switches() -> None:
+    with needs("sdpa_switches"):
+        before = compat.sdpa_switches()
+        assert compat.sdpa_switches() == before
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            assert compat.sdpa_switches() != before
+
+
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_cuda_attention(cudnn: bool) -> None:
+    """Without a GPU: that torch has the operators, and that they take these arguments."""
+    x = torch.empty(1, 1, 8, 8, device="meta", dtype=torch.float16)
+    with needs("cuda_attention"):
+        output, tensors, rest = compat.cuda_attention(cudnn, x, x, x, True, 0.5)
+        assert (output.shape, len(tensors), len(rest)) == (x.shape, 3, 4)
+
+
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_cuda_attention_backward(cudnn: bool) -> None:
+    x = torch.empty(1, 1, 8, 8, device="meta", dtype=torch.float16)
+    with needs("cuda_attention_backward"):
+        output, tensors, rest = compat.cuda_attention(cudnn, x, x, x, True, 0.5)
+        found = compat.cuda_attention_backward(cudnn, output, (x, x, x, output), tensors, rest, True, 0.5)
+        assert [g.shape for g in found] == [x.shape] * 3
 
 
 def test_in_backward() -> None:

@@ -14,7 +14,8 @@ import regard
 from contract_cases import agree, plain_results, results, truth
 from gpu.test_hopper_on_gpu import N, of_bits, pytestmark  # noqa: F401
 from gpu.test_kernels_on_gpu import DEVICE, HALVES, ROWS, inputs, random, same_bits
-from regard.kernels.hopper import forward_launch, launch_cache
+from regard.kernels import launch_cache
+from regard.kernels.hopper import forward_launch
 from regard.kernels.hopper.configs import OUTLIER_BITS
 
 SIZES = (600, 1150)
@@ -169,7 +170,7 @@ def test_many_retries_change_no_bit(rows: slice, mask: str, d: int, monkeypatch:
 
     def by(programs: int) -> list[Tensor]:
         monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
+        launch_cache.clear()
         return seen_by(tensors, mask=MASKS[mask](n, n))
 
     first = by(132)
@@ -198,7 +199,7 @@ def test_heads_with_many_retries_take_the_safe_loop_to_the_same_bits(
         counter[0] = 0
         monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
         monkeypatch.setattr(forward_launch, "_counters", lambda w, tile: counter)
-        monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
+        launch_cache.clear()
         return seen_by(tensors, mask=MASKS[mask](n, m)), [int(x) - before for x in counter[1:]]
 
     first, counted = by(132, 0)

@@ -26,9 +26,10 @@ from gpu.test_kernels_on_gpu import (
     same_bits,
 )
 from regard import biases, scores
+from regard.kernels import launch_cache
 from regard.kernels.block_lists import BITS
 from regard.kernels.block_mask import block_mask
-from regard.kernels.hopper import configs, forward_launch, launch_cache
+from regard.kernels.hopper import configs, forward_launch
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -103,7 +104,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run(self, *args, **options)
 
     monkeypatch.setattr(JITFunction, "run", noted)
-    monkeypatch.setattr(launch_cache, "_LAUNCHES", {})  # cached launches do not call it
+    launch_cache.clear()  # cached launches do not call it
     return names
 
 
@@ -157,7 +158,7 @@ def test_programs_that_take_many_blocks_of_rows_change_no_bit(
 
     def found(programs: int) -> list[Tensor]:
         monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
-        monkeypatch.setattr(launch_cache, "_LAUNCHES", {})  # which keep the old number
+        launch_cache.clear()  # which keep the old number
         seen = regard.observe(*(x.detach() for x in tensors), **kwargs, backend="triton")
         return [getattr(seen, row) for row in ROWS]
 

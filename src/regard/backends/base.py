@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -12,7 +13,9 @@ from ..core.problem import Problem
 from ..core.rows import Rows
 from ..core.tiling import TileSizes
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Prepared"]
+
+Prepared: TypeAlias = Callable[[Problem], Rows]
 
 
 class Backend(ABC):
@@ -32,6 +35,10 @@ class Backend(ABC):
     @abstractmethod
     def run(self, p: Problem) -> Rows:
         """Compute a problem."""
+
+    def prepare(self, p: Problem) -> Prepared | None:
+        """`run` for problems that differ from this one by tensors alone, and no tensor of it; None without one."""
+        return None
 
     def detail(self, p: Problem) -> str:
         """What it would run, in a few words, for `why`."""

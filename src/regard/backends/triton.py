@@ -5,9 +5,11 @@ This file turns a problem into an engine and the tensors that it takes. The kern
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from ..chunked import statistics
 from ..compat.torch import (
     forward_mode_is_active,
     is_capturing,
+    may_need_grad,
     outside_transforms,
     transforms_are_active,
     without_autocast,
@@ -29,13 +32,15 @@ from ..core.nonfinite import zero_unseen
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..core.spec import Spec
+from ..core.versions import Versions
 from ..kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR
 from ..kernels.block_mask import BlockMask, block_mask, most_bytes, traceable, traceable_spans
 from ..kernels.engine import Inputs, TritonEngine
+from ..kernels.launch_cache import Shortcuts
 from ..masks import Mask
 from ..masks.dense import Dense
 from ..scores.additive import Additive
-from .base import Backend
+from .base import Backend, Prepared
 
 if TYPE_CHECKING:
     from ..kernels.arguments import KernelArgs
@@ -73,6 +78,21 @@ class Triton(Backend):
         rows = _traced(p) if torch.compiler.is_compiling() else _eager(p)
         output = p.shaped(rows.output.to(p.dtype))
         return Rows(output, *map(p.shaped, rows[1:])) if p.observed else Rows(output)
+
+    def prepare(self, p: Problem) -> Prepared | None:
+        if INTERPRETED or not p.plain_scale or p.bias is not None or p.dropout:
+            return None
+        shortcuts = Shortcuts()
+        records = may_need_grad(*p.tensors)
+        engine, _ = _engine(p, _block_mask(p), shortcuts)
+        engine_for = (lambda _: engine) if p.mask is None or p.mask.constant else _engine_for(p, engine)
+
+        def run(p: Problem) -> Rows:
+            sink = None if p.sink is None else p.sink.float()
+            x = p.query, p.key, p.value, None, None, sink, None
+            return attend(engine_for(p), x) if records else engine_for(p).forward(x)
+
+        return run
 
     def received(self, p: Problem, rows: Rows) -> Tensor:
         from ..kernels.launch import received
@@ -165,9 +185,32 @@ def _about_tracing(p: Problem) -> list[str]:
 @without_autocast
 def _eager(p: Problem) -> Rows:
     with outside_transforms():  # a block mask is cached, so it must not hold wrapped tensors
-        mask = block_mask(p.mask, p.rows, p.keys, p.device, p.items_per_mask)
+        mask = _block_mask(p)
     engine, inputs = _engine(p, mask)
     return attend(engine, inputs)
+
+
+def _block_mask(p: Problem) -> BlockMask:
+    return block_mask(p.mask, p.rows, p.keys, p.device, p.items_per_mask)
+
+
+def _engine_for(p: Problem, engine: TritonEngine) -> Callable[[Problem], TritonEngine]:
+    """The engine for a mask whose tensors were not changed since; it is made anew, so that nothing keeps them alive."""
+    block = ref(engine.block_mask)
+    spec = replace(engine.spec, mask=None, read=None)
+    engine = replace(engine, spec=spec, block_mask=BlockMask(p.rows, p.keys))
+
+    def made(p: Problem) -> TritonEngine:
+        found = block()
+        if found is None or p.mask is None or is_capturing():
+            found = _block_mask(p)
+        mine = object.__new__(Spec)
+        mine.__dict__.update(spec.__dict__, mask=p.mask, read=None if p.mask is None else Versions(p.mask.sources))
+        twin = object.__new__(TritonEngine)
+        twin.__dict__.update(engine.__dict__, spec=mine, block_mask=found)
+        return twin
+
+    return made
 
 
 def _traced(p: Problem) -> Rows:
@@ -190,7 +233,7 @@ def _traced(p: Problem) -> Rows:
     return Rows(*attend_operator(*inputs, *settings))
 
 
-def _engine(p: Problem, mask: BlockMask | None) -> tuple[TritonEngine, Inputs]:
+def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = None) -> tuple[TritonEngine, Inputs]:
     """Fold the score, and split the problem into an engine and its inputs."""
     seed = draw_seed(p.who) if p.dropout else 0
     query, key, scale, vector = _folded(p)
@@ -209,7 +252,7 @@ def _engine(p: Problem, mask: BlockMask | None) -> tuple[TritonEngine, Inputs]:
         spec = replace(spec, pair=Additive.pair, cost=query.shape[-1], paired=1)
     number = 1.0 if isinstance(scale, Tensor) else float(scale)
     mask = BlockMask(p.rows, p.keys) if mask is None else mask
-    engine = TritonEngine(spec, mask, kind, offset, number, p.observed)
+    engine = TritonEngine(spec, mask, kind, offset, number, p.observed, shortcuts)
     scales = scale.float().reshape(-1) if isinstance(scale, Tensor) else None
     sink = None if p.sink is None else p.sink.float()
     # A folded score leaves float32 queries and keys; then the values are multiplied in float32 too.
@@ -237,8 +280,7 @@ def _folded(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
 def _late_pass(p: Problem, rows: Rows) -> tuple[KernelArgs, Tensor, Tensor]:
     """The problem without its graph, with the row max and the log of the row sum, for a pass after the forward."""
     with torch.no_grad():
-        mask = block_mask(p.mask, p.rows, p.keys, p.device, p.items_per_mask)
-        engine, inputs = _engine(p._replace(dropout=0.0), mask)
+        engine, inputs = _engine(p._replace(dropout=0.0), _block_mask(p))
         args = engine.kernel_args(inputs)
     row_max, log_row_sum = (t.detach().reshape(args.rows).contiguous() for t in (rows.max_logit, rows.log_row_sum))
     return args, row_max, log_row_sum

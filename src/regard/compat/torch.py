@@ -27,6 +27,8 @@ __all__ = [
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "cpu_multiplies_bfloat16",
+    "cuda_attention",
+    "cuda_attention_backward",
     "dynamo_is_loaded",
     "forward_mode_is_active",
     "fused_sdpa_kernel",
@@ -34,6 +36,8 @@ __all__ = [
     "innermost_transform_is_jvp",
     "is_batched",
     "is_capturing",
+    "is_capturing_cuda",
+    "is_current_device",
     "is_exporting",
     "is_legacy_batched",
     "is_readable",
@@ -44,11 +48,14 @@ __all__ = [
     "legacy_batch",
     "legacy_unbatch",
     "may_need_grad",
+    "modes_are_active",
     "no_autocast",
     "not_compiled",
     "not_traced",
     "outside_transforms",
+    "raw_stream",
     "samples",
+    "sdpa_switches",
     "shared_with_backward",
     "tensor_indices_in_vmap",
     "transforms_are_active",
@@ -104,7 +111,7 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not dynamo_is_loaded():
+        if not dynamo_is_loaded() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is None:
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch._dynamo.disable(function))
@@ -148,13 +155,45 @@ def lacks_values(*tensors: Tensor) -> bool:
 
 
 def check_when_run(condition: Tensor, message: str) -> None:
-    """Raise `message` when a compiled or captured call runs and the condition does not hold: no value is read before."""
+    """Raise `message` when a compiled or captured call runs, unless the condition holds: no value is read before."""
     torch._assert_async(condition, message)
 
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured; without a GPU the public function raises."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_capturing_cuda() -> bool:
+    """The same where CUDA is known to be in use."""
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
+def raw_stream(device: torch.device) -> int:
+    """The current stream of a CUDA device as a number; the public function takes microseconds to make an object."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def is_current_device(device: torch.device) -> bool:
+    """Whether a CUDA device is the current one; the public function first asks whether CUDA is initialised."""
+    return torch._C._cuda_getDevice() == device.index
+
+
+def modes_are_active() -> bool:
+    """Whether operations are dispatched to a mode, such as one that records them or makes tensors without values."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def sdpa_switches() -> tuple[object, ...]:
+    """The switches by which torch chooses a kernel of its attention function."""
+    c = torch._C
+    return (
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+        c._get_overrideable_sdp_enabled(),
+        tuple(c._get_sdp_priority_order()),
+    )
 
 
 def in_backward() -> bool:
@@ -360,6 +399,40 @@ def cpu_flash_attention_backward(
     """The gradients of query, key and value by torch's CPU kernel; `saved` is (query, key, value, output, lse)."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dq, dk, dv = op(grad, *saved, 0.0, causal, attn_mask=mask, scale=scale)
+    return dq, dk, dv
+
+
+def cuda_attention(
+    cudnn: bool, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, list[Tensor], list[Any]]:
+    """The output of torch's flash or cuDNN kernel, and what its backward takes: tensors and numbers."""
+    if cudnn:
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention
+        found = op(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    output, lse, q_starts, k_starts, q_longest, k_longest, seed, offset = found[:8]
+    return output, [lse, seed, offset], [q_starts, k_starts, q_longest, k_longest]
+
+
+def cuda_attention_backward(
+    cudnn: bool,
+    grad: Tensor,
+    given: tuple[Tensor, ...],
+    tensors: list[Tensor],
+    rest: list[Any],
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value by the same kernel; `given` is (query, key, value, output)."""
+    lse, seed, offset = tensors
+    if cudnn:
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        found = op(grad, *given, lse, seed, offset, None, *rest, 0.0, causal, scale=scale)
+    else:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        found = op(grad, *given, lse, *rest, 0.0, causal, seed, offset, scale=scale)
+    dq, dk, dv = found
     return dq, dk, dv
 
 

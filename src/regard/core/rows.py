@@ -15,11 +15,11 @@ class Rows(NamedTuple):
     """Output and statistics of every row.
 
     The leading dimensions are those of the layer: (L, K, G, N) in tiles, (L, H, N) in kernels, the caller's dimensions
-    in backends. The statistics that callers get include the sink; those of tiles and kernels do not.
+    in backends. The statistics that callers get include the sink; those of tiles do not.
     """
 
     output: Tensor  # (…, N, E)
     lse: Tensor = _MISSING  # (…, N)
-    entropy: Tensor = _MISSING  # zeros in tiles and kernels if the call is not observed
+    entropy: Tensor = _MISSING  # if the call is not observed: zeros in tiles, None in kernels
     max_logit: Tensor = _MISSING
     log_row_sum: Tensor = _MISSING  # lse − max_logit, to all digits even where the logits are large

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..compat.triton import INTERPRETED
+from ..core.rows import Rows
 from .block_lists import NONE, BlockLists
 from .block_mask import BlockMask
+from .launch_cache import Shortcuts
 from .portable.configs import Config, config, hopper, padded
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "BIAS_NONE",
     "BIAS_RELATIVE",
     "BIAS_TENSOR",
+    "NO_ENTROPY",
     "BackwardRows",
     "BackwardStrides",
     "BiasArgs",
@@ -41,6 +44,7 @@ __all__ = [
 
 
 BIAS_NONE, BIAS_TENSOR, BIAS_ALIBI, BIAS_RELATIVE = 0, 1, 2, 3
+NO_ENTROPY: Any = None  # of calls that are not observed
 
 
 class BiasArgs(NamedTuple):
@@ -226,6 +230,7 @@ class KernelArgs:
     drop: DropoutArgs = field(default_factory=DropoutArgs)
     sink: Tensor | None = None  # float32 (H,)
     vector: Tensor | None = None  # float32 (D,)
+    shortcuts: Shortcuts | None = None  # of calls whose sizes, dtypes and numbers are known to be the same
 
     @property
     def n(self) -> int:
@@ -246,6 +251,34 @@ class KernelArgs:
     @property
     def rows(self) -> tuple[int, int, int]:
         return (*self.query.shape[:2], self.n)
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """All that decides which kernels run and how they are started: what is here twice starts the same launches.
+
+        Addresses count by their last bits: TMA and Triton ask whether they are multiples of 16.
+        """
+        q, k, v, sink, scales, bias, drop = self.query, self.key, self.value, self.sink, self.scales, self.bias, self.drop
+        addresses = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, None if sink is None else sink.data_ptr() & 15
+        if self.shortcuts is not None:
+            strides = q.stride(), k.stride(), v.stride()  # hooks on saved tensors may change them
+            return self.shortcuts, self.block_mask.kind, *addresses, *strides, torch.backends.cuda.matmul.allow_tf32
+        made: tuple[Any, ...] = (
+            q.device, q.dtype, k.dtype, v.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), addresses, self.scale,
+            self.softcap, self.block_mask.kind, self.kind,
+        )  # fmt: skip
+        if bias.at is not None:
+            made += bias[1:], bias.at.dtype, bias.at.data_ptr() & 15
+        if scales is not None or drop.keys is not None or self.vector is not None:
+            made += (scales is None, drop[1:], drop.keys is None, self.vector is None)
+        return made if q.dtype != torch.float32 else (*made, torch.backends.cuda.matmul.allow_tf32)
+
+    def new_rows(self, entropy: bool) -> Rows:
+        """Uninitialised results."""
+        shape = self.query.shape[:3]
+        output = self.value.new_empty(*shape, self.value.shape[3])
+        lse, row_max, log_row_sum = (self.query.new_empty(shape, dtype=torch.float32) for _ in range(3))
+        return Rows(output, lse, torch.empty_like(lse) if entropy else NO_ENTROPY, row_max, log_row_sum)
 
     @property
     def fast(self) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_capturing
+from ..compat.torch import is_capturing, raw_stream
 from ..masks import Mask
 from ..masks.base import FULL, HIDDEN, PARTIAL, And
 from ..masks.blocks import Blocks
@@ -61,6 +61,7 @@ class BlockMask:
     _seen: Tensor | None = None
     _stream: int | None = None  # the stream that computed its last part …
     _there: torch.cuda.Event | None = None  # … and the event after it
+    _device: torch.device | None = None
 
     def __post_init__(self) -> None:
         self.record()
@@ -81,12 +82,13 @@ class BlockMask:
         """Record an event on the current stream, which computed a part, so that other streams can wait for it."""
         stream = self._current()
         if stream is not None:
-            self._stream, self._there = stream.cuda_stream, stream.record_event()
+            self._stream, self._there, self._device = stream.cuda_stream, stream.record_event(), stream.device
 
     def wait(self, *parts: BlockLists | NamedTuple) -> None:
         """Let the current stream wait for the one that computed this, and keep the parts alive while it reads them."""
-        stream = self._current()
-        if stream is None or self._there is None or stream.cuda_stream == self._stream:
+        if self._device is None or raw_stream(self._device) == self._stream or (stream := self._current()) is None:
+            return
+        if self._there is None:
             return
         stream.wait_event(self._there)
         for x in (self.lo, self.hi, self._seen, *(self.mask_bits or ()), *(x for part in parts for x in part)):

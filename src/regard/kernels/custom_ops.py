@@ -54,7 +54,8 @@ def _engine(x: Inputs, s: Settings) -> TritonEngine:
 def _attend(*args: Any) -> tuple[Tensor, ...]:
     """The fields of Rows, (L, H, N, …)."""
     x = Inputs(*args[:_INPUTS])
-    return _engine(x, Settings(*args[_INPUTS:])).forward(x)
+    rows = _engine(x, Settings(*args[_INPUTS:])).forward(x)
+    return rows if rows.entropy is not None else rows._replace(entropy=torch.zeros_like(rows.lse))
 
 
 attend = torch.library.custom_op(

@@ -31,6 +31,7 @@ from ..core.spec import Spec
 from ..core.tiling import TileSizes
 from .arguments import BIAS_ALIBI, BIAS_RELATIVE, BIAS_TENSOR, BiasArgs, DropoutArgs
 from .block_mask import BlockMask
+from .launch_cache import Shortcuts
 
 if TYPE_CHECKING:
     from .arguments import BackwardRows, DoubleBackwardRows, KernelArgs, Tangents
@@ -74,6 +75,9 @@ class Needed(NamedTuple):
     vector: bool
 
 
+_QUERY_KEY_VALUE = Needed(True, True, True, False, False, False, False)
+
+
 @dataclass(frozen=True, eq=False)
 class TritonEngine(Engine):
     """Passes over `Inputs` by our kernels."""
@@ -84,18 +88,26 @@ class TritonEngine(Engine):
     bias_offset: int  # of a structured bias: row i is at key i + offset
     scale: float  # 1 if there is a tensor of scales
     observed: bool
+    shortcuts: Shortcuts | None = None  # of a remembered call
+
+    @property
+    def output_alone(self) -> bool:  # type: ignore[override]
+        return not self.observed
+
+    def forward(self, x: MaybeTensors) -> Rows:
+        short = self.shortcuts
+        if short is not None and short.forward is not None:
+            rows = short.forward(x[0], x[1], x[2], x[5], self.block_mask)
+            if rows is not None:
+                return rows
+        return self._forward(x)
 
     @not_compiled
     @without_autocast
-    def forward(self, x: MaybeTensors) -> Rows:
+    def _forward(self, x: MaybeTensors) -> Rows:
         from . import launch
 
-        inputs = _inputs(x)
-        rows = launch.forward(self.kernel_args(inputs), self.observed)
-        if inputs.sink is None:
-            return rows
-        _, lse, entropy, log_row_sum = add_sink(inputs.sink.detach(), *rows[1:])
-        return rows._replace(lse=lse, entropy=entropy, log_row_sum=log_row_sum)
+        return launch.forward(self.kernel_args(_inputs(x)), self.observed)
 
     @not_compiled
     @without_autocast
@@ -105,10 +117,18 @@ class TritonEngine(Engine):
             return rows, (tangents[0], tangents[1], tangents[2])
         return self._jvp(_inputs(x), Derivatives(*w))
 
+    def vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
+        short = self.shortcuts
+        if short is not None and short.backward is not None and needs == _QUERY_KEY_VALUE and g[1] is None and g[2] is None:
+            found = short.backward(x[0], x[1], x[2], rows, g[0], self.block_mask)
+            if found is not None:
+                return Derivatives(*found)
+        return self._checked_vjp(x, rows, g, needs)
+
     @not_compiled
     @without_autocast
-    def vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
-        return self._vjp(_inputs(x), _contiguous(rows), g, Needed(*needs))
+    def _checked_vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
+        return self._vjp(_inputs(x), _aligned_rows(rows), g, Needed(*needs))
 
     @not_compiled
     @without_autocast
@@ -125,10 +145,10 @@ class TritonEngine(Engine):
         inputs, tangents, needed = _inputs(x), Derivatives(*w), Needed(*needs)
         scale_or_sink = inputs.scale is not None or inputs.sink is not None
         if inputs.vector is not None or tangents.bias is not None or needed.bias or scale_or_sink:
-            engine = TorchScaleEngine(**vars(self)) if scale_or_sink and inputs.vector is None else self
+            engine = TorchScaleEngine(**{**vars(self), "shortcuts": None}) if scale_or_sink and inputs.vector is None else self
             grads = double_backward_of_formula(engine, x, g, w, dg)[1]
         else:
-            grads = self._double_backward(inputs, _contiguous(rows), d_rows, g, tangents, dg, needed)
+            grads = self._double_backward(inputs, _aligned_rows(rows), d_rows, g, tangents, dg, needed)
         return [t if need else None for t, need in zip(grads, needs, strict=True)]
 
     def formula(self, x: MaybeTensors) -> tuple[Tensor, ...]:
@@ -156,21 +176,22 @@ class TritonEngine(Engine):
             mask.wait()
             mask = BlockMask(mask.n, mask.m, mask.lo, mask.hi, mask.mask_bits, mask.lead, mask.inner * size)
         spec = replace(spec, inner=spec.inner * size, period=spec.period * size, copies=spec.copies * size)
-        return replace(self, spec=spec, block_mask=mask), 1
+        return replace(self, spec=spec, block_mask=mask, shortcuts=None), 1
 
     def kernel_args(self, x: Inputs) -> KernelArgs:
         """The problem as kernels take it."""
         from .arguments import KernelArgs
 
-        query, key = x.query.detach(), x.key.detach()
+        query, key = x.query, x.key
         if x.vector is not None:  # the kernel reads one hidden unit of all rows at a time
             query, key = query.mT.contiguous().mT, key.mT.contiguous().mT
+        negates = self._negates_query(x)
         return KernelArgs(
-            -query if self._negates_query(x) else query,
+            -query if negates else query,
             key,
-            x.value.detach(),
+            x.value,
             self.block_mask,
-            -self.scale if self._negates_query(x) else self.scale,
+            -self.scale if negates else self.scale,
             None if x.scale is None else x.scale.detach().expand(query.shape[1]).contiguous(),
             self.spec.softcap,
             self.bias_kind,
@@ -178,6 +199,7 @@ class TritonEngine(Engine):
             _dropout_args(self.spec, query),
             None if x.sink is None else x.sink.detach().contiguous(),
             None if x.vector is None else x.vector.detach().contiguous(),
+            None if negates else self.shortcuts,
         )
 
     def _negates_query(self, x: Inputs) -> bool:
@@ -263,7 +285,7 @@ class TorchScaleEngine(TritonEngine):
         query, scale = inputs.query, self.scale
         if inputs.scale is not None:
             query, scale = (query.float() * inputs.scale.reshape(-1, 1, 1)).to(query.dtype), 1.0
-        engine = TritonEngine(**{**vars(self), "scale": scale})
+        engine = TritonEngine(**{**vars(self), "scale": scale, "observed": True})
         output, lse, entropy = attend(engine, inputs._replace(query=query, scale=None, sink=None))[:3]
         return (output, lse, entropy) if inputs.sink is None else _with_sink(inputs.sink, output, lse, entropy)
 
@@ -275,9 +297,18 @@ def _inputs(x: MaybeTensors) -> Inputs:
     return Inputs(query, key, value, *others)
 
 
-def _contiguous(rows: Rows) -> Rows:
+def _aligned_rows(rows: Rows) -> Rows:
     """The statistics as kernels read them, row after row; vmap may have changed their strides."""
-    return Rows(rows.output, *(t.contiguous() for t in rows[1:]))
+    return Rows(_aligned_address(rows.output), *(t if t is None else _aligned(t) for t in rows[1:]))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A contiguous tensor whose address is a multiple of 16, which launches that are started again take for granted."""
+    return _aligned_address(x if x.is_contiguous() else x.contiguous())
+
+
+def _aligned_address(x: Tensor) -> Tensor:
+    return x.clone() if x.data_ptr() & 15 else x
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -310,7 +341,7 @@ def _backward_rows(
     dO, g_lse, g_H = (None if t is None else t.detach() for t in g)
     dO = torch.zeros_like(rows.output) if dO is None else _readable(dO)
     g_lse = None if g_lse is None else torch.where(rows.lse > -torch.inf, g_lse, 0.0).contiguous()
-    g_H = None if g_H is None else g_H.contiguous()
+    g_H = None if g_H is None else _aligned(g_H)
     delta, lse = launch.backward_preprocess(args, rows, dO, g_lse)
     mean, d_sink = None, None
     share = None if sink is None else _share_of_sink(sink.detach(), rows.lse)

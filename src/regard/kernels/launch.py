@@ -9,8 +9,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ..compat.torch import is_current_device
 from ..compat.triton import INTERPRETED
 from ..core.rows import Rows
+from . import launch_cache
 from .arguments import BackwardRows, DoubleBackwardRows, Gradients, KernelArgs, Tangents
 from .portable import launch as portable
 from .portable.configs import hopper
@@ -37,6 +39,8 @@ def on_its_device(function: Callable[Concatenate[KernelArgs, P], R]) -> Callable
 
     @wraps(function)
     def wrapped(w: KernelArgs, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not w.query.is_cuda or is_current_device(w.query.device):
+            return function(w, *args, **kwargs)
         with torch.cuda.device_of(w.query):
             return function(w, *args, **kwargs)
 
@@ -50,12 +54,16 @@ def _on_hopper(w: KernelArgs) -> bool:
 @on_its_device
 def forward(w: KernelArgs, entropy: bool) -> Rows:
     """The forward pass: by decoding, by the chip's own kernel, or by the portable one."""
-    if not portable.decodes(w) and _on_hopper(w):
-        from .hopper import forward_launch as chip
+    route = launch_cache.find(key := ("route of the forward", w.signature))
+    if route is None:
+        route = portable.forward
+        if not portable.decodes(w) and _on_hopper(w):
+            from .hopper import forward_launch as chip
 
-        if not chip.refuses(w):
-            return chip.launch_forward(w, entropy)
-    return portable.forward(w, entropy)
+            route = route if chip.refuses(w) else chip.launch_forward
+        launch_cache.store(key, route)
+    found: Rows = route(w, entropy)
+    return found
 
 
 @on_its_device
@@ -73,12 +81,15 @@ def backward_preprocess(w: KernelArgs, found: Rows, dO: Tensor, g_lse: Tensor | 
 @on_its_device
 def backward(w: KernelArgs, rows: BackwardRows, queries: bool = True, keys: bool = True) -> Gradients:
     """The wanted gradients, of queries or of keys and values: by the chip's own kernel if all are wanted, or by the portable two."""
-    if queries and keys and _on_hopper(w):
-        from .hopper import backward_launch as chip
+    if not (queries and keys and _on_hopper(w)):
+        return portable.backward(w, rows, queries, keys)
+    from .hopper import backward_launch as chip
 
-        if not chip.refuses(w, rows):
-            return Gradients(*chip.launch_backward(w, rows))
-    return portable.backward(w, rows, queries, keys)
+    dO = rows.dO
+    by_chip = launch_cache.find(key := ("route of the backward", w.signature, dO.dtype, dO.stride(), dO.data_ptr() & 15))
+    if by_chip is None:
+        launch_cache.store(key, by_chip := not chip.refuses(w, rows))
+    return Gradients(*chip.launch_backward(w, rows)) if by_chip else portable.backward(w, rows, queries, keys)
 
 
 @on_its_device

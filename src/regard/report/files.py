@@ -38,7 +38,7 @@ def write_text(path: str | os.PathLike[str], text: str, who: str) -> Path:
     place = Path(path)
     try:
         try:
-            existing = open(place, "w", encoding="utf-8", newline="\n", opener=_open_untouched)
+            existing = open(place, "w", encoding="utf-8", newline="\n", opener=_open_untouched)  # noqa: SIM115
         except FileNotFoundError:
             _replace(os.path.realpath(place), text, None)
             return place

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from ...compat.torch import forward_mode_is_active, is_recording, may_need_grad
 from ...core.problem import Problem
 from ...core.rows import Rows
-from ..base import Backend
+from ...masks.causal import Causal
+from ...masks.everything import Everything
+from ..base import Backend, Prepared
 from .call import KERNELS, call_of, kernel_of, probe_of
-from .derivatives import attend_with_derivatives
+from .derivatives import attend_with_derivatives, cuda_attention_of
 from .fast_path import fast_path
 from .refusals import refusals
 
@@ -44,3 +47,21 @@ class Sdpa(Backend):
         else:
             output = call.attend()
         return Rows(p.shaped(output if output.dtype == p.dtype else output.to(p.dtype)))
+
+    def prepare(self, p: Problem) -> Prepared | None:
+        plain = p.plain_scale and p.bias is None and (p.mask is None or isinstance(p.mask, Causal | Everything))
+        call = call_of(p)
+        if not (p.query.is_cuda and plain and call.mask is None and call.query is p.query and call.key is p.key):
+            return None
+        causal, scale, grouped = call.causal, call.scale, call.grouped
+        if may_need_grad(p.query, p.key, p.value):
+            attend = cuda_attention_of(kernel_of(call), call)
+            return None if attend is None else lambda p: Rows(attend(p))
+
+        def run(p: Problem) -> Rows:
+            output = F.scaled_dot_product_attention(
+                p.query, p.key, p.value, None, 0.0, causal, scale=scale, enable_gqa=grouped
+            )
+            return Rows(output)
+
+        return run

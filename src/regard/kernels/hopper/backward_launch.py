@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...compat.torch import is_current_device
+from ...core.rows import Rows
+from .. import launch_cache
 from ..arguments import BIAS_RELATIVE, BIAS_TENSOR, BackwardRows, KernelArgs
+from ..block_mask import BlockMask
 from ..portable.configs import padded
+from ..portable.launch import preprocess_key
 from . import backward_wide
 from . import forward_launch as forward
 from .backward import backward, dq_postprocess
@@ -24,6 +30,10 @@ __all__ = [
     "workspace_for",
 ]  # fmt: skip
 
+CHANGING = (
+    "q", "k", "v", "do", "lse", "delta", "g_entropy", "dq_sums", "dk_desc", "dv_desc", "dk", "dv", "scales", "bias", "lists", "dq_order", "drop",
+    "seen", "semaphores",
+)  # fmt: skip
 _NARROW = 128  # dims up to which a group holds dK and dV of its keys
 
 
@@ -90,13 +100,63 @@ def tile_for(w: KernelArgs) -> BackwardTile:
 
 def launch_backward(w: KernelArgs, s: BackwardRows, tile: BackwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (in float32 and not yet scaled where there is a tensor of scales), dK and dV."""
-    tile = tile or tile_for(w)
+    key = None if tile is not None else ("hopper backward", w.signature, s.dO.stride(), s.dO.data_ptr() & 15, s.g_entropy is None)
+    launch = launch_cache.find(key)
+    tile = tile or (tile_for(w) if launch is None else launch.about)
     workspace = workspace_for(w, tile)
     seen = seen_keys(w, tile.BM, tile.BN) if w.kind in (BIAS_TENSOR, BIAS_RELATIVE) else None
-    arguments, options = backward_arguments(w, s, workspace, tile, seen)
-    L, K, M, _ = w.key.shape
-    kernel_for(tile)[(cdiv(M, tile.BN) * L * K,)](**arguments, **options)
-    return postprocess_dq(w, workspace, tile), workspace.dk, workspace.dv
+    if launch is None:
+        arguments, options = backward_arguments(w, s, workspace, tile, seen)
+        L, K, M, _ = w.key.shape
+        launch_cache.start(key, kernel_for(tile), cdiv(M, tile.BN) * L * K, arguments, options, CHANGING, tile)
+    else:
+        lse, delta, g_entropy = _padded_row_stats(w, s, tile)
+        dk, dv = workspace.dk, workspace.dv
+        launch.again(
+            q=w.query, k=w.key, v=w.value, do=s.dO, lse=lse, delta=delta, g_entropy=g_entropy, dq_sums=workspace.dq_sums, dk_desc=dk,
+            dv_desc=dv, dk=dk, dv=dv, scales=w.scales, bias=w.bias, lists=w.block_mask.by_keys(tile.BM, tile.BN),
+            dq_order=dq_order(w.block_mask, tile.BM, tile.BN), drop=w.drop, seen=seen, semaphores=workspace.semaphores,
+        )  # fmt: skip
+    dq = postprocess_dq(w, workspace, tile)
+    if w.shortcuts is not None and w.shortcuts.backward is None and s.g_entropy is None and not w.n % tile.BM:
+        w.shortcuts.backward = _shortcut(w, s, key, tile)
+    return dq, workspace.dk, workspace.dv
+
+
+def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile) -> Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None:
+    """The backward pass from tensors to gradients, for calls whose sizes, strides and numbers are these."""
+    do_strides, strides = s.dO.stride(), (w.query.stride(), w.key.stride(), w.value.stride())
+    preprocess = launch_cache.find(preprocess_key(w, s.dO, w.value.new_empty(*w.rows, w.value.shape[3]), None))
+    main, postprocess = launch_cache.find(key), launch_cache.find(("dq postprocess", tile, w.signature))
+    if s.dO.data_ptr() & 15 or preprocess is None or main is None or postprocess is None:
+        return None
+    device, dtype, bias, drop = w.query.device, w.query.dtype, w.bias, w.drop
+    (L, H, N), D = w.rows, w.query.shape[3]
+    blocks = L * H * cdiv(N, tile.BM)
+    sums_shape, dq_shape, BM, BN = (blocks * tile.parts * tile.BM, tile.widths(w)[0] // tile.parts), (L, H, N, D), tile.BM, tile.BN
+    key_shape, value_shape = w.key.shape, w.value.shape
+
+    def run(q: Tensor, k: Tensor, v: Tensor, rows: Rows, dO: Tensor | None, block_mask: BlockMask) -> tuple[Tensor, Tensor, Tensor] | None:
+        if dO is None or dO.stride() != do_strides or dO.dtype != dtype or (q.stride(), k.stride(), v.stride()) != strides:
+            return None
+        output, _, _, row_max, log_row_sum = rows
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | dO.data_ptr() | output.data_ptr() | row_max.data_ptr() | log_row_sum.data_ptr()
+        contiguous = output.is_contiguous() and row_max.is_contiguous() and log_row_sum.is_contiguous()
+        if addresses & 15 or not contiguous or not is_current_device(device):
+            return None
+        delta, lse = row_max.new_empty(2, L, H, N).unbind()  # N is a multiple of BM, so both are aligned
+        preprocess.again(do=dO, g_lse=None, out=rows, delta=delta, lse=lse)
+        dk, dv, dq = k.new_empty(key_shape), v.new_empty(value_shape), q.new_empty(dq_shape)
+        sums = q.new_empty(sums_shape, dtype=torch.float32)
+        semaphores = launch_cache.zeros(blocks * tile.semaphores, device)
+        main.again(
+            q=q, k=k, v=v, do=dO, lse=lse, delta=delta, g_entropy=None, dq_sums=sums, dk_desc=dk, dv_desc=dv, dk=dk, dv=dv, scales=None,
+            bias=bias, lists=block_mask.by_keys(BM, BN), dq_order=dq_order(block_mask, BM, BN), drop=drop, seen=None, semaphores=semaphores,
+        )  # fmt: skip
+        postprocess.again(dq_sums=sums, semaphores=semaphores, dq=dq)
+        return dq, dk, dv
+
+    return run
 
 
 def kernel_for(tile: BackwardTile) -> Any:
@@ -107,7 +167,7 @@ def workspace_for(w: KernelArgs, tile: BackwardTile) -> BackwardWorkspace:
     L, H, N = w.rows
     row_blocks = L * H * cdiv(N, tile.BM)
     sums = w.query.new_empty(row_blocks * tile.parts * tile.BM, tile.widths(w)[0] // tile.parts, dtype=torch.float32)
-    semaphores = torch.zeros(row_blocks * tile.semaphores, dtype=torch.int32, device=w.query.device)
+    semaphores = launch_cache.zeros(row_blocks * tile.semaphores, w.query.device)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (w.key, w.value))
     return BackwardWorkspace(dk, dv, sums, semaphores)
 
@@ -125,7 +185,7 @@ def backward_arguments(
     (q,), (k,), (v,), (do,) = (descriptors(x, rows, width) for x, rows, width in (
         (w.query, BM, DA), (w.key, ROWS, DA), (w.value, ROWS, EA), (s.dO, BM, EA)))
     (dk_desc,), (dv_desc,) = (descriptors(x, ROWS, width) if tma_store else (None,) for x, width in ((dk, DA), (dv, EA)))
-    lse, delta, g_entropy = (vector_descriptor(_padded(x, padded_n, beyond), BM) for x, beyond in zip(_row_stats(s), (torch.inf, 0.0, 0.0), strict=True))
+    lse, delta, g_entropy = (vector_descriptor(x, BM) for x in _padded_row_stats(w, s, tile))
     arguments = {
         "q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "g_entropy": g_entropy, "dq_sums": matrix_descriptor(workspace.dq_sums, BM),
         "dk_desc": dk_desc, "dv_desc": dv_desc, "dk": dk, "dv": dv, "dk_strides": dk.stride()[:3], "dv_strides": dv.stride()[:3],
@@ -158,11 +218,17 @@ def postprocess_dq(w: KernelArgs, workspace: BackwardWorkspace, tile: BackwardTi
     (L, H, N), D = w.rows, w.query.shape[3]
     unscaled = w.scales is not None
     dq = w.query.new_empty(L, H, N, D, dtype=torch.float32 if unscaled else w.query.dtype)
-    scale = 1.0 if unscaled else w.scale
-    dq_postprocess[(cdiv(N, tile.BM) * L * H,)](
-        workspace.dq_sums, workspace.semaphores, dq, scale, N, D,
-        BM=tile.BM, PARTS=tile.parts, C=workspace.dq_sums.shape[1], SEMAPHORES=tile.semaphores, num_warps=4,
-    )  # fmt: skip
+    tensors = {"dq_sums": workspace.dq_sums, "semaphores": workspace.semaphores, "dq": dq}
+    key = ("dq postprocess", tile, w.signature)
+    launch = launch_cache.find(key)
+    if launch is not None:
+        launch.again(**tensors)
+        return dq
+    arguments = {
+        **tensors, "scale": 1.0 if unscaled else w.scale, "n": N, "D": D,
+        "BM": tile.BM, "PARTS": tile.parts, "C": workspace.dq_sums.shape[1], "SEMAPHORES": tile.semaphores,
+    }  # fmt: skip
+    launch_cache.start(key, dq_postprocess, cdiv(N, tile.BM) * L * H, arguments, {"num_warps": 4}, tensors)
     return dq
 
 
@@ -177,6 +243,12 @@ def _row_stats(s: BackwardRows) -> tuple[Tensor, Tensor, Tensor | None]:
     if s.g_entropy is None or s.mean is None:
         return s.row_max, s.delta, None
     return s.row_max, s.delta - s.g_entropy * s.mean, s.g_entropy * math.log(2)
+
+
+def _padded_row_stats(w: KernelArgs, s: BackwardRows, tile: BackwardTile) -> list[Tensor | None]:
+    """These numbers for whole blocks of rows."""
+    rows = -(-w.n // tile.BM) * tile.BM
+    return [_padded(x, rows, beyond) for x, beyond in zip(_row_stats(s), (torch.inf, 0.0, 0.0), strict=True)]
 
 
 def _padded(x: Tensor | None, rows: int, beyond: float = 0.0) -> Tensor | None:

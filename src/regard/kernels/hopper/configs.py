@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .. import launch_cache
+
 __all__ = ["OUTLIER_BITS", "ROWS", "Tile", "cdiv", "chunks", "config", "override", "producer_registers"]
 
 ROWS = 64  # query rows of one warp group
@@ -106,6 +108,7 @@ def config(dim: int, bias_or_dropout: bool = False) -> Tile:
 
 def override(dim: int, bias_or_dropout: bool, tile: Tile | None) -> None:
     """Use another tile for a dim, to measure it; None restores the table's."""
+    launch_cache.clear()
     if tile is None:
         _overrides.pop((padded(dim), bias_or_dropout), None)
     else:

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ...compat.gluon import TensorDescriptor
 
-__all__ = ["GLUON_DTYPES", "describable", "descriptors", "matrix_descriptor", "vector_descriptor", "with_base"]
+__all__ = ["GLUON_DTYPES", "describable", "descriptors", "matrix_descriptor", "vector_descriptor"]
 
 GLUON_DTYPES = {
     torch.float16: gl.float16,
@@ -42,15 +42,6 @@ def vector_descriptor(x: Tensor | None, size: int) -> Any:
 def matrix_descriptor(x: Tensor, rows: int) -> Any:
     """A descriptor of a matrix, in blocks of `rows`."""
     return _descriptor(x, list(x.stride()), (rows, x.shape[1]))
-
-
-def with_base(descriptor: Any, x: Tensor | None) -> Any:
-    """The same descriptor for another tensor, which is not checked again; None stays None."""
-    if descriptor is None:
-        return None
-    twin = object.__new__(type(descriptor))
-    vars(twin).update(vars(descriptor), base=x)
-    return twin
 
 
 def _descriptor(x: Tensor, strides: list[int], block: tuple[int, ...]) -> Any:

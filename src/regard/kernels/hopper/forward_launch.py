@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...compat.torch import is_current_device
 from ...compat.triton import INTERPRETED
 from ...core.rows import Rows
-from ..arguments import BIAS_NONE, KernelArgs
+from .. import launch_cache
+from ..arguments import BIAS_NONE, NO_ENTROPY, KernelArgs
 from ..block_lists import BITS, MASK_BLOCK, BlockLists
-from . import launch_cache
+from ..block_mask import BlockMask
 from .configs import ROWS, Tile, cdiv, chunks, config
 from .descriptors import describable, descriptors
 from .forward import forward
@@ -22,6 +26,10 @@ __all__ = ["forward_arguments", "heads_in_l2", "launch_forward", "multiprocessor
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST = 256
 _HIGHEST = 512.0  # cap: the chip's tanh is accurate to 3e−7, so a capped logit to 3e−7 of the cap
+CHANGING = (
+    "q", "qb", "k", "kb", "v", "vb", "o", "ob", "output", "lse", "row_max", "log_row_sum", "entropy", "scales", "sinks", "bias", "lists",
+    "drop", "counters",
+)  # fmt: skip
 _L2_BYTES = 32 * 2**20  # of keys and values that stay in the L2 cache
 
 
@@ -55,23 +63,56 @@ def tile_for(w: KernelArgs) -> Tile:
 
 def launch_forward(w: KernelArgs, entropy: bool, tile: Tile | None = None, swizzle: int | None = None) -> Rows:
     """The forward pass."""
-    L, H, N = w.rows
-    output = w.value.new_empty(L, H, N, w.value.shape[3])
-    lse, row_max, log_row_sum = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
-    found = Rows(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), row_max, log_row_sum)
-    tile = tile or tile_for(w)
-    key = launch_cache.key_of(w, entropy, tile) if swizzle is None else None
-    launch = launch_cache.find(key, w)
+    key = ("hopper forward", entropy, w.signature) if tile is None and swizzle is None else None
+    launch = launch_cache.find(key)
+    found = w.new_rows(entropy)
     if launch is not None:
-        launch.start(w, found, _block_lists(w, tile), _counters(w, tile))
+        q, k, v, output = w.query, w.key, w.value, found.output
+        launch.again(
+            q=q, qb=q, k=k, kb=k, v=v, vb=v, o=output, ob=output, output=output, lse=found.lse, row_max=found.max_logit,
+            log_row_sum=found.log_row_sum, entropy=found.entropy, scales=w.scales, sinks=w.sink, bias=w.bias,
+            lists=_block_lists(w, launch.about), drop=w.drop, counters=_counters(w, launch.about),
+        )  # fmt: skip
         return found
+    tile = tile or tile_for(w)
     arguments, options = forward_arguments(w, found, entropy, tile, swizzle)
+    L, H, N = w.rows
     programs = cdiv(N, tile.BM) * L * H
     if tile.persistent:
         programs = min(programs, multiprocessors(w.query.device))
-    compiled = forward[(programs,)](**arguments, **options)
-    launch_cache.add(key, w, compiled, programs, forward.arg_names, arguments)
+    launch_cache.start(key, forward, programs, arguments, options, CHANGING, tile)
+    if w.shortcuts is not None and (launch := launch_cache.find(key)) is not None:
+        w.shortcuts.forward = _shortcut(w, entropy, launch)
     return found
+
+
+def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch) -> Callable[..., Rows | None]:
+    """The forward pass from tensors to results, for calls whose sizes, strides and numbers are these."""
+    shape, device, tile = w.query.shape[:3], w.query.device, launch.about
+    output_shape, before, counters = (*shape, w.value.shape[3]), tile.rows_before(w.n), 1 + shape[0] * shape[1]
+    again, bias, drop = launch.again, w.bias, w.drop
+    together = not entropy and not math.prod(shape) % 4  # nobody changes one of them in place, and all are aligned
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, block_mask: BlockMask) -> Rows | None:
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if sink is None else sink.data_ptr())
+        if addresses & 15 or not is_current_device(device) or not (sink is None or sink.is_contiguous()):
+            return None
+        output = q.new_empty(output_shape)
+        if together:
+            lse, row_max, log_row_sum = q.new_empty((3, *shape), dtype=torch.float32).unbind()
+            found = Rows(output, lse, NO_ENTROPY, row_max, log_row_sum)
+        else:
+            lse = q.new_empty(shape, dtype=torch.float32)
+            row_max, log_row_sum = torch.empty_like(lse), torch.empty_like(lse)
+            found = Rows(output, lse, torch.empty_like(lse) if entropy else NO_ENTROPY, row_max, log_row_sum)
+        again(
+            q=q, qb=q, k=k, kb=k, v=v, vb=v, o=output, ob=output, output=output, lse=lse, row_max=row_max, log_row_sum=log_row_sum,
+            entropy=found.entropy, scales=None, sinks=sink, bias=bias, lists=block_mask.by_rows(tile.BM, tile.BN, before), drop=drop,
+            counters=launch_cache.zeros(counters, device) if tile.persistent else None,
+        )  # fmt: skip
+        return found
+
+    return run
 
 
 def _block_lists(w: KernelArgs, tile: Tile) -> BlockLists:
@@ -82,7 +123,7 @@ def _block_lists(w: KernelArgs, tile: Tile) -> BlockLists:
 def _counters(w: KernelArgs, tile: Tile) -> Tensor | None:
     """The work counter of a persistent grid, followed by one retry counter per head."""
     L, H, _ = w.rows
-    return torch.zeros(1 + L * H, dtype=torch.int32, device=w.query.device) if tile.persistent else None
+    return launch_cache.zeros(1 + L * H, w.query.device) if tile.persistent else None
 
 
 def forward_arguments(
@@ -99,7 +140,8 @@ def forward_arguments(
     v, vb = descriptors(w.value, tile.BN, EA, EB)
     o, ob = descriptors(found.output, ROWS, EA, EB) if tma_store else (None, None)
     arguments = {
-        "q": q, "qb": qb, "k": k, "kb": kb, "v": v, "vb": vb, "o": o, "ob": ob, **launch_cache.results(found),
+        "q": q, "qb": qb, "k": k, "kb": kb, "v": v, "vb": vb, "o": o, "ob": ob, "output": found.output, "lse": found.lse,
+        "row_max": found.max_logit, "log_row_sum": found.log_row_sum, "entropy": found.entropy,
         "strides": found.output.stride()[:3], "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "sinks": w.sink, "bias": w.bias,
         "lists": _block_lists(w, tile), "drop": w.drop, "n": N, "M": w.m, "E": E, "row_blocks": cdiv(N, tile.BM), "batch_heads": L * H,
         "num_heads": H, "heads_per_kv": w.groups, "swizzle": swizzle or heads_in_l2(w), "counters": _counters(w, tile),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -139,6 +140,7 @@ def config(
     return table[at] if at in table else table[direction.removeprefix("plain "), *at[1:]]
 
 
+@lru_cache
 def hopper(device: torch.device) -> bool:
     """Whether a device is a Hopper GPU, or a later one."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9

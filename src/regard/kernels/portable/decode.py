@@ -20,6 +20,7 @@ from .tile_ops import (
     LN2,
     LOG2E,
     LOWEST,
+    add_sink,
     dropout_keep,
     program_tile,
     row_max_residual,
@@ -126,9 +127,15 @@ def decode_merge(partials, out, strides, sinks, dropout, n, heads, splits, count
     row = (wide * heads + index) * n + i
     ln_l = tl.log2(l_all) * LN2
     log_row_sum = ln_l + row_max_residual(m_all, row_max, empty, C.FAST)
-    tl.store(out.lse + row, tl.where(empty, float("-inf"), row_max + log_row_sum))
+    lse = tl.where(empty, float("-inf"), row_max + log_row_sum)
+    entropy = ln_l
+    if C.ENTROPY:
+        e = tl.load(partials.stats + 2 * count + at, mask=s < splits, other=0.0)
+        entropy = ln_l - tl.sum(a * (e + shift * l), 0) / l_all * LN2
+    if C.SINK:
+        lse, entropy, log_row_sum = add_sink(tl.load(sinks + index), lse, entropy, log_row_sum, empty)
+    tl.store(out.lse + row, lse)
     tl.store(out.max_logit + row, tl.where(empty, float("-inf"), row_max))
     tl.store(out.log_row_sum + row, log_row_sum)
     if C.ENTROPY:
-        e = tl.load(partials.stats + 2 * count + at, mask=s < splits, other=0.0)
-        tl.store(out.entropy + row, ln_l - tl.sum(a * (e + shift * l), 0) / l_all * LN2)
+        tl.store(out.entropy + row, entropy)

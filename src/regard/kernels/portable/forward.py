@@ -34,6 +34,7 @@ from .tile_ops import (
     LN2,
     LOG2E,
     LOWEST,
+    add_sink,
     dropout_keep,
     full_block,
     partial_block,
@@ -144,8 +145,12 @@ def forward(q, k, v, out, args, sinks, n, m, heads, groups, row_blocks, C: tl.co
     at = first_row + i
     ln_l = tl.log2(l) * LN2
     log_row_sum = ln_l + row_max_residual(state.m, row_max, empty, C.FAST)
-    tl.store(out.lse + at, tl.where(empty, float("-inf"), row_max + log_row_sum), mask=i < n)
+    lse = tl.where(empty, float("-inf"), row_max + log_row_sum)
+    entropy = ln_l - state.e / l * LN2
+    if C.SINK:
+        lse, entropy, log_row_sum = add_sink(tl.load(sinks + index), lse, entropy, log_row_sum, empty)
+    tl.store(out.lse + at, lse, mask=i < n)
     tl.store(out.max_logit + at, tl.where(empty, float("-inf"), row_max), mask=i < n)
     tl.store(out.log_row_sum + at, log_row_sum, mask=i < n)
     if C.ENTROPY:
-        tl.store(out.entropy + at, ln_l - state.e / l * LN2, mask=i < n)
+        tl.store(out.entropy + at, entropy, mask=i < n)

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...core.rows import Rows
+from .. import launch_cache
 from ..arguments import (
     BIAS_ALIBI,
     BIAS_NONE,
@@ -48,6 +49,7 @@ __all__ = [
     "jvp",
     "moments",
     "pooled",
+    "preprocess_key",
     "received",
     "top",
 ]
@@ -64,26 +66,26 @@ def decodes(w: KernelArgs) -> bool:
 
 def forward(w: KernelArgs, entropy: bool) -> Rows:
     """The forward pass."""
-    out = _new_rows(w, entropy)
+    out = w.new_rows(entropy)
     if decodes(w):
         _decode(w, out, entropy)
         return out
-    c = w.config("forward")
+    key = ("forward", entropy, w.signature)
+    launch = launch_cache.find(key)
+    c = w.config("forward") if launch is None else launch.about
+    tensors = {
+        "q": w.query, "k": w.key, "v": w.value, "out": out, "args": w.pass_args(w.block_lists(c), w.strides(out.output)), "sinks": w.sink,
+    }  # fmt: skip
+    if launch is not None:
+        launch.again(**tensors)
+        return out
     L, H, N = w.rows
     row_blocks = triton.cdiv(N, c.BM)
     q, k, v = _by_tma(w.by_tma, (w.query, w.key, w.value), (c.BM, c.BN, c.BN))
     C = _constants(w, c, FAST=w.fast, ENTROPY=entropy, SINK=w.sink is not None, TMA=w.by_tma)
-    forward_kernel[(row_blocks * L * H,)](
-        q, k, v, out, w.pass_args(w.block_lists(c), w.strides(out.output)), w.sink, **w.sizes, row_blocks=row_blocks, C=C, **_options(c)
-    )
+    arguments = {**tensors, "q": q, "k": k, "v": v, **w.sizes, "row_blocks": row_blocks, "C": C}
+    launch_cache.start(key, forward_kernel, row_blocks * L * H, arguments, _options(c), tensors, c)
     return out
-
-
-def _new_rows(w: KernelArgs, entropy: bool) -> Rows:
-    L, H, N = w.rows
-    output = w.value.new_empty(L, H, N, w.value.shape[3])
-    lse, row_max, log_row_sum = (w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(3))
-    return Rows(output, lse, torch.empty_like(lse) if entropy else torch.zeros_like(lse), row_max, log_row_sum)
 
 
 class Partials(NamedTuple):
@@ -98,20 +100,28 @@ def _decode(w: KernelArgs, out: Rows, entropy: bool) -> None:
     E = w.value.shape[3]
     length = split_length(w.m)
     splits = triton.cdiv(w.m, length)
+    partials = Partials(out.lse.new_empty(L, splits, H, N, E), out.lse.new_empty(3, L, splits, H, N))
+    args, strides = w.pass_args(w.block_mask.by_rows(128, 128), w.strides()), w.strides(out.output)
+    split = {"q": w.query, "k": w.key, "v": w.value, "partials": partials, "args": args}
+    merge = {"partials": partials, "out": out, "strides": strides, "sinks": w.sink, "dropout": w.drop}
+    split_key, merge_key = ("decode split", entropy, w.signature), ("decode merge", entropy, w.signature)
+    launches = launch_cache.find(split_key), launch_cache.find(merge_key)
+    if launches[0] is not None and launches[1] is not None:
+        launches[0].again(**split)
+        launches[1].again(**merge)
+        return
     widest = max(w.dims["DP"], w.dims["DVP"])
     BN = 128 if widest <= 128 and w.query.element_size() == 2 else 32
     c = Config(max(16, 1 << (w.groups * N - 1).bit_length()), BN, 4, 3)
-    partials = Partials(out.lse.new_empty(L, splits, H, N, E), out.lse.new_empty(3, L, splits, H, N))
     count = partials.stats.stride(0)
     k, v = _by_tma(w.by_tma, (w.key, w.value), (BN, BN))
     C = _constants(w, c, FAST=w.fast, ENTROPY=entropy, TMA=w.by_tma)
-    decode_split[(splits * L * w.key.shape[1],)](
-        w.query, k, v, partials, w.pass_args(w.block_mask.by_rows(128, 128), w.strides()), **w.sizes,
-        length=length, count=count, key_blocks=triton.cdiv(w.m, 128), C=C, **_options(c),
-    )  # fmt: skip
+    arguments = {**split, "k": k, "v": v, **w.sizes, "length": length, "count": count, "key_blocks": triton.cdiv(w.m, 128), "C": C}
+    launch_cache.start(split_key, decode_split, splits * L * w.key.shape[1], arguments, _options(c), split)
     sink, largest = w.sink is not None, max(2, 1 << (splits - 1).bit_length())
     C = constants(DV=E, DVP=w.dims["DVP"], SPLITS=largest, FAST=w.fast, ENTROPY=entropy, SINK=sink)
-    decode_merge[(N * L * H,)](partials, out, w.strides(out.output), w.sink, w.drop, N, H, splits, count, C=C, num_warps=1)
+    arguments = {**merge, "n": N, "heads": H, "splits": splits, "count": count, "C": C}
+    launch_cache.start(merge_key, decode_merge, N * L * H, arguments, {"num_warps": 1}, merge)
 
 
 def split_length(keys: int) -> int:
@@ -122,8 +132,10 @@ def split_length(keys: int) -> int:
 def jvp(w: KernelArgs, tangents: Tangents, entropy: bool) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
     """The forward pass, and the tangents of output, lse and entropy. A sink is not included."""
     L, H, N = w.rows
-    out = _new_rows(w, entropy)
+    out = w.new_rows(entropy)
     d_entropy = (torch.empty_like if entropy else torch.zeros_like)(out.lse)
+    if not entropy:
+        out = out._replace(entropy=torch.zeros_like(out.lse))
     d_out = Rows(torch.empty_like(out.output), torch.empty_like(out.lse), d_entropy)
     c = w.config("jvp")
     row_blocks = triton.cdiv(N, c.BM)
@@ -144,11 +156,22 @@ def backward_preprocess(w: KernelArgs, found: Rows, dO: Tensor, g_lse: Tensor | 
     """δ = Σ dO ∘ O − g_lse of each row, and lse in the units of the kernels' exponents."""
     L, H, N = w.rows
     delta, lse = torch.empty_like(found.lse), torch.empty_like(found.lse)
-    C = constants(DV=w.dims["DV"], DVP=w.dims["DVP"], BM=64, FAST=w.fast)
-    backward_preprocess_kernel[(triton.cdiv(N, 64) * L * H,)](
-        dO, g_lse, found, delta, lse, BackwardStrides(w.strides(found.output), matrix_strides(dO)), N, H, C=C
-    )
+    tensors = {"do": dO, "g_lse": g_lse, "out": found, "delta": delta, "lse": lse}
+    key = preprocess_key(w, dO, found.output, g_lse)
+    launch = launch_cache.find(key)
+    if launch is not None:
+        launch.again(**tensors)
+    else:
+        C = constants(DV=w.dims["DV"], DVP=w.dims["DVP"], BM=64, FAST=w.fast)
+        strides = BackwardStrides(w.strides(found.output), matrix_strides(dO))
+        arguments = {**tensors, "strides": strides, "n": N, "heads": H, "C": C}
+        launch_cache.start(key, backward_preprocess_kernel, triton.cdiv(N, 64) * L * H, arguments, {}, tensors)
     return delta, lse
+
+
+def preprocess_key(w: KernelArgs, dO: Tensor, output: Tensor, g_lse: Tensor | None) -> tuple[Any, ...]:
+    """The key of this launch in the cache."""
+    return "preprocess", g_lse is None, dO.dtype, dO.data_ptr() & 15, dO.stride(), output.stride(), w.signature
 
 
 def backward(w: KernelArgs, rows: BackwardRows, queries: bool, keys: bool) -> Gradients:
@@ -161,34 +184,52 @@ def backward(w: KernelArgs, rows: BackwardRows, queries: bool, keys: bool) -> Gr
 def _backward_dkdv(w: KernelArgs, rows: BackwardRows) -> tuple[Tensor, Tensor]:
     """dK (of what the kernel multiplies with) and dV."""
     L, K, M, D = w.key.shape
-    c = w.config("dkdv")
     dk = w.key.new_empty(L, K, M, D, dtype=torch.float32 if w.vector is not None else w.key.dtype)
     dv = w.value.new_empty(w.value.shape)
-    tensors = (w.query, w.key, w.value, rows.dO)
-    tma = _all_take_tma(w, tensors)
-    C = _constants(w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma, GROUPED=w.groups > 1)
-    backward_dkdv_kernel[(triton.cdiv(M, c.BN) * L * K,)](
-        *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM)), Gradients(dk=dk, dv=dv), rows.stats,
-        w.pass_args(w.block_lists(c, by_keys=True), _backward_strides(w, rows)), **w.sizes, C=C, **_options(c),
-    )  # fmt: skip
+    key, launch, c, tensors = _backward_launch(w, rows, "dkdv", Gradients(dk=dk, dv=dv))
+    if launch is None:
+        arguments, tma = _backward_arguments(w, rows, c, tensors)
+        C = _constants(w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma, GROUPED=w.groups > 1)
+        arguments |= {**w.sizes, "C": C}
+        launch_cache.start(key, backward_dkdv_kernel, triton.cdiv(M, c.BN) * L * K, arguments, _options(c), tensors, c)
+    else:
+        launch.again(**tensors)
     return dk, dv
+
+
+def _backward_launch(w: KernelArgs, rows: BackwardRows, direction: str, grads: Gradients) -> tuple[Any, Any, Config, dict[str, Any]]:
+    """A backward kernel's key, its launch if it was started before, its config, and the arguments that hold tensors."""
+    key = (direction, rows.g_entropy is None, rows.dO.dtype, rows.dO.stride(), rows.dO.data_ptr() & 15, w.signature)
+    launch = launch_cache.find(key)
+    c = w.config(direction) if launch is None else launch.about
+    args = w.pass_args(w.block_lists(c, by_keys=direction == "dkdv"), _backward_strides(w, rows))
+    tensors = {"q": w.query, "k": w.key, "v": w.value, "do": rows.dO, "out": grads, "stats": rows.stats, "args": args}
+    return key, launch, c, tensors
+
+
+def _backward_arguments(w: KernelArgs, rows: BackwardRows, c: Config, tensors: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """These arguments with TMA descriptors where TMA can load, and whether it can."""
+    matrices = (w.query, w.key, w.value, rows.dO)
+    tma = _all_take_tma(w, matrices)
+    described = _by_tma(tma, matrices, (c.BM, c.BN, c.BN, c.BM))
+    return {**tensors, **dict(zip(("q", "k", "v", "do"), described, strict=True))}, tma
 
 
 def _backward_dq(w: KernelArgs, rows: BackwardRows) -> tuple[Tensor, Tensor | None]:
     """dQ, in float32 and not yet scaled if scales are a tensor; and for the additive score d vector."""
     L, H, N = w.rows
-    c = w.config("dq")
     exact = w.scales is not None or w.vector is not None
     dq = w.query.new_empty(w.query.shape, dtype=torch.float32 if exact else w.query.dtype)
     dw = torch.empty_like(dq) if w.vector is not None else None
-    row_blocks = triton.cdiv(N, c.BM)
-    tensors = (w.query, w.key, w.value, rows.dO)
-    tma = _all_take_tma(w, tensors)
-    C = _constants(w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma)
-    backward_dq_kernel[(row_blocks * L * H,)](
-        *_by_tma(tma, tensors, (c.BM, c.BN, c.BN, c.BM)), Gradients(dq=dq, vector=dw), rows.stats,
-        w.pass_args(w.block_lists(c), _backward_strides(w, rows)), **w.sizes, row_blocks=row_blocks, C=C, **_options(c),
-    )  # fmt: skip
+    key, launch, c, tensors = _backward_launch(w, rows, "dq", Gradients(dq=dq, vector=dw))
+    if launch is None:
+        row_blocks = triton.cdiv(N, c.BM)
+        arguments, tma = _backward_arguments(w, rows, c, tensors)
+        C = _constants(w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma)
+        arguments |= {**w.sizes, "row_blocks": row_blocks, "C": C}
+        launch_cache.start(key, backward_dq_kernel, row_blocks * L * H, arguments, _options(c), tensors, c)
+    else:
+        launch.again(**tensors)
     return dq, None if dw is None else dw.sum((0, 1, 2))
 
 

@@ -194,6 +194,16 @@ def partial_block(blocks, t, first, full, full_end, MASK: tl.constexpr):
 
 
 @triton.jit
+def add_sink(sink, lse, entropy, log_row_sum, empty):
+    """lse, entropy and log row sum of rows with one more logit in the denominator; a row without a key has the sink alone."""
+    above = sink - lse
+    left = -tl.maximum(above, 0.0) - tl.log2(1.0 + tl.exp2(-tl.abs(above) * LOG2E)) * LN2  # the log of the keys' share
+    lse = tl.where(empty, sink, lse - left)
+    entropy = tl.where(empty, 0.0, tl.exp2(left * LOG2E) * (entropy - left))
+    return lse, entropy, tl.where(empty, 0.0, log_row_sum - left)
+
+
+@triton.jit
 def row_max_residual(m, row_max, empty, FAST: tl.constexpr):
     """By how much the m of a kernel exceeds the row max that it stores, [BM] in natural units: by rounding, or if m is lazy.
 

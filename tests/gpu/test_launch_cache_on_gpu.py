@@ -13,7 +13,7 @@ import regard
 from gpu import test_hopper_on_gpu as hopper
 from gpu.test_hopper_on_gpu import FORWARD, M, N, pytestmark  # noqa: F401
 from gpu.test_kernels_on_gpu import ROWS, captured, inputs, random, same_bits
-from regard.kernels.hopper import launch_cache
+from regard.kernels import launch_cache
 
 started = hopper.started
 
@@ -44,7 +44,7 @@ def test_cached_launches_have_the_bits_of_a_first_one(name: str, d: int, look: b
     assert started == [FORWARD] * 2  # one of them for other strides
     assert not same_bits(found[0], expected)
     assert all(same_bits(x, expected) for x in found[1:])
-    launch_cache._LAUNCHES.clear()
+    launch_cache.clear()
     assert same_bits(seen_by(others, look, **LIKE[name]), found[0])
 
 

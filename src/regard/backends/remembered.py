@@ -1,0 +1,155 @@
+"""Calls on a GPU like an earlier one: what was checked and decided then is looked up, and not found again.
+
+Checks, the choice of a backend and the preparation of its engine depend on shapes, strides, dtypes, a few numbers, the
+mask and torch's modes. These make a key, and a call with the key of an accepted one is accepted too. A call that would
+be refused never has such a key, and takes the whole road to its error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compat.torch import (
+    any_autocast_enabled,
+    forward_mode_is_active,
+    modes_are_active,
+    sdpa_switches,
+    transforms_are_active,
+    version_of,
+)
+from ..core.problem import Problem
+from ..core.rows import Rows
+from ..masks import Mask
+from ..masks.causal import Causal
+from .base import Backend, Prepared
+
+__all__ = ["Remembered", "key_of", "recall", "remember"]
+
+_SIZE = 512
+_CALLS: dict[object, Remembered] = {}
+
+
+class Remembered(NamedTuple):
+    """A call without its tensors, the backend that took it, and what that prepared."""
+
+    backend: Backend
+    prepared: Prepared
+    scale: float
+    softcap: float | None
+    lead: tuple[int, ...]
+
+    def problem(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sink: Tensor | None, who: str) -> Problem:
+        """The problem of a call with the same key."""
+        if sink is not None:
+            sink = sink.expand(query.shape[1])
+        softcap, lead, observed = self.softcap, self.lead, who == "observe"
+        return Problem(query, key, value, mask, None, None, self.scale, softcap, sink, 0.0, lead, observed, who)
+
+    def run(self, p: Problem) -> Rows:
+        return self.prepared(p)
+
+
+class _ByValue:
+    """A mask as part of a key, with its hash computed once."""
+
+    __slots__ = ("hash", "mask")
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask, self.hash = mask, hash(mask)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByValue) and self.hash == other.hash and self.mask == other.mask
+
+
+def _mask_key(mask: Mask) -> object:
+    """Equal for equal masks without tensors; for others, this mask while its tensors are known not to change."""
+    memory = mask.__dict__.setdefault("_memory", {})
+    found = memory.get("key")
+    if found is None:
+        found = memory["key"] = (_ByValue(mask), ()) if mask.constant else (object(), mask.sources)
+    name, tensors = found
+    if not tensors:
+        return name
+    versions = [version_of(t) for t in tensors]
+    return None if -1 in versions else (name, *versions)
+
+
+def _on_gpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return query.is_cuda and key.is_cuda and value.is_cuda
+
+
+def key_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    scale: object,
+    softcap: object,
+    sink: object,
+    backend: object,
+    observed: bool,
+) -> tuple[object, ...] | None:
+    """The key of a call on a GPU; None where torch's modes, or parts of it, need the whole road."""
+    if (
+        not type(query) is type(key) is type(value) is Tensor
+        or not _on_gpu(query, key, value)
+        or type(backend) is not str
+        or any_autocast_enabled()
+        or forward_mode_is_active()
+        or transforms_are_active()
+        or torch.compiler.is_compiling()
+        or modes_are_active()
+    ):
+        return None
+    made: tuple[object, ...] = (
+        backend,
+        observed,
+        query.shape,
+        query.stride(),
+        key.shape,
+        key.stride(),
+        value.shape,
+        value.stride(),
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    if mask is not None:
+        if not isinstance(mask, Mask) or (mask_key := _mask_key(mask)) is None:
+            return None
+        made += (mask_key,)
+    if scale is not None or softcap is not None or sink is not None:
+        numbers = (scale is None or type(scale) is float) and (softcap is None or type(softcap) is float)
+        if not numbers or not (sink is None or type(sink) is Tensor or type(sink) is torch.nn.Parameter):
+            return None
+        made += (scale, softcap)
+        if isinstance(sink, Tensor):
+            made += (sink.shape, sink.stride(), sink.dtype, sink.device, sink.requires_grad)
+    by_torch = not observed and (mask is None or isinstance(mask, Causal))
+    return (*made, sdpa_switches()) if by_torch else made
+
+
+def recall(key: tuple[object, ...]) -> Remembered | None:
+    """The call that is remembered by this key."""
+    return _CALLS.get(key)
+
+
+def remember(key: tuple[object, ...], given: tuple[object, ...], p: Problem, backend: Backend) -> None:
+    """Remember an accepted call, if it is computed as it was given and the backend can prepare for more of it."""
+    same = all(x is y for x, y in zip(given, (p.query, p.key, p.value, p.mask), strict=True))
+    if not same or isinstance(p.scale, Tensor) or (prepared := backend.prepare(p)) is None:
+        return
+    if len(_CALLS) >= _SIZE:
+        _CALLS.pop(next(iter(_CALLS)), None)
+    _CALLS[key] = Remembered(backend, prepared, p.scale, p.softcap, p.lead)

@@ -1,0 +1,149 @@
+"""Which calls count as like an earlier one: those that are checked, chosen and prepared in the same way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import regard
+from regard.backends import KNOWN, remembered
+from regard.backends.remembered import key_of, recall, remember
+from regard.core.validation import pose
+
+LENGTHS = torch.tensor([3, 5])
+KEPT = regard.padding(LENGTHS)
+
+
+@pytest.fixture(autouse=True)
+def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "_on_gpu", lambda *_: True)
+    monkeypatch.setattr(remembered, "_CALLS", {})
+
+
+def call(**more: Any) -> dict[str, Any]:
+    """The arguments of a call, with tensors of its own."""
+    x: dict[str, Any] = dict.fromkeys(("mask", "scale", "softcap", "sink"))
+    x |= {name: torch.randn(2, 4, 6, 8) for name in ("query", "key", "value")}
+    return x | {"backend": "auto", "observed": False} | more
+
+
+def turned() -> Tensor:
+    return torch.randn(2, 6, 4, 8).transpose(1, 2)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "length": {name: torch.randn(2, 4, 7, 8) for name in ("query", "key", "value")},
+    "strides": {"key": turned()},
+    "dtype": {"value": torch.randn(2, 4, 6, 8, dtype=torch.float64)},
+    "a derivative": {"query": torch.randn(2, 4, 6, 8, requires_grad=True)},
+    "mask": {"mask": regard.causal()},
+    "another mask": {"mask": regard.window(3)},
+    "mask with tensors": {"mask": KEPT},
+    "an equal mask with other tensors": {"mask": regard.padding(LENGTHS.clone())},
+    "scale": {"scale": 0.5},
+    "softcap": {"softcap": 9.0},
+    "sink": {"sink": torch.zeros(4)},
+    "a shared sink": {"sink": torch.zeros(1)},
+    "a learnable sink": {"sink": torch.zeros(4, requires_grad=True)},
+    "backend": {"backend": "chunked"},
+    "observed": {"observed": True},
+}
+
+
+def test_calls_differ_by_all_that_decides_them_and_by_nothing_else() -> None:
+    keys = [key_of(**call()), *(key_of(**call(**change)) for change in CHANGES.values())]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert keys == [key_of(**call()), *(key_of(**call(**change)) for change in CHANGES.values())]
+
+
+def test_masks_made_anew_are_the_same_if_they_hold_no_tensor() -> None:
+    assert key_of(**call(mask=regard.window(3) & regard.prefix(2))) == key_of(
+        **call(mask=regard.window(3) & regard.prefix(2))
+    )
+
+
+def test_a_mask_whose_tensor_was_changed_is_another() -> None:
+    lengths = torch.tensor([3, 5])
+    mask = regard.padding(lengths)
+    before = key_of(**call(mask=mask))
+    lengths[0] = 4
+    assert key_of(**call(mask=mask)) != before
+
+
+def test_switches_of_torch_count() -> None:
+    before = key_of(**call())
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert key_of(**call()) != before
+    with torch.no_grad():
+        assert key_of(**call()) != before
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert key_of(**call()) != before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "a tensor as mask": {"mask": torch.ones(6, 6, dtype=torch.bool)},
+    "no mask": {"mask": "causal"},
+    "a tensor as scale": {"scale": torch.tensor(0.5)},
+    "no scale": {"scale": "0.5"},
+    "no softcap": {"softcap": True},
+    "no sink": {"sink": [0.0] * 4},
+    "a backend object": {"backend": KNOWN["chunked"]},
+    "a list": {"key": [[1.0]]},
+    "a parameter": {"query": torch.nn.Parameter(torch.randn(2, 4, 6, 8))},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_arguments_take_the_whole_road(name: str) -> None:
+    assert key_of(**call(**OTHERS[name])) is None
+
+
+def test_modes_of_torch_take_the_whole_road() -> None:
+    with torch.autocast("cpu"):
+        assert key_of(**call()) is None
+    with forward_ad.dual_level():
+        assert key_of(**call()) is None
+    x = call()
+    with TorchDispatchMode():
+        assert key_of(**x) is None
+    found: list[Any] = []
+    torch.func.grad(lambda x: (found.append(key_of(**call())), x)[1])(torch.tensor(1.0))
+    assert found == [None]
+
+
+def test_only_what_a_backend_prepares_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = call()
+    q, k, v = x["query"], x["key"], x["value"]
+    problem, backend = pose(q, k, v), KNOWN["chunked"]
+    key = key_of(**x)
+    assert key is not None
+    remember(key, (q, k, v, None), problem, backend)
+    assert recall(key) is None  # it prepares nothing
+    monkeypatch.setattr(type(backend), "prepare", lambda self, p: self.run)
+    remember(key, (q.clone(), k, v, None), problem, backend)
+    assert recall(key) is None  # the problem has another query than the caller gave
+    remember(key, (q, k, v, None), problem, backend)
+    found = recall(key)
+    assert found is not None
+    again = found.problem(v, k, q, None, None, "observe")
+    assert (again.query is v, again.scale, again.lead, again.observed) == (True, problem.scale, (2, 4), True)
+    torch.testing.assert_close(found.run(again).output, regard.attention(v, k, q))
+
+
+def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = call()
+    q, k, v = x["query"], x["key"], x["value"]
+    monkeypatch.setattr(type(KNOWN["chunked"]), "prepare", lambda self, p: self.run)
+    for n in range(remembered._SIZE + 5):
+        remember((n,), (q, k, v, None), pose(q, k, v), KNOWN["chunked"])
+    assert len(remembered._CALLS) == remembered._SIZE
+    assert recall((0,)) is None

@@ -1,0 +1,129 @@
+"""Calls like an earlier one on a GPU: neither checked nor chosen again, with the same bits, and refused as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from gpu.test_kernels_on_gpu import DEVICE, pytestmark, random, same_bits  # noqa: F401
+from regard import functional
+from regard.backends import remembered
+from regard.kernels import launch_cache
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": regard.causal()},
+    "window": {"mask": regard.window(100)},
+    "padding": {"mask": regard.padding(torch.tensor([300, 500]))},
+    "strided": {"mask": regard.strided(3)},
+    "softcap": {"mask": regard.window(100), "softcap": 20.0},
+    "scale": {"scale": 0.2},
+    "negative scale": {"scale": -0.2, "mask": regard.causal()},
+    "sink": {"mask": regard.window(100), "sink": torch.randn(8)},
+    "half a sink": {"mask": regard.window(100), "sink": torch.randn(8).bfloat16()},
+}
+
+
+def on_gpu(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to(DEVICE) if isinstance(x, Tensor | regard.Mask) else x for name, x in options.items()}
+
+
+def tensors(seed: int, dtype: torch.dtype, n: int = 512) -> list[Tensor]:
+    return [random(2, 8, n, 64, dtype=dtype, seed=seed + i).requires_grad_() for i in range(3)]
+
+
+def results(x: list[Tensor], look: bool, options: dict[str, Any]) -> list[Tensor]:
+    seen = regard.observe(*x, **options) if look else None
+    output = regard.attention(*x, **options) if seen is None else seen.output
+    rows = [] if seen is None else [seen.lse, seen.entropy, seen.max_logit]
+    return [output.detach(), *rows, *torch.autograd.grad(output, x, torch.ones_like(output))]
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> None:
+    remembered._CALLS.clear()
+    launch_cache.clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_remembered_call_has_the_bits_of_a_first_one(
+    name: str, look: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = on_gpu(CALLS[name])
+    ours = look or name not in ("plain", "causal", "scale")  # torch's kernels add in any order
+    expected = [results(tensors(seed, dtype), look, options) for seed in (0, 10)]
+    monkeypatch.setattr(functional, "pose", None)  # what is remembered is not checked again
+    for _ in range(2):
+        for seed, first in zip((0, 10), expected, strict=True):
+            again = results(tensors(seed, dtype), look, options)
+            if ours:
+                assert same_bits(again, first)
+            else:
+                torch.testing.assert_close(again, first, atol=2e-2, rtol=2e-2)
+
+
+def test_without_a_derivative_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = [t.detach() for t in tensors(0, torch.bfloat16)]
+    for mask in (None, regard.causal(), regard.window(100)):
+        expected = regard.attention(*x, mask=mask)
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "pose", None)
+            assert same_bits([regard.attention(*x, mask=mask)], [expected])
+
+
+def test_a_mask_changed_in_place_is_read_again() -> None:
+    lengths = torch.tensor([300, 500], device=DEVICE)
+    mask = regard.padding(lengths)
+    x = [t.detach() for t in tensors(0, torch.bfloat16)]
+    regard.attention(*x, mask=mask), regard.attention(*x, mask=mask)
+    lengths.fill_(70)
+    expected = regard.attention(*x, mask=mask, backend="reference")
+    torch.testing.assert_close(regard.attention(*x, mask=mask), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_a_backward_pass_follows_hooks_on_saved_tensors() -> None:
+    x = tensors(0, torch.bfloat16)
+    expected = [results(x, False, {"mask": regard.window(100)}) for _ in range(2)][1]
+    turned = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in x]
+    for given in (x, turned):
+        with torch.autograd.graph.save_on_cpu():
+            assert same_bits(results(given, False, {"mask": regard.window(100)}), expected)
+
+
+def test_another_stream_and_a_graph_get_the_same_bits() -> None:
+    x = [t.detach() for t in tensors(0, torch.bfloat16)]
+    mask = regard.padding(torch.tensor([300, 500], device=DEVICE))
+    expected = [regard.attention(*x, mask=mask) for _ in range(3)][-1]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = regard.attention(*x, mask=mask)
+    torch.cuda.current_stream().wait_stream(side)
+    assert same_bits([found], [expected])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = regard.attention(*x, mask=mask)
+    static.zero_()
+    for _ in range(2):
+        graph.replay()
+    assert same_bits([static], [expected])
+
+
+def test_what_is_refused_is_still_refused_with_the_same_words() -> None:
+    x = [t.detach() for t in tensors(0, torch.bfloat16)]
+    for _ in range(2):
+        regard.attention(*x, mask=regard.window(100), softcap=20.0)
+    for wrong in ({"dropout": 2.0}, {"dropout": None}, {"softcap": -1.0}, {"sink": torch.zeros(3, device=DEVICE)}):
+        options = {"mask": regard.window(100), "softcap": 20.0, **wrong}
+        with pytest.raises(regard.errors.RegardError) as on_gpu_error:
+            regard.attention(*x, **options)
+        there = {name: t.cpu() if isinstance(t, Tensor) else t for name, t in options.items()}
+        with pytest.raises(regard.errors.RegardError) as on_cpu_error:
+            regard.attention(*(t.cpu() for t in x), **there)
+        assert str(on_gpu_error.value) == str(on_cpu_error.value)

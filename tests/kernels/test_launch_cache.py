@@ -1,0 +1,218 @@
+"""The launch cache: a launch that is started again passes the arguments that a first one would, and keeps no tensor."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
+
+from triton.runtime import driver
+
+from regard.kernels import launch_cache
+from regard.kernels.arguments import DropoutArgs, KernelArgs
+from regard.kernels.block_mask import block_mask
+from regard.kernels.hopper import configs, forward_launch
+
+CPU = torch.device("cpu")
+STARTS: list[tuple[str, int, tuple[Any, ...]]] = []  # how, how many programs, and with which arguments
+
+
+class Compiled:
+    """Stands for a compiled kernel, and records what its launcher gets."""
+
+    function, packed_metadata = object(), object()
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *args: STARTS.append(("by grid", grid[0], args))
+
+    def run(self, programs: int, y: int, z: int, stream: int, *args: Any) -> None:
+        assert (y, z, stream, *args[:5]) == (1, 1, 7, self.function, self.packed_metadata, None, None, None)
+        STARTS.append(("again", programs, args[5:]))
+
+
+class Kernel:
+    """Stands for the kernel: records its arguments, and returns a compiled one."""
+
+    arg_names = forward_launch.forward.arg_names
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def run(**arguments: Any) -> Compiled:
+            STARTS.append(("first", grid[0], tuple(arguments[name] for name in self.arg_names)))
+            return Compiled()
+
+        return run
+
+
+class Driver:
+    """Stands for a GPU's driver."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_launch, "forward", Kernel())
+    monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
+    monkeypatch.setattr(launch_cache, "INTERPRETED", False)
+    STARTS.clear()
+    monkeypatch.setattr(driver, "_active", Driver())
+
+
+def work(d: int = 64, mask: regard.Mask | None = None, heads: int = 4, n: int = 300, **more: Any) -> KernelArgs:
+    made = block_mask(mask, n, n, CPU)
+    x = (torch.randn(2, h, n, d, dtype=torch.bfloat16) for h in (heads, 2, 2))
+    return replace(KernelArgs(*x, made, 0.125), **more)
+
+
+def hows() -> list[str]:
+    return [how for how, *_ in STARTS]
+
+
+def comparable(x: Any) -> Any:
+    """An argument as something that equals another with the same numbers in the same places."""
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.stride(), x.dtype
+    if hasattr(x, "block_shape"):
+        return id(x.base), x.shape, x.strides, x.block_shape, x.layout
+    return tuple(map(comparable, x)) if isinstance(x, tuple) else x
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("mask", [None, regard.causal(), regard.window(9, 2), regard.strided(5)], ids=repr)
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_a_launch_that_is_started_again_has_the_arguments_of_a_first_one(d: int, mask: Any, entropy: bool) -> None:
+    forward_launch.launch_forward(work(d, mask), entropy)
+    w = work(d, mask)
+    found = forward_launch.launch_forward(w, entropy)
+    assert hows() == ["first", "again"]
+    arguments, _ = forward_launch.forward_arguments(w, found, entropy, forward_launch.tile_for(w))
+    expected = tuple(arguments[name] for name in Kernel.arg_names)
+    (_, first_programs, _), (_, programs, given) = STARTS
+    assert tuple(map(comparable, given)) == tuple(map(comparable, expected))
+    assert programs == first_programs
+    named = dict(zip(Kernel.arg_names, given, strict=True))
+    assert all(named[name].base is x for name, x in (("q", w.query), ("k", w.key), ("v", w.value)))
+    assert named["o"] is None or named["o"].base is found.output
+    assert named["output"] is found.output
+    assert named["lse"] is found.lse
+    assert named["row_max"] is found.max_logit
+    assert named["log_row_sum"] is found.log_row_sum
+    assert named["entropy"] is found.entropy
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "sink": {"sink": torch.zeros(4)},
+    "scales": {"scales": torch.ones(4)},
+    "dropout": {"drop": DropoutArgs(torch.zeros(2, 4, 300, dtype=torch.int64), 5, 1.1)},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_sinks_scales_and_dropout_are_those_of_the_new_call(name: str) -> None:
+    forward_launch.launch_forward(work(**OTHERS[name]), True)
+    part = {
+        key: x.clone() if isinstance(x, torch.Tensor) else x._replace(keys=x.keys + 1)
+        for key, x in OTHERS[name].items()
+    }
+    forward_launch.launch_forward(work(**part), True)
+    assert hows() == ["first", "again"]
+    given = dict(zip(Kernel.arg_names, STARTS[1][2], strict=True))
+    ((key, x),) = part.items()
+    assert given[{"sink": "sinks"}.get(key, key)] is x
+
+
+def test_the_cache_keeps_no_tensor_of_a_call() -> None:
+    w = work(mask=regard.padding(torch.tensor([5, 200])))
+    found = forward_launch.launch_forward(w, True)
+    kept = [weakref.ref(x) for x in (w.query, w.key, w.value, w.block_mask, *found)]
+    del w, found
+    STARTS.clear()
+    gc.collect()
+    assert len(launch_cache._LAUNCHES) == 1
+    assert not any(x() is not None for x in kept)
+
+
+CHANGES = {
+    "length": {"n": 301},
+    "heads": {"heads": 2},
+    "dim": {"d": 128},
+    "scale": {"scale": 0.5},
+    "cap": {"softcap": 9.0},
+    "kind of mask": {"mask": regard.causal()},
+    "sink": {"sink": torch.zeros(4)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_call_is_a_first_one(change: str) -> None:
+    forward_launch.launch_forward(work(), True)
+    forward_launch.launch_forward(work(**CHANGES[change]), True)
+    forward_launch.launch_forward(work(), False)
+    assert hows() == ["first"] * 3
+
+
+def test_other_strides_dtypes_and_alignments_are_first_calls() -> None:
+    w = work()
+    forward_launch.launch_forward(w, True)
+    forward_launch.launch_forward(replace(w, key=w.key.transpose(1, 2).contiguous().transpose(1, 2)), True)
+    forward_launch.launch_forward(replace(w, query=w.query.half(), key=w.key.half(), value=w.value.half()), True)
+    odd = torch.zeros(8)
+    for sink in (odd[:4], odd[1:5]):
+        forward_launch.launch_forward(replace(w, sink=sink), True)
+    assert hows() == ["first"] * 5
+
+
+def test_masks_of_one_kind_share_a_launch() -> None:
+    lengths = torch.tensor([5, 200])
+    for mask in (regard.causal(), regard.window(9, 2), regard.padding(lengths), regard.padding(lengths + 1)):
+        w = work(mask=mask)
+        forward_launch.launch_forward(w, True)
+        lists = dict(zip(Kernel.arg_names, STARTS[-1][2], strict=True))["lists"]
+        tile = forward_launch.tile_for(w)
+        assert lists is w.block_mask.by_rows(tile.BM, tile.BN, tile.rows_before(w.n))
+    assert hows() == ["first", "again", "again", "again"]
+
+
+def test_another_tile_forgets_the_launches() -> None:
+    tile = configs.config(64)
+    try:
+        for other in (None, tile._replace(persistent=False), tile._replace(BN=64)):
+            configs.override(64, False, other)
+            forward_launch.launch_forward(work(), True)
+    finally:
+        configs.override(64, False, None)
+    assert hows() == ["first"] * 3
+
+
+def test_a_profiler_is_told_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    forward_launch.launch_forward(work(), True)
+    forward_launch.launch_forward(work(), True)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda _: None)
+    forward_launch.launch_forward(work(), True)
+    assert hows() == ["first", "again", "by grid"]
+
+
+def test_few_launches_are_kept() -> None:
+    for n in range(launch_cache._SIZE + 20):
+        launch_cache.store(n, n)
+    assert len(launch_cache._LAUNCHES) == launch_cache._SIZE
+    assert launch_cache.find(0) is None
+    assert launch_cache.find(n) == n
+
+
+def test_zeros_are_zeros() -> None:
+    assert launch_cache.zeros(5, CPU).tolist() == [0] * 5
