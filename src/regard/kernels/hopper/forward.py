@@ -22,7 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...compat.gluon import group_barrier, tma_store
 from ..portable.tile_ops import (
-    _BIAS_NONE, _NONE, LN2, LOG2E, LOWEST, add_sink, bias_row_pointers, dropout_row_keys, mask_tile, row_max_residual, row_spans,
+    _BIAS_NONE,
+    _NONE,
+    LN2,
+    LOG2E,
+    LOWEST,
+    bias_row_pointers,
+    dropout_row_keys,
+    mask_tile,
+    row_max_residual,
+    row_spans,
 )
 from .aggregates import (
     ForwardBarriers,
@@ -50,6 +59,7 @@ from .online_softmax import (
     running_top,
     score,
     softmax_fixed_max,
+    store_statistics,
     unpack_P,
 )
 from .register_layouts import mma_layout
@@ -294,15 +304,7 @@ def epilogue(O, R, softmax, i, row, rows, params, TRAITS: gl.constexpr):
     at = (batch.to(gl.int64) * params.num_heads + h) * n + i
     ln_l = gl.log2(l) * LN2
     log_row_sum = ln_l + row_max_residual(m, row_max, empty, TRAITS.FAST)
-    lse = gl.where(empty, float("-inf"), row_max + log_row_sum)
-    entropy = ln_l - e / l * LN2
-    if TRAITS.SINK:
-        lse, entropy, log_row_sum = add_sink(gl.load(params.sinks + h), lse, entropy, log_row_sum, empty)
-    gl.store(outputs.lse + at, lse, mask=i < n)
-    gl.store(outputs.row_max + at, gl.where(empty, float("-inf"), row_max), mask=i < n)
-    gl.store(outputs.log_row_sum + at, log_row_sum, mask=i < n)
-    if TRAITS.ENTROPY:
-        gl.store(outputs.entropy + at, entropy, mask=i < n)
+    store_statistics(outputs, at, i < n, row_max, log_row_sum, ln_l - e / l * LN2, empty, params.sinks, h, TRAITS.SINK, TRAITS.ENTROPY)
 
 
 @gluon.jit

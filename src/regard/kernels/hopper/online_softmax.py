@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.tile_ops import _BITS, _NONE, DEEP, LOG2E, dropout_keep, logits
+from ..portable.tile_ops import _BITS, _NONE, DEEP, LOG2E, add_sink, dropout_keep, logits
 from . import ptx
 from .configs import OUTLIER_BITS
 from .tile_scheduler import ROWS
@@ -184,3 +184,16 @@ def unpack_P(P, dtype: gl.constexpr, PL: gl.constexpr):
     """Packed P as the left operand of a product, [ROWS, BN]; it generates no instruction."""
     even, odd = (P & 0xFFFF).to(gl.int16).to(dtype, bitcast=True), (P >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.convert_layout(gl.join(even, odd).reshape([ROWS, P.shape[1] * 2]), PL, assert_trivial=True)
+
+
+@gluon.jit
+def store_statistics(outputs, at, valid, row_max, log_row_sum, entropy, empty, sinks, h, SINK: gl.constexpr, ENTROPY: gl.constexpr):
+    """Store the statistics of rows, with the share of the sink."""
+    lse = gl.where(empty, float("-inf"), row_max + log_row_sum)
+    if SINK:
+        lse, entropy, log_row_sum = add_sink(gl.load(sinks + h), lse, entropy, log_row_sum, empty)
+    gl.store(outputs.lse + at, lse, mask=valid)
+    gl.store(outputs.row_max + at, gl.where(empty, float("-inf"), row_max), mask=valid)
+    gl.store(outputs.log_row_sum + at, log_row_sum, mask=valid)
+    if ENTROPY:
+        gl.store(outputs.entropy + at, entropy, mask=valid)
