@@ -1,14 +1,14 @@
 """Turn a mask into the block mask that kernels read: spans if they say everything, else blocks with packed bits.
 
 Nothing is compiled for a mask, and its block mask is computed once. Masks without tensors are cached by value; a mask
-with tensors caches its own block mask until one of its tensors changes.
+with tensors caches its own block mask until one of its tensors changes. On a GPU, a mask that is one interval of keys per
+row by its kind (`span_terms`) costs one small kernel per list (`portable.spans`), and the host reads no tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..masks import Mask
 from ..masks.base import FULL, HIDDEN, PARTIAL, And
 from ..masks.blocks import Blocks
 from ..masks.causal import Causal
-from ..masks.documents import Packed
+from ..masks.documents import Packed, Varlen
 from ..masks.everything import Everything
 from ..masks.padding import Padding
 from ..masks.prefix import Prefix
@@ -33,9 +33,14 @@ from .block_lists import (
     lists_of_bits,
     lists_of_spans,
     pad_to_multiple,
+    spans_alone,
     visible_by_bits,
     visible_by_spans,
 )
+from .span_terms import Sizes, SpanTerms, span_terms
+
+if TYPE_CHECKING:
+    from .portable.spans import KeyOrder, SpanLists
 
 __all__ = ["BlockMask", "block_mask", "most_bytes", "traceable", "traceable_spans"]
 
@@ -46,28 +51,51 @@ _GATHER = 0x0102040810204080  # times eight bytes that are 0 or 1: their bits, i
 _APART = 64  # items times heads up to which each gets lists of its own; beyond, all share one
 
 
-@dataclass(eq=False)
 class BlockMask:
-    """A mask over n rows and m keys as kernels read it."""
+    """A mask over n rows and m keys as kernels read it.
 
-    n: int
-    m: int
-    lo: Tensor | None = None  # int32 (items, heads, n)
-    hi: Tensor | None = None
-    mask_bits: MaskBits | None = None
-    lead: tuple[int, int] = (1, 1)  # items and heads that have masks of their own
-    inner: int = 1
-    _cache: dict[tuple[int, int, bool, int], BlockLists] = field(default_factory=dict)
-    _seen: Tensor | None = None
-    _stream: int | None = None  # the stream that computed its last part …
-    _there: torch.cuda.Event | None = None  # … and the event after it
+    Its spans are two tensors, or `terms` from which a kernel computes them on a GPU when the first lists are asked for.
+    """
 
-    def __post_init__(self) -> None:
-        self.record()
+    def __init__(
+        self,
+        n: int,
+        m: int,
+        lo: Tensor | None = None,  # int32 (items, heads, n)
+        hi: Tensor | None = None,
+        mask_bits: MaskBits | None = None,
+        lead: tuple[int, int] = (1, 1),  # items and heads that have masks of their own
+        inner: int = 1,
+        terms: SpanTerms | None = None,
+        device: torch.device | None = None,  # where the terms are computed
+    ) -> None:
+        self.n, self.m, self.mask_bits, self.lead, self.inner = n, m, mask_bits, lead, inner
+        self._known = BlockLists()  # what lists for all sizes of blocks share, as far as it is computed
+        if terms is None and lo is not None and hi is not None and lo.is_cuda:
+            terms, device = SpanTerms.of_spans(lo, hi), lo.device
+            self._known = spans_alone(lo, hi)
+        self._lo, self._hi, self._terms, self._device = lo, hi, terms, device
+        self._cache: dict[tuple[int, int, bool, int], BlockLists] = {}
+        self._orders: dict[tuple[int, int], KeyOrder] = {}
+        self._seen: Tensor | None = None
+        self._stream: int | None = None  # the stream that computed its last part …
+        self._there: torch.cuda.Event | None = None  # … and the event after it
+        if terms is None:
+            self.record()
 
     @property
     def kind(self) -> int:
-        return BITS if self.mask_bits is not None else SPANS if self.lo is not None else NONE
+        return BITS if self.mask_bits is not None else SPANS if self._lo is not None or self._terms is not None else NONE
+
+    @property
+    def lo(self) -> Tensor | None:
+        """The first key that each row sees, int32 (items, heads, n)."""
+        return self._lo if self._lo is not None or self._terms is None else self._padded_spans()[0][..., : self.n]
+
+    @property
+    def hi(self) -> Tensor | None:
+        """One past the last key that each row sees."""
+        return self._hi if self._hi is not None or self._terms is None else self._padded_spans()[1][..., : self.n]
 
     def by_rows(self, BM: int, BN: int, before: int = 0) -> BlockLists:
         """For kernels that hold BM rows and loop over blocks of BN keys; the first block starts `before` rows before row 0."""
@@ -76,6 +104,13 @@ class BlockMask:
     def by_keys(self, BM: int, BN: int) -> BlockLists:
         """For kernels that hold BN keys and loop over blocks of BM rows."""
         return self._cached(BM, BN, True, 0)
+
+    def key_order(self, BM: int, BN: int) -> KeyOrder | None:
+        """The rows of each key and the order of key blocks, which the launch for `by_keys` computes too; None without one."""
+        if self._terms is None:
+            return None
+        known = self._orders.get((BM, BN))
+        return known if known is not None else self._launch(self._terms, BM, BN, None).order
 
     def record(self) -> None:
         """Record an event on the current stream, which computed a part, so that other streams can wait for it."""
@@ -89,14 +124,17 @@ class BlockMask:
         if stream is None or self._there is None or stream.cuda_stream == self._stream:
             return
         stream.wait_event(self._there)
-        for x in (self.lo, self.hi, self._seen, *(self.mask_bits or ()), *(x for part in parts for x in part)):
+        for x in (self._lo, self._hi, self._seen, *self._known, *(self.mask_bits or ()), *(x for part in parts for x in part)):
             if isinstance(x, Tensor):
                 x.record_stream(stream)
 
     def _current(self) -> torch.cuda.Stream | None:
         """The current stream; None on a CPU and in a graph capture, which starts after all other work is done."""
-        tensor = self.lo if self.mask_bits is None else self.mask_bits.bits
-        return None if tensor is None or not tensor.is_cuda or is_capturing() else torch.cuda.current_stream(tensor.device)
+        device = self._device
+        if device is None:
+            tensor = self._lo if self.mask_bits is None else self.mask_bits.bits
+            device = None if tensor is None else tensor.device
+        return None if device is None or device.type != "cuda" or is_capturing() else torch.cuda.current_stream(device)
 
     def _cached(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
         known = self._cache.get((BM, BN, turned, before))
@@ -104,26 +142,53 @@ class BlockMask:
             self.wait(known)
             return known
         self.wait()
+        if self._terms is not None:
+            return self._launch(self._terms, BM, BN, None if turned else before).lists
         made = self._compute(BM, BN, turned, before)
         if not is_capturing():  # memory of a captured graph is valid only while the graph runs
             self._cache[BM, BN, turned, before] = made
             self.record()
         return made
 
+    def _launch(self, terms: SpanTerms, BM: int, BN: int, before: int | None) -> SpanLists:
+        """The lists by rows, or by keys if `before` is None, and all that was not computed before, in one launch."""
+        from .portable.spans import launch_spans
+
+        known = self._known
+        if before is None and known.lo is None:
+            known = _without_blocks(self._launch(terms, MASK_BLOCK, MASK_BLOCK, 0).lists)
+        device = torch.device("cpu") if self._device is None else self._device
+        made = launch_spans(terms, Sizes(self.n, self.m, self.lead, BM, BN, before, self.inner), device, known)
+        if is_capturing():
+            return made
+        self._cache[BM, BN, before is None, before or 0] = made.lists
+        if made.order is not None:
+            self._orders[BM, BN] = made.order
+        if self._known.seen is None:
+            self._known = _without_blocks(made.lists)
+        self.record()
+        return made
+
+    def _padded_spans(self) -> tuple[Tensor, Tensor]:
+        lists = self._known if self._known.lo is not None else self.by_rows(MASK_BLOCK, MASK_BLOCK)
+        if lists.lo is None or lists.hi is None:
+            raise RuntimeError("spans have two ends")
+        return lists.lo, lists.hi
+
     def _compute(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
         if self.mask_bits is not None:
             return lists_of_bits(self.mask_bits, self.n, self.m, BM, BN, turned, before, self._visible_keys(), self.inner)
-        if self.lo is None or self.hi is None:
+        if self._lo is None or self._hi is None:
             return BlockLists()
-        return lists_of_spans(self.lo, self.hi, self.n, self.m, BM, BN, turned, before, self._visible_keys(), self.inner)
+        return lists_of_spans(self._lo, self._hi, self.n, self.m, BM, BN, turned, before, self._visible_keys(), self.inner)
 
     def _visible_keys(self) -> Tensor:
         """Which keys some row may attend to: int8 (items, heads, m)."""
         if self._seen is None:
             if self.mask_bits is not None:
                 made = visible_by_bits(self.mask_bits, self.m)
-            elif self.lo is not None and self.hi is not None:
-                made = visible_by_spans(self.lo, self.hi, self.m)
+            elif self._lo is not None and self._hi is not None:
+                made = visible_by_spans(self._lo, self._hi, self.m)
             else:
                 raise RuntimeError("without a mask every key is seen")
             made = pad_to_multiple(made.to(torch.int8))
@@ -156,6 +221,11 @@ def _cached_by_value(mask: Mask, n: int, m: int, device: torch.device) -> BlockM
 
 @torch.no_grad()
 def _compute(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> BlockMask:
+    if device.type == "cuda":
+        mask = mask if all(x.device == device for x in mask.tensors) else mask.to(device)
+        terms = span_terms(mask, n, m)
+        if terms is not None:
+            return BlockMask(n, m, lead=(terms.items, 1), inner=inner, terms=terms, device=device)
     i = torch.arange(n, device=device)
     lo, hi, exact = mask.span(i, n, m)
     if exact and (mask.monotone or bool((_never_decreases(lo) & _never_decreases(hi)).all())):
@@ -168,7 +238,7 @@ def traceable(mask: Mask) -> bool:
     """Whether every mask of this kind is an interval per row: a compiler cannot read its parameters."""
     if isinstance(mask, And):
         return traceable(mask.left) and traceable(mask.right)
-    return isinstance(mask, Everything | Causal | Window | Padding | Prefix | Blocks | Packed)
+    return isinstance(mask, Everything | Causal | Window | Padding | Prefix | Blocks | Packed | Varlen)
 
 
 def traceable_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -183,6 +253,10 @@ def most_bytes(mask: Mask, n: int, m: int) -> int:
     """The most bytes that the bits of a mask may take, if it is no interval."""
     items, heads = mask.lead
     return items * heads * -(-n // MASK_BLOCK) * -(-m // MASK_BLOCK) * MASK_BLOCK * MASK_BLOCK // 8
+
+
+def _without_blocks(lists: BlockLists) -> BlockLists:
+    return lists._replace(bounds=None, block_item=0, block_head=0)
 
 
 def _never_decreases(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from regard.masks.index import Index
 from regard.masks.picture import cell_edges, draw_pairs, draw_shades
 from regard.masks.span import Span, interval
 from regard.masks.tiles import FULL, HIDDEN, PARTIAL, block_indices, tile_states, uniform_cover
+from regard.masks.transfer import Arrival, copy_to
 
 __all__ = ["CONVERTERS", "FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
 
@@ -165,11 +166,21 @@ class Mask(ABC):
         return densities
 
     def to(self, device: torch.device | str) -> Mask:
-        """Move the tensors that the mask holds."""
+        """Move the tensors that the mask holds; the host does not wait for copies to a GPU."""
         if torch.compiler.is_compiling():
             return self.changed(lambda x: x.to(device))
-        moved: Mask = self.remembered(("to", str(device)), lambda: self.changed(lambda x: x.to(device)))
+        moved, arrival = self.remembered(("to", str(device)), lambda: self._transfer(torch.device(device)))
+        arrival.wait(moved.tensors)
         return moved
+
+    def _transfer(self, device: torch.device) -> tuple[Mask, Arrival]:
+        moved = self._moved(device)
+        return moved, Arrival.of(moved.tensors)
+
+    def _moved(self, device: torch.device) -> Mask:
+        """Give the mask with its tensors copied to a device."""
+        own = {name: copy_to(value, device) for name, value in self._own_tensors()}
+        return replace(self, **own) if own else self._with_parts(lambda part: part._moved(device))
 
     def remembered(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Give the cached result of `make`, computed again if a tensor of the mask has changed."""
@@ -189,12 +200,12 @@ class Mask(ABC):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
         """Give the mask with `change` applied to every tensor that it holds."""
-        own = {}
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name, None)
-            if isinstance(value, Tensor):
-                own[name] = change(value)
+        own = {name: change(value) for name, value in self._own_tensors()}
         return replace(self, **own) if own else self._with_parts(lambda part: part.changed(change))
+
+    def _own_tensors(self) -> list[tuple[str, Tensor]]:
+        found = [(name, getattr(self, name, None)) for name in self.__dataclass_fields__]
+        return [(name, value) for name, value in found if isinstance(value, Tensor)]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
