@@ -48,6 +48,7 @@ _AT_ONCE = 2048  # partial blocks whose bits are computed together
 _MOST_CACHED = 64  # block masks of masks without tensors
 _BY_VALUE: dict[tuple[Mask, int, int, torch.device], BlockMask] = {}
 _GATHER = 0x0102040810204080  # times eight bytes that are 0 or 1: their bits, in order, in the highest byte
+_INTERVALS = frozenset((Everything, Causal, Window, Padding, Prefix, Blocks, Packed, Varlen))
 _APART = 64  # items times heads up to which each gets lists of its own; beyond, all share one
 
 
@@ -70,7 +71,7 @@ class BlockMask:
         device: torch.device | None = None,  # where the terms are computed
     ) -> None:
         self.n, self.m, self.mask_bits, self.lead, self.inner = n, m, mask_bits, lead, inner
-        self._known = BlockLists()  # what lists for all sizes of blocks share, as far as it is computed
+        self._known = BlockLists()  # lists with what all sizes of blocks share, as far as it is computed
         if terms is None and lo is not None and hi is not None and lo.is_cuda:
             terms, device = SpanTerms.of_spans(lo, hi), lo.device
             self._known = spans_alone(lo, hi)
@@ -156,7 +157,7 @@ class BlockMask:
 
         known = self._known
         if before is None and known.lo is None:
-            known = _without_blocks(self._launch(terms, MASK_BLOCK, MASK_BLOCK, 0).lists)
+            known = self._launch(terms, MASK_BLOCK, MASK_BLOCK, 0).lists
         device = torch.device("cpu") if self._device is None else self._device
         made = launch_spans(terms, Sizes(self.n, self.m, self.lead, BM, BN, before, self.inner), device, known)
         if is_capturing():
@@ -165,7 +166,7 @@ class BlockMask:
         if made.order is not None:
             self._orders[BM, BN] = made.order
         if self._known.seen is None:
-            self._known = _without_blocks(made.lists)
+            self._known = made.lists
         self.record()
         return made
 
@@ -236,9 +237,9 @@ def _compute(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> Bl
 
 def traceable(mask: Mask) -> bool:
     """Whether every mask of this kind is an interval per row: a compiler cannot read its parameters."""
-    if isinstance(mask, And):
+    if type(mask) is And:
         return traceable(mask.left) and traceable(mask.right)
-    return isinstance(mask, Everything | Causal | Window | Padding | Prefix | Blocks | Packed | Varlen)
+    return type(mask) in _INTERVALS
 
 
 def traceable_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -253,10 +254,6 @@ def most_bytes(mask: Mask, n: int, m: int) -> int:
     """The most bytes that the bits of a mask may take, if it is no interval."""
     items, heads = mask.lead
     return items * heads * -(-n // MASK_BLOCK) * -(-m // MASK_BLOCK) * MASK_BLOCK * MASK_BLOCK // 8
-
-
-def _without_blocks(lists: BlockLists) -> BlockLists:
-    return lists._replace(bounds=None, block_item=0, block_head=0)
 
 
 def _never_decreases(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Nothing here reads a tensor: lengths, offsets and ids may be on a GPU that is st
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -64,106 +64,116 @@ class Sizes(NamedTuple):
 
 def span_terms(mask: Mask, n: int, m: int) -> SpanTerms | None:
     """The terms of a mask; None if it is of another kind, or an `&` of more parts of one kind than there are fields."""
-    if max(n, m) > FAR:
-        return None
-    return _with(SpanTerms(), mask, n, m)
+    found = _Found(n, m)
+    return SpanTerms(**found.fields) if max(n, m) <= FAR and found.add(mask) else None
 
 
-def _with(terms: SpanTerms, mask: Mask, n: int, m: int) -> SpanTerms | None:
-    kind = type(mask)
-    if kind is And:
-        left = _with(terms, mask.left, n, m)  # type: ignore[attr-defined]
-        return None if left is None else _with(left, mask.right, n, m)  # type: ignore[attr-defined]
-    add = _ADD.get(kind)
-    return None if add is None else add(terms, mask, n, m)
+class _Found:
+    """The fields of `SpanTerms` for the parts of an `&` so far."""
+
+    def __init__(self, n: int, m: int) -> None:
+        self.n, self.m = n, m
+        self.fields: dict[str, Any] = {}
+
+    def add(self, mask: Mask) -> bool:
+        """Add a mask, and say whether there was a place for it."""
+        if type(mask) is And:
+            return self.add(mask.left) and self.add(mask.right)
+        add = _ADD.get(type(mask))
+        return add is not None and add(self, mask)
+
+    def everything(self, mask: Everything) -> bool:
+        return True
+
+    def causal(self, mask: Causal) -> bool:
+        return self._diagonal(mask.offset, None, 1)
+
+    def window(self, mask: Window) -> bool:
+        return self._diagonal(
+            mask.offset, None if mask.left is None else -mask.left, None if mask.right is None else mask.right + 1
+        )
+
+    def prefix(self, mask: Prefix) -> bool:
+        if not isinstance(mask.length, int):
+            return self._per_item("length", mask.length)
+        self.fields["until"] = min(mask.length, self.fields.get("until", FAR))
+        return True
+
+    def padding(self, mask: Padding) -> bool:
+        return self._per_item("length", mask.lengths)
+
+    def blocks(self, mask: Blocks) -> bool:
+        if "size" in self.fields or mask.size >= FAR:
+            return False
+        self.fields["size"] = mask.size
+        if mask.offset is not None and not isinstance(mask.offset, int):
+            return self._per_item("block_offsets", mask.offset)
+        self.fields["block_offset"] = self.m - self.n if mask.offset is None else _within(mask.offset)
+        return True
+
+    def packed(self, mask: Packed) -> bool:
+        return self._table(LENGTHS, mask.lengths, mask.lengths)
+
+    def varlen(self, mask: Varlen) -> bool:
+        rows = mask.cu_seqlens[1:]
+        return self._table(ENDS, rows, rows if mask.key_cu_seqlens is None else mask.key_cu_seqlens[1:])
+
+    def documents(self, mask: Documents) -> bool:
+        if "table" in self.fields or not mask.is_sorted():
+            return False
+        rows, keys = mask.query_ids, mask.keys
+        for ids in (rows, keys):
+            if ids.dim() == 2:
+                self._count(ids.shape[0])
+        return self._table(SORTED_IDS, rows, keys)
+
+    def _diagonal(self, offset: int | Tensor | None, least: int | None, most: int | None) -> bool:
+        """Add least ≤ j − i − offset < most, where None means no limit."""
+        prefix, shift = "", 0
+        if offset is None:
+            shift = self.m - self.n
+        elif isinstance(offset, int):
+            shift = offset
+        else:
+            prefix = "offset_"
+            if not self._per_item("offset", offset):
+                return False
+        if least is not None:
+            name = prefix + "least"
+            self.fields[name] = max(_within(least + shift), self.fields.get(name, -FAR))
+        if most is not None:
+            name = prefix + "most"
+            self.fields[name] = min(_within(most + shift), self.fields.get(name, FAR))
+        return True
+
+    def _per_item(self, name: str, x: Tensor) -> bool:
+        self._count(x.shape[0])
+        return self.fields.setdefault(name, x) is x
+
+    def _table(self, table: int, rows: Tensor, keys: Tensor) -> bool:
+        if "table" in self.fields:
+            return False
+        self.fields |= {"table": table, "rows": rows, "keys": keys}
+        return True
+
+    def _count(self, items: int) -> None:
+        if items > 1:
+            self.fields["items"] = items
 
 
-def _causal(terms: SpanTerms, mask: Causal, n: int, m: int) -> SpanTerms | None:
-    return _diagonal(terms, mask.offset, None, 1, n, m)
+def _within(x: int) -> int:
+    """A number of the user, cut to what no row or key reaches."""
+    return max(-FAR, min(x, FAR))
 
 
-def _window(terms: SpanTerms, mask: Window, n: int, m: int) -> SpanTerms | None:
-    least, most = None if mask.left is None else -mask.left, None if mask.right is None else mask.right + 1
-    return _diagonal(terms, mask.offset, least, most, n, m)
-
-
-def _diagonal(
-    terms: SpanTerms, offset: int | Tensor | None, least: int | None, most: int | None, n: int, m: int
-) -> SpanTerms | None:
-    """Add least ≤ j − i − offset < most, where None means no limit."""
-    shift = 0 if isinstance(offset, Tensor) else m - n if offset is None else offset
-    low = -FAR if least is None else max(-FAR, min(least + shift, FAR))
-    high = FAR if most is None else max(-FAR, min(most + shift, FAR))
-    if not isinstance(offset, Tensor):
-        return terms._replace(least=max(terms.least, low), most=min(terms.most, high))
-    if terms.offset is not None and terms.offset is not offset:
-        return None
-    low, high = max(low, terms.offset_least), min(high, terms.offset_most)
-    return _items(terms._replace(offset=offset, offset_least=low, offset_most=high), offset)
-
-
-def _prefix(terms: SpanTerms, mask: Prefix, n: int, m: int) -> SpanTerms | None:
-    if isinstance(mask.length, Tensor):
-        return _length(terms, mask.length)
-    return terms._replace(until=min(terms.until, mask.length))
-
-
-def _padding(terms: SpanTerms, mask: Padding, n: int, m: int) -> SpanTerms | None:
-    return _length(terms, mask.lengths)
-
-
-def _length(terms: SpanTerms, length: Tensor) -> SpanTerms | None:
-    if terms.length is not None and terms.length is not length:
-        return None
-    return _items(terms._replace(length=length), length)
-
-
-def _blocks(terms: SpanTerms, mask: Blocks, n: int, m: int) -> SpanTerms | None:
-    if terms.size != FAR or mask.size >= FAR:
-        return None
-    if isinstance(mask.offset, Tensor):
-        return _items(terms._replace(size=mask.size, block_offsets=mask.offset), mask.offset)
-    offset = m - n if mask.offset is None else max(-FAR, min(mask.offset, FAR))
-    return terms._replace(size=mask.size, block_offset=offset)
-
-
-def _packed(terms: SpanTerms, mask: Packed, n: int, m: int) -> SpanTerms | None:
-    if terms.table != NO_TABLE:
-        return None
-    return terms._replace(table=LENGTHS, rows=mask.lengths, keys=mask.lengths)
-
-
-def _varlen(terms: SpanTerms, mask: Varlen, n: int, m: int) -> SpanTerms | None:
-    if terms.table != NO_TABLE:
-        return None
-    return terms._replace(table=ENDS, rows=mask.cu_seqlens[1:], keys=mask.keys[1:])
-
-
-def _documents(terms: SpanTerms, mask: Documents, n: int, m: int) -> SpanTerms | None:
-    if terms.table != NO_TABLE or not mask.is_sorted():
-        return None
-    terms = terms._replace(table=SORTED_IDS, rows=mask.query_ids, keys=mask.keys)
-    for ids in (mask.query_ids, mask.keys):
-        terms = _items(terms, ids[:, 0]) if ids.dim() == 2 else terms
-    return terms
-
-
-def _items(terms: SpanTerms, per_item: Tensor) -> SpanTerms:
-    return terms._replace(items=max(terms.items, per_item.shape[0]))
-
-
-def _everything(terms: SpanTerms, mask: Everything, n: int, m: int) -> SpanTerms | None:
-    return terms
-
-
-_ADD: dict[type[Mask], Callable[..., SpanTerms | None]] = {
-    Everything: _everything,
-    Causal: _causal,
-    Window: _window,
-    Prefix: _prefix,
-    Padding: _padding,
-    Blocks: _blocks,
-    Packed: _packed,
-    Varlen: _varlen,
-    Documents: _documents,
+_ADD: dict[type[Mask], Callable[[_Found, Any], bool]] = {
+    Everything: _Found.everything,
+    Causal: _Found.causal,
+    Window: _Found.window,
+    Prefix: _Found.prefix,
+    Padding: _Found.padding,
+    Blocks: _Found.blocks,
+    Packed: _Found.packed,
+    Varlen: _Found.varlen,
+    Documents: _Found.documents,
 }

@@ -82,10 +82,10 @@ class Mask(ABC):
     def lead(self) -> tuple[int, int]:
         """How many batch items and heads have a mask of their own; (1, 1) if all share one."""
         batch = 1
-        if not self.items:
-            return 1, 1
-        for value in self._batched().values():
-            batch = _broadcast(batch, value.shape[0], "batch items", self.factory)
+        for name, dims in self.items.items():
+            value = getattr(self, name)
+            if value is not None and type(value) is not int and isinstance(value, Tensor) and value.dim() == dims + 1:
+                batch = _broadcast(batch, value.shape[0], "batch items", self.factory)
         return batch, 1
 
     def misfit(self, n: int, m: int) -> str | None:
@@ -185,9 +185,9 @@ class Mask(ABC):
     def remembered(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Give the cached result of `make`, computed again if a tensor of the mask has changed."""
         tensors = self.tensors
-        if any(map(torch.Tensor.is_inference, tensors)) or lacks_values(*tensors):
+        versions = [version_of(t) for t in tensors]
+        if -1 in versions or lacks_values(*tensors):
             return make()  # inference tensors have no version counter, and what is made of fake ones is fake
-        versions = tuple(version_of(t) for t in tensors)
         memory: dict[Hashable, tuple[object, Any]] = self.__dict__.setdefault("_memory", {})
         then, thing = memory.get(key, (None, None))
         if then != versions:
@@ -196,7 +196,7 @@ class Mask(ABC):
         return thing
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_memory"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_memory", "_tensors")}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
         """Give the mask with `change` applied to every tensor that it holds."""
@@ -210,12 +210,20 @@ class Mask(ABC):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the mask holds."""
+        if torch.compiler.is_compiling():
+            return self._find_tensors()
+        found: tuple[Tensor, ...] | None = self.__dict__.get("_tensors")
+        if found is None:
+            found = self.__dict__["_tensors"] = self._find_tensors()
+        return found
+
+    def _find_tensors(self) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
         for name in self.__dataclass_fields__:  # the compiler of every torch release can trace this
             value = getattr(self, name, None)
             if value is None or type(value) is int:
                 continue
-            found += [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Mask) else ()
+            found += value.tensors if isinstance(value, Mask) else [value] if isinstance(value, Tensor) else ()
         return tuple(found)
 
     @property
@@ -224,14 +232,18 @@ class Mask(ABC):
         found: list[Tensor] = []
         for name in self.__dataclass_fields__:
             value = getattr(self, name, None)
-            found += [value] if isinstance(value, Tensor) else value.sources if isinstance(value, Mask) else ()
+            if value is None or type(value) is int:
+                continue
+            found += value.sources if isinstance(value, Mask) else [value] if isinstance(value, Tensor) else ()
         return tuple(found)
 
     @property
     def constant(self) -> bool:
         """Whether the mask is the same at every call: it holds no tensor and calls no function of the user."""
+        if self.tensors:
+            return False
         parts = (getattr(self, name, None) for name in self.__dataclass_fields__)
-        return not self.tensors and all(part.constant for part in parts if isinstance(part, Mask))
+        return all(part.constant for part in parts if isinstance(part, Mask))
 
     def check(self, n: int, m: int) -> None:
         """Raise if the mask does not fit `n` rows and `m` keys."""
@@ -321,11 +333,16 @@ class _Binary(Mask):
         (a, b), (c, d) = self.left.lead, self.right.lead
         return _broadcast(a, c, "batch items", self.sign), _broadcast(b, d, "heads", self.sign)
 
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        return self.left.sources + self.right.sources
+
     def misfit(self, n: int, m: int) -> str | None:
         return self.left.misfit(n, m) or self.right.misfit(n, m)
 
     def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
-        return self._with_parts(lambda part: part.bind(batch, heads, headless))
+        left, right = self.left.bind(batch, heads, headless), self.right.bind(batch, heads, headless)
+        return self if left is self.left and right is self.right else replace(self, left=left, right=right)
 
     def __repr__(self) -> str:
         left = f"({self.left!r})" if self.left.precedence < self.precedence else f"{self.left!r}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from regard.compat.torch import is_traced, lacks_values
+from regard.compat.torch import is_batched, is_traced, lacks_values, unwrap
 from regard.errors import ArgumentError, MaskError
 from regard.masks.arguments import Integers, integers
 from regard.masks.base import HIDDEN, Mask, Span
@@ -121,10 +122,10 @@ class Packed(Mask):
     def misfit(self, n: int, m: int) -> str | None:
         if n != m:
             return f"packed: rows and keys are the same tokens; there are {n} rows and {m} keys."
-        if not _read_by_host(self.lengths):
+        lengths = _numbers_on_host(self.lengths)
+        if lengths is None or sum(lengths) == n:
             return None
-        total = int(self.lengths.sum())
-        return None if total == n else f"packed: the lengths sum to {total}; there are {n} rows."
+        return f"packed: the lengths sum to {sum(lengths)}; there are {n} rows."
 
 
 @final
@@ -156,8 +157,9 @@ class Varlen(Mask):
                 f"Give key_cu_seqlens if the keys are others."
             )
         for name, ends, size, what in (("", self.cu_seqlens, n, "rows"), ("key_", self.key_cu_seqlens, m, "keys")):
-            if ends is not None and _read_by_host(ends) and (total := int(ends[-1])) != size:
-                return f"packed: {name}cu_seqlens ends with {total}; there are {size} {what}."
+            numbers = None if ends is None else _numbers_on_host(ends)
+            if numbers is not None and numbers[-1] != size:
+                return f"packed: {name}cu_seqlens ends with {numbers[-1]}; there are {size} {what}."
         return None
 
 
@@ -175,9 +177,12 @@ def _document_span(i: Tensor, m: int, rows: Tensor, keys: Tensor) -> Span:
     return interval(i, m, edges[document], edges[document + 1])
 
 
-def _read_by_host(x: Tensor) -> bool:
-    """Whether the host can read the numbers of a tensor, and without waiting for a GPU."""
-    return x.is_cpu and not torch.compiler.is_compiling() and not is_traced() and not lacks_values(x)
+def _numbers_on_host(x: Tensor) -> list[int] | None:
+    """The numbers of a tensor, if the host can read them, and without waiting for a GPU."""
+    if not x.is_cpu or torch.compiler.is_compiling() or is_traced() or lacks_values(x) or is_batched(x):
+        return None
+    numbers: list[int] = unwrap(x).tolist()
+    return numbers
 
 
 def documents(query_ids: Integers, key_ids: Integers | None = None) -> Mask:
@@ -255,10 +260,14 @@ def _cumulative(name: str, value: object) -> Tensor:
         found = value
     if found.shape[0] == 0:
         raise MaskError(f"packed: {name} must start with 0; got no entry. Without a document it is [0].")
-    if not _read_by_host(found):
+    ends = _numbers_on_host(found)
+    if ends is None:
         return found
-    if int(found[0]) != 0:
-        raise MaskError(f"packed: {name} must start with 0; got {int(found[0])}. It is 0, then the end of each document.")
-    if bool((found.diff() < 0).any()):
-        raise MaskError(f"packed: {name} must never fall; got {found.tolist()[:8]}. Lengths are passed as packed(lengths).")
+    if ends[0] != 0:
+        raise MaskError(f"packed: {name} must start with 0; got {ends[0]}. It is 0, then the end of each document.")
+    for before, end in pairwise(ends):
+        if end < before:
+            raise MaskError(
+                f"packed: {name} must never fall; got {before}, then {end}. Lengths are passed as packed(lengths)."
+            )
     return found

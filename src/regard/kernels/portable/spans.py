@@ -8,6 +8,7 @@ program waits for another. Tensors come as addresses and all else as 64-bit inte
 # fmt: off
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = ["KeyOrder", "SpanLists", "launch_spans"]
 _CHUNK = 128  # rows or keys of a program
 _SIZE = tl.constexpr(_CHUNK)
 _PAIRS = tl.constexpr(_CHUNK // 2)  # blocks of a program: it evaluates the first and the last row or key of each
+_INNER = tl.constexpr(MULTIPLE // 2)  # where `inner` is after the flag, aligned as all parts are
 _NOWHERE = tl.constexpr(2**31 - 1)
 _FAR = tl.constexpr(FAR)
 _NO_TABLE, _LENGTHS, _ENDS, _SORTED_IDS, _SPAN_TABLE = (tl.constexpr(kind) for kind in (NO_TABLE, LENGTHS, ENDS, SORTED_IDS, SPAN_TABLE))
@@ -204,7 +206,7 @@ def _store_bounds(address, lead, block, blocks, first, full, until, behind):
     none = until <= full
     full, until = tl.where(none, first, full), tl.where(none, first, until)
     padded = (blocks + 3) // 4 * 4  # their numbers are a multiple of 16
-    at = address.to(tl.int64).to(tl.pointer_type(tl.int32)) + lead * padded * 4 + block * 4
+    at = address.to(tl.pointer_type(tl.int32)) + lead * padded * 4 + block * 4
     some, inside = block < blocks, block < padded
     tl.store(at, tl.where(some, first, 0), mask=inside)
     tl.store(at + 1, tl.where(some, full, 0), mask=inside)
@@ -216,37 +218,41 @@ def _store_bounds(address, lead, block, blocks, first, full, until, behind):
 def _store_padded(address, lead, i, size, x):
     """Store numbers of an item and head, and zeros up to a multiple of 16."""
     padded = (size + 15) // 16 * 16
-    tl.store(address.to(tl.int64).to(tl.pointer_type(tl.int32)) + lead * padded + i, tl.where(i < size, x, 0), mask=i < padded)
+    tl.store(address.to(tl.pointer_type(tl.int32)) + lead * padded + i, tl.where(i < size, x, 0), mask=i < padded)
 
 
 @triton.jit
-def _store_seen(seen, ticket, flags, lead, j, m, visible, programs):
+def _store_seen(seen, ticket, flag, lead, j, m, visible, programs):
     """Store which keys some row sees, and once all programs have, whether that is so for every key of every item."""
     padded = (m + 15) // 16 * 16
-    tl.store(seen.to(tl.int64).to(tl.pointer_type(tl.int8)) + lead * padded + j, visible.to(tl.int8), mask=j < padded)
+    tl.store(seen.to(tl.pointer_type(tl.int8)) + lead * padded + j, visible.to(tl.int8), mask=j < padded)
     # One number counts the programs that are done and, above bit 32, those that found a hidden key. The last one resets it.
     counter = ticket.to(tl.int64).to(tl.pointer_type(tl.int64))
     more = tl.max((~visible & (j < m)).to(tl.int64), 0) * 4294967296 + 1
     done = tl.atomic_add(counter, more, sem="relaxed") + more
     if done % 4294967296 == programs:
-        tl.store(flags.to(tl.int64).to(tl.pointer_type(tl.int32)) + 16, (done < 4294967296).to(tl.int32))
+        tl.store(flag.to(tl.pointer_type(tl.int32)), (done < 4294967296).to(tl.int32))
         tl.store(counter, done * 0)
 
 
 @triton.jit(do_not_specialize=[
-    "lo", "hi", "bounds", "seen", "flags", "begin", "end", "rank", "base", "ticket", "least", "most", "until", "offset", "offset_step",
+    "out", "lo", "hi", "bounds", "seen", "flag", "begin", "end", "rank", "base", "ticket", "least", "most", "until", "offset", "offset_step",
     "offset_least", "offset_most", "length", "length_step", "size", "block_offset", "block_offsets", "block_step", "table", "rows", "rows_step", "keys",
     "keys_step", "count", "wide", "n", "m", "steps", "inner", "BM", "BN", "before", "leads", "row_programs", "key_programs", "bound_programs",
     "order_programs"])
 def spans(
-    lo: tl.int64, hi: tl.int64, bounds: tl.int64, seen: tl.int64, flags: tl.int64, begin: tl.int64, end: tl.int64, rank: tl.int64, base: tl.int64,
+    out: tl.int64, lo: tl.int64, hi: tl.int64, bounds: tl.int64, seen: tl.int64, flag: tl.int64, begin: tl.int64, end: tl.int64, rank: tl.int64, base: tl.int64,
     ticket: tl.int64, least: tl.int64, most: tl.int64, until: tl.int64, offset: tl.int64, offset_step: tl.int64, offset_least: tl.int64,
     offset_most: tl.int64, length: tl.int64, length_step: tl.int64, size: tl.int64, block_offset: tl.int64, block_offsets: tl.int64,
     block_step: tl.int64, table: tl.int64, rows: tl.int64, rows_step: tl.int64, keys: tl.int64, keys_step: tl.int64, count: tl.int64, wide: tl.int64,
     n: tl.int64, m: tl.int64, steps: tl.int64, inner: tl.int64, BM: tl.int32, BN: tl.int32, before: tl.int32, leads: tl.int64,
     row_programs: tl.int32, key_programs: tl.int32, bound_programs: tl.int32, order_programs: tl.int32, BY_KEYS: tl.constexpr,
 ):
-    """Each program computes one part for one item and head: spans of rows, the rows of keys, bounds of blocks, or the order of key blocks."""
+    """Each program computes one part for one item and head: spans of rows, the rows of keys, bounds of blocks, or the order of key blocks.
+
+    From `lo` to `base` are places in `out`, counted in int32; −1 for a part that is not wanted.
+    """
+    out = out.to(tl.int64)
     terms = Terms(
         least, most, until, offset.to(tl.int64), offset_step, offset_least, offset_most, length.to(tl.int64), length_step, size, block_offset,
         block_offsets.to(tl.int64), block_step, table, rows.to(tl.int64), rows_step, keys.to(tl.int64), keys_step, count.to(tl.int64), wide,
@@ -258,8 +264,8 @@ def spans(
     x = part * _SIZE + e
     start = (part - row_programs - key_programs) * _PAIRS  # the first block of a program for bounds
     block = start + tl.arange(0, _PAIRS)
-    if (tl.program_id(0) == 0) & (inner != 0):
-        tl.store(flags.to(tl.int64).to(tl.pointer_type(tl.int32)), inner.to(tl.int32))
+    if (tl.program_id(0) == 0) & (seen >= 0):
+        tl.store((out + flag * 4).to(tl.pointer_type(tl.int32)) + _INNER, inner.to(tl.int32))
     if BY_KEYS:
         key_blocks, row_blocks = _up(m, BN), _up(n, BM)
         b = x - (row_programs + key_programs + bound_programs) * _SIZE  # for the order: key blocks first, then row blocks
@@ -279,42 +285,75 @@ def spans(
                 found += _visible_before(before_block, trip * _PAIRS, first, behind)
         if part < row_programs + key_programs:
             j = x - row_programs * _SIZE
-            _store_padded(begin, lead, j, m, first)
-            _store_padded(end, lead, j, m, behind)
-            if seen != 0:
-                _store_seen(seen, ticket, flags, lead, j, m, (behind > first) & (j < m), key_programs * leads)
+            _store_padded(out + begin * 4, lead, j, m, first)
+            _store_padded(out + end * 4, lead, j, m, behind)
+            if seen >= 0:
+                _store_seen(out + seen * 4, ticket, out + flag * 4, lead, j, m, (behind > first) & (j < m), key_programs * leads)
         elif orders:
-            _store_padded(rank, lead, tl.where(r < 0, b, _NOWHERE), key_blocks, found)
-            _store_padded(base, lead, tl.where(r < 0, _NOWHERE, r), row_blocks, found - 1)
+            _store_padded(out + rank * 4, lead, tl.where(r < 0, b, _NOWHERE), key_blocks, found)
+            _store_padded(out + base * 4, lead, tl.where(r < 0, _NOWHERE, r), row_blocks, found - 1)
         else:
             at_left, at_right = _halves(first)
             from_left, from_right = _halves(behind)
             some = from_right > at_left
             whole = tl.where(from_left == n, row_blocks, from_left // BM)  # the rows that a last block lacks see all
-            _store_bounds(bounds, lead, block, key_blocks, tl.where(some, at_left // BM, 0), _up(at_right, BM), whole,
+            _store_bounds(out + bounds * 4, lead, block, key_blocks, tl.where(some, at_left // BM, 0), _up(at_right, BM), whole,
                           tl.where(some, _up(from_right, BM), 0))
     elif (part >= row_programs) & (part < row_programs + key_programs):
         j = x - row_programs * _SIZE
         first, behind = _rows_of(tl.minimum(j, m - 1).to(tl.int64), lead, terms)
-        _store_seen(seen, ticket, flags, lead, j, m, (behind > first) & (j < m), key_programs * leads)
+        _store_seen(out + seen * 4, ticket, out + flag * 4, lead, j, m, (behind > first) & (j < m), key_programs * leads)
     else:
         top = (start + e // 2) * BM - before
         i = tl.where(part < row_programs, x, tl.where(e % 2 == 0, tl.maximum(top, 0), top + BM - 1))
         first, behind = _keys_of(tl.minimum(i, n - 1).to(tl.int64), lead, terms)
         if part < row_programs:
-            _store_padded(lo, lead, x, n, first)
-            _store_padded(hi, lead, x, n, behind)
+            _store_padded(out + lo * 4, lead, x, n, first)
+            _store_padded(out + hi * 4, lead, x, n, behind)
         else:
             first_lo, last_lo = _halves(first)
             first_hi, last_hi = _halves(behind)
             some = last_hi > first_lo
-            _store_bounds(bounds, lead, block, _up(n + before, BM), tl.where(some, first_lo // BN, 0), _up(last_lo, BN), first_hi // BN,
+            _store_bounds(out + bounds * 4, lead, block, _up(n + before, BM), tl.where(some, first_lo // BN, 0), _up(last_lo, BN), first_hi // BN,
                           tl.where(some, _up(last_hi, BN), 0))
 
 
 _MOST_LENGTHS = 256  # documents whose lengths each program sums up itself
 _TICKETS: dict[tuple[int | None, int], Tensor] = {}  # by device and stream: launches on a stream follow one another
 _COMPILED: dict[tuple[int | None, bool], Any] = {}  # by device, and by whether blocks are listed by keys
+
+
+class _Plan(NamedTuple):
+    """A launch for some sizes, whatever the mask. Places are counted in int32; −1 for what is not wanted."""
+
+    size: int
+    places: tuple[int, ...]  # of lo, hi, bounds, seen, the flag, begin, end, rank and base
+    programs: tuple[int, int, int, int]
+    strides: dict[str, int]  # fields of BlockLists
+    padded: tuple[int, int, int, int, int]  # rows, keys, numbers of bounds, key blocks and row blocks
+
+
+@lru_cache(maxsize=512)
+def _plan(sizes: Sizes, needs_spans: bool, needs_seen: bool) -> _Plan:
+    n, m, (items, heads), BM, BN, before, _ = sizes
+    leads, by_keys = items * heads, before is None
+    row_blocks, key_blocks = -(-(n + (before or 0)) // BM), -(-m // BN)
+    blocks = key_blocks if by_keys else row_blocks
+    N, M, B, K, R = padded = [-(-x // MULTIPLE) * MULTIPLE for x in (n, m, 4 * blocks, key_blocks, row_blocks)]
+    counts = [
+        *([leads * N] * 2 if needs_spans else [0] * 2), leads * B, *([-(-leads * M // 64) * MULTIPLE, MULTIPLE] if needs_seen else [0] * 2),
+        *([leads * M, leads * M, leads * K, leads * R] if by_keys else [0] * 4),
+    ]
+    *places, size = accumulate(counts, initial=0)
+    programs = [-(-x // _CHUNK) for x in (N if needs_spans else 0, M if needs_seen or by_keys else 0, B // 2, key_blocks, row_blocks)]
+    item, head = int(items > 1), int(heads > 1)
+    strides = {"block_item": item * heads * B, "block_head": head * B}
+    strides |= {"item": item * heads * N, "head": head * N} if needs_spans else {}
+    strides |= {"seen_item": item * heads * M, "seen_head": head * M} if needs_seen else {}
+    return _Plan(
+        size, tuple(place if count else -1 for place, count in zip(places, counts, strict=True)),
+        (programs[0], programs[1], programs[2], programs[3] + programs[4] if by_keys else 0), strides, tuple(padded),
+    )  # fmt: skip
 
 
 def launch_spans(terms: SpanTerms, sizes: Sizes, device: torch.device, known: BlockLists) -> SpanLists:
@@ -326,71 +365,58 @@ def launch_spans(terms: SpanTerms, sizes: Sizes, device: torch.device, known: Bl
     by_keys, needs_spans, needs_seen = before is None, known.lo is None, known.seen is None
     if by_keys and needs_spans:
         raise RuntimeError("lists by keys follow those by rows")
-    before, leads = before or 0, items * heads
-    row_blocks, key_blocks = -(-(n + before) // BM), -(-m // BN)
-    N, M, B, K, R = (-(-x // MULTIPLE) * MULTIPLE for x in (n, m, 4 * (key_blocks if by_keys else row_blocks), key_blocks, row_blocks))
-    counts = [
-        leads * B, *((leads * N, leads * N) if needs_spans else (0, 0)),
-        *((-(-leads * M // 4 // MULTIPLE) * MULTIPLE, 1, MULTIPLE - 1, 1, MULTIPLE - 1) if needs_seen else (0, 0, 0, 0, 0)),
-        *((leads * M, leads * M, leads * K, leads * R) if by_keys else (0, 0, 0, 0)),
-    ]
-    memory = torch.empty(sum(counts), dtype=torch.int32, device=device)
-    start = memory.data_ptr()
-    at = [start + 4 * end for end in accumulate(counts, initial=0)]
-    programs = (
-        _programs(N) if needs_spans else 0, _programs(M) if needs_seen or by_keys else 0, _programs(B // 2),
-        _programs(key_blocks) + _programs(row_blocks) if by_keys else 0,
-    )
+    size, places, programs, strides, (N, M, B, K, R) = _plan(sizes, needs_spans, needs_seen)
+    memory = torch.empty(size, dtype=torch.int32, device=device)
     ticket = _ticket(device) if needs_seen else None
     kept, numbers = _numbers(terms)
-    _launch(leads * sum(programs), device, (
-        at[1], at[2], at[0], at[3] if needs_seen else 0, at[4], *at[8:12], 0 if ticket is None else ticket.data_ptr(), *numbers,
-        n, m, max(n, m, numbers[-2]).bit_length(), inner if needs_seen else 0, BM, BN, before, leads, *programs, by_keys,
+    _launch(items * heads * sum(programs), device, (
+        memory.data_ptr(), *places, 0 if ticket is None else ticket.data_ptr(), *numbers,
+        n, m, max(n, m, numbers[-2]).bit_length(), inner, BM, BN, before or 0, items * heads, *programs, by_keys,
     ))
     del kept, ticket  # the kernel is in the queue, and memory is used again in the order of the queue
-    bounds, lo, hi, seen, inner_, _, all_visible, _, *order = memory.split_with_sizes(counts)
-    new: dict[str, Any] = {"bounds": bounds.view(items, heads, B), "block_item": heads * B if items > 1 else 0, "block_head": B if heads > 1 else 0}
+
+    def part(place: int, width: int) -> Tensor:
+        return memory.as_strided((items, heads, width), (heads * width, width, 1), place)
+
+    new: dict[str, Any] = {"bounds": part(places[2], B), **strides}
     if needs_spans:
-        new |= {"lo": lo.view(items, heads, N), "hi": hi.view(items, heads, N), "item": heads * N if items > 1 else 0, "head": N if heads > 1 else 0}
+        new["lo"], new["hi"] = part(places[0], N), part(places[1], N)
     if needs_seen:
-        seen = seen.view(torch.int8)[: leads * M].view(items, heads, M)
-        new |= {"seen": seen, "seen_item": heads * M if items > 1 else 0, "seen_head": M if heads > 1 else 0}
-        new |= {"inner": inner_, "all_keys_visible": all_visible}
-    return SpanLists(known._replace(**new), KeyOrder(*(x.view(items, heads, -1) for x in order)) if by_keys else None)
-
-
-def _programs(numbers: int) -> int:
-    return -(-numbers // _CHUNK)
+        new["seen"] = memory.view(torch.int8).as_strided((items, heads, M), (heads * M, M, 1), 4 * places[3])
+        new["all_keys_visible"], new["inner"] = (memory.as_strided((1,), (1,), place) for place in (places[4], places[4] + _INNER.value))
+    order = KeyOrder(*map(part, places[5:], (M, M, K, R))) if by_keys else None
+    return SpanLists(known._replace(**new), order)
 
 
 def _numbers(terms: SpanTerms) -> tuple[list[Tensor], tuple[int, ...]]:
     """The tensors that the kernel reads, and its arguments from `least` to `wide`."""
+    least, most, until, offset, offset_least, offset_most, length, size, block_offset, block_offsets, table, rows, keys, _ = terms
     kept: list[Tensor] = []
-
-    def per_item(x: Tensor | None) -> tuple[int, int]:
-        if x is None:
-            return 0, -1
-        kept.append(x.contiguous())
-        return kept[-1].data_ptr(), int(x.shape[0] > 1)
-
-    def per_row(x: Tensor | None) -> tuple[int, int]:
-        if x is None:
-            return 0, 0
-        kept.append(x.contiguous())
-        size = x.shape[-1] * x.element_size()
-        return kept[-1].data_ptr(), size if x.numel() > x.shape[-1] else 0
-
-    table, rows, keys = terms.table, terms.rows, terms.keys
-    if table == LENGTHS and rows is not None and rows.shape[0] > _MOST_LENGTHS:
-        table, rows = ENDS, rows.cumsum(0)
-        keys = rows
-    (offset, offset_step), (length, length_step), (shifts, shift_step) = map(per_item, (terms.offset, terms.length, terms.block_offsets))
-    (row_table, rows_step), (key_table, keys_step) = per_row(rows), per_row(keys)
-    count, wide = 0 if rows is None else rows.shape[-1], int(rows is not None and rows.dtype == torch.int64)
+    tables, count, wide = (0, 0, 0, 0), 0, 0
+    if rows is not None and keys is not None:
+        if table == LENGTHS and rows.shape[0] > _MOST_LENGTHS:
+            table, rows = ENDS, rows.cumsum(0)
+            keys = rows
+        count, wide = rows.shape[-1], int(rows.dtype == torch.int64)
+        tables = (*_address(rows, kept), *_address(keys, kept))
     return kept, (
-        terms.least, terms.most, terms.until, offset, offset_step, terms.offset_least, terms.offset_most, length, length_step,
-        terms.size, terms.block_offset, shifts, shift_step, table, row_table, rows_step, key_table, keys_step, count, wide,
+        least, most, until, *_per_item_arguments(offset, kept), offset_least, offset_most, *_per_item_arguments(length, kept),
+        size, block_offset, *_per_item_arguments(block_offsets, kept), table, *tables, count, wide,
     )
+
+
+def _per_item_arguments(x: Tensor | None, kept: list[Tensor]) -> tuple[int, int]:
+    """The address of one number per item, and the step from item to item."""
+    if x is None:
+        return 0, -1
+    kept.append(x.contiguous())
+    return kept[-1].data_ptr(), int(x.shape[0] > 1)
+
+
+def _address(x: Tensor, kept: list[Tensor]) -> tuple[int, int]:
+    """The address of a table, and the step from item to item in bytes."""
+    kept.append(x.contiguous())
+    return kept[-1].data_ptr(), x.shape[-1] * x.element_size() if x.dim() > 1 and x.numel() > x.shape[-1] else 0
 
 
 def _ticket(device: torch.device) -> Tensor:
