@@ -1,4 +1,4 @@
-"""The kernel that computes block lists from a mask's numbers and tensors: the same lists, to the last entry, as torch makes of its spans."""
+"""Block lists that a kernel computes from a mask's numbers and tensors: those that torch makes of its spans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ MASKS: dict[str, tuple[regard.Mask, int, int]] = {
     "tokens after the last document": (Packed(ints(20, 40)), 110, 110),
     "more lengths than tokens": (Packed(ints(20, 400)), 110, 110),
     "cumulative lengths of 32 bits": (regard.packed(cu_seqlens=ints(0, 50, 50, 90, dtype=torch.int32)), 90, 90),
-    "other cumulative lengths of the keys": (regard.packed(cu_seqlens=[0, 20, 20, 90], key_cu_seqlens=[0, 60, 70, 140]), 90, 140),
+    "other cumulative lengths of the keys": (
+        regard.packed(cu_seqlens=[0, 20, 20, 90], key_cu_seqlens=[0, 60, 70, 140]),
+        90,
+        140,
+    ),
     "cumulative lengths that end early": (Varlen(cu_seqlens=ints(0, 30, 50), key_cu_seqlens=ints(0, 70, 80)), 90, 140),
     "no document": (Varlen(cu_seqlens=ints(0)), 40, 40),
     "sorted ids": (regard.documents(torch.arange(50) // 20, torch.arange(2 * 90).view(2, 90) // 30 % 3), 50, 90),

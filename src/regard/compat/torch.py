@@ -153,7 +153,7 @@ def check_when_run(condition: Tensor, message: str) -> None:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured; before CUDA is initialized nothing is, and without a GPU the public function raises."""
+    """Whether a CUDA graph is being captured; without a GPU, or before it is used, the public function raises."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

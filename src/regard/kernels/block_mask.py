@@ -2,7 +2,7 @@
 
 Nothing is compiled for a mask, and its block mask is computed once. Masks without tensors are cached by value; a mask
 with tensors caches its own block mask until one of its tensors changes. On a GPU, a mask that is one interval of keys per
-row by its kind (`span_terms`) costs one small kernel per list (`portable.spans`), and the host reads no tensor.
+row by its kind (`span_terms`) costs one small kernel per list (`portable/spans.py`), and the host reads no tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .block_lists import (
 from .span_terms import Sizes, SpanTerms, span_terms
 
 if TYPE_CHECKING:
-    from .portable.spans import KeyOrder, SpanLists
+    from .portable.spans_launch import KeyOrder, SpanLists
 
 __all__ = ["BlockMask", "block_mask", "most_bytes", "traceable", "traceable_spans"]
 
@@ -153,7 +153,7 @@ class BlockMask:
 
     def _launch(self, terms: SpanTerms, BM: int, BN: int, before: int | None) -> SpanLists:
         """The lists by rows, or by keys if `before` is None, and all that was not computed before, in one launch."""
-        from .portable.spans import launch_spans
+        from .portable.spans_launch import launch_spans
 
         known = self._known
         if before is None and known.lo is None:
@@ -206,9 +206,11 @@ def block_mask(mask: Mask | None, n: int, m: int, device: torch.device, inner: i
     if is_capturing() and traceable(mask) and not (mask.constant and (mask, n, m, device) in _BY_VALUE):
         return _compute(mask, n, m, device, inner)  # computed inside the graph, so that replays follow the mask's tensors
     if mask.constant:
-        return _cached_by_value(mask, n, m, device)
-    made: BlockMask = mask.remembered(("layout", n, m, device, inner), lambda: _compute(mask, n, m, device, inner))
-    return made
+        made = mask.latest("layout", (n, m, device), lambda: _cached_by_value(mask, n, m, device))
+    else:
+        made = mask.remembered(("layout", n, m, device, inner), lambda: _compute(mask, n, m, device, inner))
+    found: BlockMask = made
+    return found
 
 
 def _cached_by_value(mask: Mask, n: int, m: int, device: torch.device) -> BlockMask:

@@ -169,13 +169,10 @@ class Mask(ABC):
         """Move the tensors that the mask holds; the host does not wait for copies to a GPU."""
         if torch.compiler.is_compiling():
             return self.changed(lambda x: x.to(device))
-        moved, arrival = self.remembered(("to", str(device)), lambda: self._transfer(torch.device(device)))
+        moved: Mask = self.remembered(("to", str(device)), lambda: self._moved(torch.device(device)))
+        arrival: Arrival = moved.latest("arrival", None, lambda: Arrival.of(moved.tensors))
         arrival.wait(moved.tensors)
         return moved
-
-    def _transfer(self, device: torch.device) -> tuple[Mask, Arrival]:
-        moved = self._moved(device)
-        return moved, Arrival.of(moved.tensors)
 
     def _moved(self, device: torch.device) -> Mask:
         """Give the mask with its tensors copied to a device."""
@@ -194,6 +191,13 @@ class Mask(ABC):
             thing = make()
             memory[key] = (versions, thing)
         return thing
+
+    def latest(self, name: str, argument: object, make: Callable[[], Any]) -> Any:
+        """Give the last result of this name if its argument is the same, whatever happened to the tensors since."""
+        memory: dict[Hashable, tuple[object, Any]] = self.__dict__.setdefault("_memory", {})
+        if name not in memory or memory[name][0] != argument:
+            memory[name] = (argument, make())
+        return memory[name][1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_memory", "_tensors")}
@@ -469,7 +473,7 @@ def _broadcast(a: int, b: int, what: str, sign: str) -> int:
 
 def _same(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and torch.equal(a.cpu(), b.cpu()))
+        return a is b or (a.shape == b.shape and bool((a.cpu() == b.cpu()).all()))  # of 32 or 64 bits
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 

@@ -237,7 +237,9 @@ def packed(
         )
     if lengths is not None:
         if key_cu_seqlens is not None:
-            raise ArgumentError("packed: key_cu_seqlens goes with cu_seqlens; got lengths. Give both as cumulative lengths.")
+            raise ArgumentError(
+                "packed: key_cu_seqlens goes with cu_seqlens; got lengths. Give both as cumulative lengths."
+            )
         return Packed(integers("packed", "lengths", lengths, least=0))
     rows = _cumulative("cu_seqlens", cu_seqlens)
     if key_cu_seqlens is None:
