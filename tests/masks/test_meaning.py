@@ -23,6 +23,7 @@ from regard.masks import (
     window,
 )
 from regard.masks.base import FULL, HIDDEN, PARTIAL
+from regard.masks.documents import Packed, Varlen
 
 N, M = 6, 8
 KEEP = [[True, False] * 4, [False] * 3 + [True] * 5]
@@ -62,7 +63,36 @@ def test_a_mask_is_the_formula_of_its_row_in_the_table(mask: Mask, formula: obje
 
 
 def test_packed_documents_are_documents() -> None:
-    assert torch.equal(packed([2, 3]).dense(5, 5), documents([0, 0, 1, 1, 1]).dense(5, 5))
+    expected = documents([0, 0, 1, 1, 1]).dense(5, 5)
+    assert torch.equal(packed([2, 3]).dense(5, 5), expected)
+    for dtype in (torch.int32, torch.int64):
+        assert torch.equal(packed(cu_seqlens=torch.tensor([0, 2, 5], dtype=dtype)).dense(5, 5), expected)
+    varlen = packed(cu_seqlens=[0, 2, 2, 3], key_cu_seqlens=[0, 1, 4, 6])
+    assert torch.equal(varlen.dense(3, 6), documents([0, 0, 2], [0, 1, 1, 1, 2, 2]).dense(3, 6))
+
+
+def test_cumulative_lengths_of_32_bits_stay_the_tensor_that_was_given() -> None:
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    mask = packed(cu_seqlens=ends)
+    assert mask.tensors[0] is ends
+    assert mask == packed(cu_seqlens=[0, 2, 5])
+    assert hash(mask) == hash(packed(cu_seqlens=[0, 2, 5]))
+    assert mask != packed(cu_seqlens=[0, 3, 5])
+    ends[1] = 4
+    assert mask.dense(5, 5)[0].tolist() == [True, True, True, True, False]
+    assert repr(mask) == "packed(cu_seqlens=[0, 4, 5])"
+
+
+def test_tokens_after_the_last_document_see_nothing_and_are_seen_by_none() -> None:
+    for mask in (Packed(torch.tensor([2, 3])), Varlen(cu_seqlens=torch.tensor([0, 2, 5]))):  # unchecked, as on a GPU
+        i = torch.arange(7)
+        allowed = mask.allows(i[:, None], i[None, :], 7, 7)
+        assert torch.equal(allowed[:5, :5], packed([2, 3]).dense(5, 5))
+        assert not allowed[5:].any()
+        assert not allowed[:, 5:].any()
+        lo, hi, exact = mask.span(i, 7, 7)
+        assert exact
+        assert torch.equal((i >= lo[:, None]) & (i < hi[:, None]), allowed)
 
 
 def edges(length: int, size: int) -> Tensor:

@@ -154,7 +154,7 @@ def _about_sizes(p: Problem) -> list[str]:
 
 
 def _interval(mask: Mask, p: Problem) -> bool:
-    return mask.span(torch.arange(p.rows, device=p.device), p.rows, p.keys).exact
+    return traceable(mask) or mask.span(torch.arange(p.rows, device=p.device), p.rows, p.keys).exact
 
 
 def _about_parts(p: Problem) -> list[str]:

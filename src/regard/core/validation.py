@@ -204,6 +204,7 @@ def _mask(
             f"Got {type(mask).__name__}; {_call_it(mask, 'regard.masks lists the masks')}."
         )
     mask = mask.bind(first, heads, headless)
+    misfit = mask.misfit(n, m)  # before the mask moves to a GPU, where the host does not read it
     if not torch.compiler.is_compiling() and (tensors := mask.tensors):
         if any(t.device != device for t in tensors):
             mask = mask.to(device)
@@ -215,7 +216,7 @@ def _mask(
             f"{who}: the mask is for {items} batch items and {mask_heads} heads; the query has {first} and "
             f"{heads}. Each must be the same, or 1 in the mask. Got {mask!r}."
         )
-    if (misfit := mask.misfit(n, m)) is not None:
+    if misfit is not None:
         raise MaskError(f"{who}: the mask does not fit {n} queries and {m} keys: {misfit.rstrip('.')}. Got {mask!r}.")
     return mask
 

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 __all__ = [
     "BITS", "MASK_BLOCK", "MULTIPLE", "NONE", "SPANS", "BlockLists", "MaskBits", "block_states", "bounds_by_keys", "lists_of_bits",
-    "lists_of_spans", "pad_to_multiple", "strides_of", "visible_by_bits", "visible_by_spans",
+    "lists_of_spans", "pad_to_multiple", "spans_alone", "strides_of", "visible_by_bits", "visible_by_spans",
 ]
 
 NONE, SPANS, BITS = 0, 1, 2
@@ -116,6 +116,16 @@ def lists_of_spans(
         block_item=block_item,
         block_head=block_head,
     )
+
+
+def spans_alone(lo: Tensor, hi: Tensor) -> BlockLists:
+    """Lists that have nothing but spans; copied only if their strides must become multiples."""
+    if lo.shape[2] % MULTIPLE == 0 or lo.shape[0] * lo.shape[1] == 1:
+        lo, hi = lo.contiguous(), hi.contiguous()
+    else:
+        lo, hi = pad_to_multiple(lo), pad_to_multiple(hi)
+    item, head = strides_of(lo)
+    return BlockLists(lo=lo, hi=hi, item=item, head=head)
 
 
 def _of_keys(seen: Tensor, m: int, inner: int) -> BlockLists:

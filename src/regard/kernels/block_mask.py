@@ -1,14 +1,14 @@
 """Turn a mask into the block mask that kernels read: spans if they say everything, else blocks with packed bits.
 
 Nothing is compiled for a mask, and its block mask is computed once. Masks without tensors are cached by value; a mask
-with tensors caches its own block mask until one of its tensors changes.
+with tensors caches its own block mask until one of its tensors changes. On a GPU, a mask that is one interval of keys per
+row by its kind (`span_terms`) costs one small kernel per list (`portable/spans.py`), and the host reads no tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..masks import Mask
 from ..masks.base import FULL, HIDDEN, PARTIAL, And
 from ..masks.blocks import Blocks
 from ..masks.causal import Causal
-from ..masks.documents import Packed
+from ..masks.documents import Packed, Varlen
 from ..masks.everything import Everything
 from ..masks.padding import Padding
 from ..masks.prefix import Prefix
@@ -33,9 +33,14 @@ from .block_lists import (
     lists_of_bits,
     lists_of_spans,
     pad_to_multiple,
+    spans_alone,
     visible_by_bits,
     visible_by_spans,
 )
+from .span_terms import Sizes, SpanTerms, span_terms
+
+if TYPE_CHECKING:
+    from .portable.spans_launch import KeyOrder, SpanLists
 
 __all__ = ["BlockMask", "block_mask", "most_bytes", "traceable", "traceable_spans"]
 
@@ -43,32 +48,56 @@ _AT_ONCE = 2048  # partial blocks whose bits are computed together
 _MOST_CACHED = 64  # block masks of masks without tensors
 _BY_VALUE: dict[tuple[Mask, int, int, torch.device], BlockMask] = {}
 _GATHER = 0x0102040810204080  # times eight bytes that are 0 or 1: their bits, in order, in the highest byte
+_INTERVALS = frozenset((Everything, Causal, Window, Padding, Prefix, Blocks, Packed, Varlen))
 _APART = 64  # items times heads up to which each gets lists of its own; beyond, all share one
 
 
-@dataclass(eq=False)
 class BlockMask:
-    """A mask over n rows and m keys as kernels read it."""
+    """A mask over n rows and m keys as kernels read it.
 
-    n: int
-    m: int
-    lo: Tensor | None = None  # int32 (items, heads, n)
-    hi: Tensor | None = None
-    mask_bits: MaskBits | None = None
-    lead: tuple[int, int] = (1, 1)  # items and heads that have masks of their own
-    inner: int = 1
-    _cache: dict[tuple[int, int, bool, int], BlockLists] = field(default_factory=dict)
-    _seen: Tensor | None = None
-    _stream: int | None = None  # the stream that computed its last part …
-    _there: torch.cuda.Event | None = None  # … and the event after it
-    _device: torch.device | None = None
+    Its spans are two tensors, or `terms` from which a kernel computes them on a GPU when the first lists are asked for.
+    """
 
-    def __post_init__(self) -> None:
-        self.record()
+    def __init__(
+        self,
+        n: int,
+        m: int,
+        lo: Tensor | None = None,  # int32 (items, heads, n)
+        hi: Tensor | None = None,
+        mask_bits: MaskBits | None = None,
+        lead: tuple[int, int] = (1, 1),  # items and heads that have masks of their own
+        inner: int = 1,
+        terms: SpanTerms | None = None,
+        device: torch.device | None = None,  # where the terms are computed
+    ) -> None:
+        self.n, self.m, self.mask_bits, self.lead, self.inner = n, m, mask_bits, lead, inner
+        self._known = BlockLists()  # lists with what all sizes of blocks share, as far as it is computed
+        if terms is None and lo is not None and hi is not None and lo.is_cuda:
+            terms, device = SpanTerms.of_spans(lo, hi), lo.device
+            self._known = spans_alone(lo, hi)
+        self._lo, self._hi, self._terms, self._device = lo, hi, terms, device
+        self._cache: dict[tuple[int, int, bool, int], BlockLists] = {}
+        self._orders: dict[tuple[int, int], KeyOrder] = {}
+        self._seen: Tensor | None = None
+        self._stream: int | None = None  # the stream that computed its last part …
+        self._there: torch.cuda.Event | None = None  # … and the event after it …
+        self._there_device = torch.device("cpu")  # … on this device
+        if terms is None:
+            self.record()
 
     @property
     def kind(self) -> int:
-        return BITS if self.mask_bits is not None else SPANS if self.lo is not None else NONE
+        return BITS if self.mask_bits is not None else SPANS if self._lo is not None or self._terms is not None else NONE
+
+    @property
+    def lo(self) -> Tensor | None:
+        """The first key that each row sees, int32 (items, heads, n)."""
+        return self._lo if self._lo is not None or self._terms is None else self._padded_spans()[0][..., : self.n]
+
+    @property
+    def hi(self) -> Tensor | None:
+        """One past the last key that each row sees."""
+        return self._hi if self._hi is not None or self._terms is None else self._padded_spans()[1][..., : self.n]
 
     def by_rows(self, BM: int, BN: int, before: int = 0) -> BlockLists:
         """For kernels that hold BM rows and loop over blocks of BN keys; the first block starts `before` rows before row 0."""
@@ -78,27 +107,35 @@ class BlockMask:
         """For kernels that hold BN keys and loop over blocks of BM rows."""
         return self._cached(BM, BN, True, 0)
 
+    def key_order(self, BM: int, BN: int) -> KeyOrder | None:
+        """The rows of each key and the order of key blocks, which the launch for `by_keys` computes too; None without one."""
+        if self._terms is None:
+            return None
+        known = self._orders.get((BM, BN))
+        return known if known is not None else self._launch(self._terms, BM, BN, None).order
+
     def record(self) -> None:
         """Record an event on the current stream, which computed a part, so that other streams can wait for it."""
         stream = self._current()
         if stream is not None:
-            self._stream, self._there, self._device = stream.cuda_stream, stream.record_event(), stream.device
+            self._stream, self._there, self._there_device = stream.cuda_stream, stream.record_event(), stream.device
 
     def wait(self, *parts: BlockLists | NamedTuple) -> None:
         """Let the current stream wait for the one that computed this, and keep the parts alive while it reads them."""
-        if self._device is None or raw_stream(self._device) == self._stream or (stream := self._current()) is None:
-            return
-        if self._there is None:
+        if self._there is None or raw_stream(self._there_device) == self._stream or (stream := self._current()) is None:
             return
         stream.wait_event(self._there)
-        for x in (self.lo, self.hi, self._seen, *(self.mask_bits or ()), *(x for part in parts for x in part)):
+        for x in (self._lo, self._hi, self._seen, *self._known, *(self.mask_bits or ()), *(x for part in parts for x in part)):
             if isinstance(x, Tensor):
                 x.record_stream(stream)
 
     def _current(self) -> torch.cuda.Stream | None:
         """The current stream; None on a CPU and in a graph capture, which starts after all other work is done."""
-        tensor = self.lo if self.mask_bits is None else self.mask_bits.bits
-        return None if tensor is None or not tensor.is_cuda or is_capturing() else torch.cuda.current_stream(tensor.device)
+        device = self._device
+        if device is None:
+            tensor = self._lo if self.mask_bits is None else self.mask_bits.bits
+            device = None if tensor is None else tensor.device
+        return None if device is None or device.type != "cuda" or is_capturing() else torch.cuda.current_stream(device)
 
     def _cached(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
         known = self._cache.get((BM, BN, turned, before))
@@ -106,26 +143,53 @@ class BlockMask:
             self.wait(known)
             return known
         self.wait()
+        if self._terms is not None:
+            return self._launch(self._terms, BM, BN, None if turned else before).lists
         made = self._compute(BM, BN, turned, before)
         if not is_capturing():  # memory of a captured graph is valid only while the graph runs
             self._cache[BM, BN, turned, before] = made
             self.record()
         return made
 
+    def _launch(self, terms: SpanTerms, BM: int, BN: int, before: int | None) -> SpanLists:
+        """The lists by rows, or by keys if `before` is None, and all that was not computed before, in one launch."""
+        from .portable.spans_launch import launch_spans
+
+        known = self._known
+        if before is None and known.lo is None:
+            known = self._launch(terms, MASK_BLOCK, MASK_BLOCK, 0).lists
+        device = torch.device("cpu") if self._device is None else self._device
+        made = launch_spans(terms, Sizes(self.n, self.m, self.lead, BM, BN, before, self.inner), device, known)
+        if is_capturing():
+            return made
+        self._cache[BM, BN, before is None, before or 0] = made.lists
+        if made.order is not None:
+            self._orders[BM, BN] = made.order
+        if self._known.seen is None:
+            self._known = made.lists
+        self.record()
+        return made
+
+    def _padded_spans(self) -> tuple[Tensor, Tensor]:
+        lists = self._known if self._known.lo is not None else self.by_rows(MASK_BLOCK, MASK_BLOCK)
+        if lists.lo is None or lists.hi is None:
+            raise RuntimeError("spans have two ends")
+        return lists.lo, lists.hi
+
     def _compute(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
         if self.mask_bits is not None:
             return lists_of_bits(self.mask_bits, self.n, self.m, BM, BN, turned, before, self._visible_keys(), self.inner)
-        if self.lo is None or self.hi is None:
+        if self._lo is None or self._hi is None:
             return BlockLists()
-        return lists_of_spans(self.lo, self.hi, self.n, self.m, BM, BN, turned, before, self._visible_keys(), self.inner)
+        return lists_of_spans(self._lo, self._hi, self.n, self.m, BM, BN, turned, before, self._visible_keys(), self.inner)
 
     def _visible_keys(self) -> Tensor:
         """Which keys some row may attend to: int8 (items, heads, m)."""
         if self._seen is None:
             if self.mask_bits is not None:
                 made = visible_by_bits(self.mask_bits, self.m)
-            elif self.lo is not None and self.hi is not None:
-                made = visible_by_spans(self.lo, self.hi, self.m)
+            elif self._lo is not None and self._hi is not None:
+                made = visible_by_spans(self._lo, self._hi, self.m)
             else:
                 raise RuntimeError("without a mask every key is seen")
             made = pad_to_multiple(made.to(torch.int8))
@@ -142,9 +206,11 @@ def block_mask(mask: Mask | None, n: int, m: int, device: torch.device, inner: i
     if is_capturing() and traceable(mask) and not (mask.constant and (mask, n, m, device) in _BY_VALUE):
         return _compute(mask, n, m, device, inner)  # computed inside the graph, so that replays follow the mask's tensors
     if mask.constant:
-        return _cached_by_value(mask, n, m, device)
-    made: BlockMask = mask.remembered(("layout", n, m, device, inner), lambda: _compute(mask, n, m, device, inner))
-    return made
+        made = mask.latest("layout", (n, m, device), lambda: _cached_by_value(mask, n, m, device))
+    else:
+        made = mask.remembered(("layout", n, m, device, inner), lambda: _compute(mask, n, m, device, inner))
+    found: BlockMask = made
+    return found
 
 
 def _cached_by_value(mask: Mask, n: int, m: int, device: torch.device) -> BlockMask:
@@ -158,6 +224,11 @@ def _cached_by_value(mask: Mask, n: int, m: int, device: torch.device) -> BlockM
 
 @torch.no_grad()
 def _compute(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> BlockMask:
+    if device.type == "cuda":
+        mask = mask if all(x.device == device for x in mask.tensors) else mask.to(device)
+        terms = span_terms(mask, n, m)
+        if terms is not None:
+            return BlockMask(n, m, lead=(terms.items, 1), inner=inner, terms=terms, device=device)
     i = torch.arange(n, device=device)
     lo, hi, exact = mask.span(i, n, m)
     if exact and (mask.monotone or bool((_never_decreases(lo) & _never_decreases(hi)).all())):
@@ -168,9 +239,9 @@ def _compute(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> Bl
 
 def traceable(mask: Mask) -> bool:
     """Whether every mask of this kind is an interval per row: a compiler cannot read its parameters."""
-    if isinstance(mask, And):
+    if type(mask) is And:
         return traceable(mask.left) and traceable(mask.right)
-    return isinstance(mask, Everything | Causal | Window | Padding | Prefix | Blocks | Packed)
+    return type(mask) in _INTERVALS
 
 
 def traceable_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:

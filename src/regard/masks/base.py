@@ -16,6 +16,7 @@ from regard.masks.index import Index
 from regard.masks.picture import cell_edges, draw_pairs, draw_shades
 from regard.masks.span import Span, interval
 from regard.masks.tiles import FULL, HIDDEN, PARTIAL, block_indices, tile_states, uniform_cover
+from regard.masks.transfer import Arrival, copy_to
 
 __all__ = ["CONVERTERS", "FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
 
@@ -81,10 +82,10 @@ class Mask(ABC):
     def lead(self) -> tuple[int, int]:
         """How many batch items and heads have a mask of their own; (1, 1) if all share one."""
         batch = 1
-        if not self.items:
-            return 1, 1
-        for value in self._batched().values():
-            batch = _broadcast(batch, value.shape[0], "batch items", self.factory)
+        for name, dims in self.items.items():
+            value = getattr(self, name)
+            if value is not None and type(value) is not int and isinstance(value, Tensor) and value.dim() == dims + 1:
+                batch = _broadcast(batch, value.shape[0], "batch items", self.factory)
         return batch, 1
 
     def misfit(self, n: int, m: int) -> str | None:
@@ -165,18 +166,25 @@ class Mask(ABC):
         return densities
 
     def to(self, device: torch.device | str) -> Mask:
-        """Move the tensors that the mask holds."""
+        """Move the tensors that the mask holds; the host does not wait for copies to a GPU."""
         if torch.compiler.is_compiling():
             return self.changed(lambda x: x.to(device))
-        moved: Mask = self.remembered(("to", str(device)), lambda: self.changed(lambda x: x.to(device)))
+        moved: Mask = self.remembered(("to", str(device)), lambda: self._moved(torch.device(device)))
+        arrival: Arrival = moved.latest("arrival", None, lambda: Arrival.of(moved.tensors))
+        arrival.wait(moved.tensors)
         return moved
+
+    def _moved(self, device: torch.device) -> Mask:
+        """Give the mask with its tensors copied to a device."""
+        own = {name: copy_to(value, device) for name, value in self._own_tensors()}
+        return replace(self, **own) if own else self._with_parts(lambda part: part._moved(device))
 
     def remembered(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Give the cached result of `make`, computed again if a tensor of the mask has changed."""
         tensors = self.tensors
-        if any(map(torch.Tensor.is_inference, tensors)) or lacks_values(*tensors):
+        versions = [version_of(t) for t in tensors]
+        if -1 in versions or lacks_values(*tensors):
             return make()  # inference tensors have no version counter, and what is made of fake ones is fake
-        versions = tuple(version_of(t) for t in tensors)
         memory: dict[Hashable, tuple[object, Any]] = self.__dict__.setdefault("_memory", {})
         then, thing = memory.get(key, (None, None))
         if then != versions:
@@ -184,27 +192,42 @@ class Mask(ABC):
             memory[key] = (versions, thing)
         return thing
 
+    def latest(self, name: str, argument: object, make: Callable[[], Any]) -> Any:
+        """Give the last result of this name if its argument is the same, whatever happened to the tensors since."""
+        memory: dict[Hashable, tuple[object, Any]] = self.__dict__.setdefault("_memory", {})
+        if name not in memory or memory[name][0] != argument:
+            memory[name] = (argument, make())
+        return memory[name][1]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_memory"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_memory", "_tensors")}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
         """Give the mask with `change` applied to every tensor that it holds."""
-        own = {}
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name, None)
-            if isinstance(value, Tensor):
-                own[name] = change(value)
+        own = {name: change(value) for name, value in self._own_tensors()}
         return replace(self, **own) if own else self._with_parts(lambda part: part.changed(change))
+
+    def _own_tensors(self) -> list[tuple[str, Tensor]]:
+        found = [(name, getattr(self, name, None)) for name in self.__dataclass_fields__]
+        return [(name, value) for name, value in found if isinstance(value, Tensor)]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the mask holds."""
+        if torch.compiler.is_compiling():
+            return self._find_tensors()
+        found: tuple[Tensor, ...] | None = self.__dict__.get("_tensors")
+        if found is None:
+            found = self.__dict__["_tensors"] = self._find_tensors()
+        return found
+
+    def _find_tensors(self) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
         for name in self.__dataclass_fields__:  # the compiler of every torch release can trace this
             value = getattr(self, name, None)
             if value is None or type(value) is int:
                 continue
-            found += [value] if isinstance(value, Tensor) else value.tensors if isinstance(value, Mask) else ()
+            found += value.tensors if isinstance(value, Mask) else [value] if isinstance(value, Tensor) else ()
         return tuple(found)
 
     @property
@@ -213,14 +236,18 @@ class Mask(ABC):
         found: list[Tensor] = []
         for name in self.__dataclass_fields__:
             value = getattr(self, name, None)
-            found += [value] if isinstance(value, Tensor) else value.sources if isinstance(value, Mask) else ()
+            if value is None or type(value) is int:
+                continue
+            found += value.sources if isinstance(value, Mask) else [value] if isinstance(value, Tensor) else ()
         return tuple(found)
 
     @property
     def constant(self) -> bool:
         """Whether the mask is the same at every call: it holds no tensor and calls no function of the user."""
+        if self.tensors:
+            return False
         parts = (getattr(self, name, None) for name in self.__dataclass_fields__)
-        return not self.tensors and all(part.constant for part in parts if isinstance(part, Mask))
+        return all(part.constant for part in parts if isinstance(part, Mask))
 
     def check(self, n: int, m: int) -> None:
         """Raise if the mask does not fit `n` rows and `m` keys."""
@@ -310,11 +337,16 @@ class _Binary(Mask):
         (a, b), (c, d) = self.left.lead, self.right.lead
         return _broadcast(a, c, "batch items", self.sign), _broadcast(b, d, "heads", self.sign)
 
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        return self.left.sources + self.right.sources
+
     def misfit(self, n: int, m: int) -> str | None:
         return self.left.misfit(n, m) or self.right.misfit(n, m)
 
     def bind(self, batch: int, heads: int, headless: bool = False) -> Mask:
-        return self._with_parts(lambda part: part.bind(batch, heads, headless))
+        left, right = self.left.bind(batch, heads, headless), self.right.bind(batch, heads, headless)
+        return self if left is self.left and right is self.right else replace(self, left=left, right=right)
 
     def __repr__(self) -> str:
         left = f"({self.left!r})" if self.left.precedence < self.precedence else f"{self.left!r}"
@@ -441,7 +473,7 @@ def _broadcast(a: int, b: int, what: str, sign: str) -> int:
 
 def _same(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and torch.equal(a.cpu(), b.cpu()))
+        return a is b or (a.shape == b.shape and bool((a.cpu() == b.cpu()).all()))  # of 32 or 64 bits
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from regard.compat.torch import is_traced, lacks_values
-from regard.errors import MaskError
+from regard.compat.torch import is_batched, is_traced, lacks_values, unwrap
+from regard.errors import ArgumentError, MaskError
 from regard.masks.arguments import Integers, integers
 from regard.masks.base import HIDDEN, Mask, Span
 from regard.masks.index import Index, broadcast_shapes, indices, take
 from regard.masks.span import interval
 from regard.masks.tiles import block_indices, tile_states, uniform_cover
 
-__all__ = ["Documents", "Packed", "documents", "packed"]
+__all__ = ["Documents", "Packed", "Varlen", "documents", "packed"]
 
 
 @final
@@ -54,6 +55,18 @@ class Documents(Mask):
         exact = bool((hi - lo == count).all())
         return interval(i, m, lo, hi, exact) if not lead else interval(i, m, lo[:, None], hi[:, None], exact)
 
+    def is_sorted(self) -> bool:
+        """Whether no id is smaller than the one before it. Ids on a GPU are read once; until then the host waits."""
+        found: bool = self.remembered("sorted", lambda: all(map(_never_falls, self.tensors)))
+        return found
+
+    def _moved(self, device: torch.device) -> Mask:
+        moved = super()._moved(device)
+        if isinstance(moved, Documents) and all(ids.is_cpu for ids in self.tensors):
+            known = self.is_sorted()  # the host has the ids, and need not wait for the copy
+            moved.remembered("sorted", lambda: known)
+        return moved
+
     def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
         if n == 0 or m == 0 or 0 in self.lead:
             return uniform_cover(rows, cols, HIDDEN)
@@ -81,10 +94,17 @@ class Documents(Mask):
         return None
 
 
+def _never_falls(ids: Tensor) -> bool:
+    return bool((ids[..., 1:] >= ids[..., :-1]).all())
+
+
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Packed(Mask):
-    """Documents of the given lengths, one after another: row i sees key j if both are in the same document."""
+    """Documents of the given lengths, one after another: row i sees key j if both are in the same document.
+
+    Tokens after the last document see nothing and are seen by none, as in `Varlen`.
+    """
 
     lengths: Tensor
 
@@ -92,27 +112,77 @@ class Packed(Mask):
     rising: ClassVar[bool] = True
 
     def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
-        i, j = indices(i, j)
-        return self._document_of(i) == self._document_of(j)
+        ends = self.lengths.cumsum(0)
+        return _same_document(i, j, ends, ends)
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
-        which, ends = self._document_of(i), self.lengths.to(i.device).cumsum(0)
-        edges = torch.cat((ends.new_zeros(1), ends, ends.new_full((1,), m)))
-        return interval(i, m, edges[which], edges[which + 1])
+        ends = self.lengths.cumsum(0)
+        return _document_span(i, m, ends, ends)
 
     def misfit(self, n: int, m: int) -> str | None:
         if n != m:
             return f"packed: rows and keys are the same tokens; there are {n} rows and {m} keys."
-        if torch.compiler.is_compiling() or (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None  # the lengths cannot be read here
-        if is_traced() or lacks_values(self.lengths):
+        lengths = _numbers_on_host(self.lengths)
+        if lengths is None or sum(lengths) == n:
             return None
-        total = int(self.lengths.sum())
-        return None if total == n else f"packed: the lengths sum to {total}; there are {n} rows."
+        return f"packed: the lengths sum to {sum(lengths)}; there are {n} rows."
 
-    def _document_of(self, i: Tensor) -> Tensor:
-        """The index of the document that each token is in."""
-        return torch.bucketize(i.contiguous(), self.lengths.to(i.device).cumsum(0), right=True)
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Varlen(Mask):
+    """Documents one after another, by cumulative lengths (documents + 1,), of which the first counts as 0."""
+
+    cu_seqlens: Tensor = field(kw_only=True)
+    key_cu_seqlens: Tensor | None = field(default=None, kw_only=True)  # if those of the keys are others
+
+    factory: ClassVar[str] = "packed"
+    rising: ClassVar[bool] = True
+
+    @property
+    def keys(self) -> Tensor:
+        """The cumulative lengths of the keys."""
+        return self.cu_seqlens if self.key_cu_seqlens is None else self.key_cu_seqlens
+
+    def allows(self, i: Index, j: Index, n: int, m: int) -> Tensor:
+        return _same_document(i, j, self.cu_seqlens[1:].long(), self.keys[1:].long())
+
+    def span(self, i: Tensor, n: int, m: int) -> Span:
+        return _document_span(i, m, self.cu_seqlens[1:].long(), self.keys[1:].long())
+
+    def misfit(self, n: int, m: int) -> str | None:
+        if n != m and self.key_cu_seqlens is None:
+            return (
+                f"packed: rows and keys are the same tokens; there are {n} rows and {m} keys. "
+                f"Give key_cu_seqlens if the keys are others."
+            )
+        for name, ends, size, what in (("", self.cu_seqlens, n, "rows"), ("key_", self.key_cu_seqlens, m, "keys")):
+            numbers = None if ends is None else _numbers_on_host(ends)
+            if numbers is not None and numbers[-1] != size:
+                return f"packed: {name}cu_seqlens ends with {numbers[-1]}; there are {size} {what}."
+        return None
+
+
+def _same_document(i: Index, j: Index, rows: Tensor, keys: Tensor) -> Tensor:
+    """Whether row i and key j are in one document, by where documents end."""
+    i, j = indices(i, j)
+    document = torch.bucketize(i.contiguous(), rows.to(i.device), right=True)
+    return (document == torch.bucketize(j.contiguous(), keys.to(i.device), right=True)) & (document < len(rows))
+
+
+def _document_span(i: Tensor, m: int, rows: Tensor, keys: Tensor) -> Span:
+    """The keys of the document that row i is in; none, where the last document ends, for rows after it."""
+    document, keys = torch.bucketize(i.contiguous(), rows.to(i.device), right=True), keys.to(i.device)
+    edges = torch.cat((keys.new_zeros(1), keys, keys[-1:] if len(keys) else keys.new_zeros(1)))
+    return interval(i, m, edges[document], edges[document + 1])
+
+
+def _numbers_on_host(x: Tensor) -> list[int] | None:
+    """The numbers of a tensor, if the host can read them, and without waiting for a GPU."""
+    if not x.is_cpu or torch.compiler.is_compiling() or is_traced() or lacks_values(x) or is_batched(x):
+        return None
+    numbers: list[int] = unwrap(x).tolist()
+    return numbers
 
 
 def documents(query_ids: Integers, key_ids: Integers | None = None) -> Mask:
@@ -137,7 +207,9 @@ def documents(query_ids: Integers, key_ids: Integers | None = None) -> Mask:
     return Documents(queries, keys)
 
 
-def packed(lengths: Integers) -> Mask:
+def packed(
+    lengths: Integers | None = None, *, cu_seqlens: Integers | None = None, key_cu_seqlens: Integers | None = None
+) -> Mask:
     """Let each document see only itself; the documents follow one another, and their lengths sum to the token count.
 
     >>> print(packed([2, 3]).picture(5, 5))
@@ -146,5 +218,58 @@ def packed(lengths: Integers) -> Mask:
     ··███
     ··███
     ··███
+
+    `cu_seqlens` are cumulative lengths, (documents + 1,), as other libraries take them: 0, then the end of each
+    document. `key_cu_seqlens` are those of the keys, where documents have other lengths there:
+
+    >>> print(packed(cu_seqlens=[0, 2, 3], key_cu_seqlens=[0, 1, 5]).picture(3, 5))
+    █····
+    █····
+    ·████
+
+    Numbers in a CPU tensor or a list are checked. Those on a GPU are not read by the host, which would have to wait:
+    tokens after the last document see nothing and are seen by none.
     """
-    return Packed(integers("packed", "lengths", lengths, least=0))
+    if (lengths is None) == (cu_seqlens is None):
+        raise ArgumentError(
+            f"packed: give either lengths or cu_seqlens; got {'neither' if lengths is None else 'both'}. "
+            f"cu_seqlens are cumulative lengths: 0, then the end of each document."
+        )
+    if lengths is not None:
+        if key_cu_seqlens is not None:
+            raise ArgumentError(
+                "packed: key_cu_seqlens goes with cu_seqlens; got lengths. Give both as cumulative lengths."
+            )
+        return Packed(integers("packed", "lengths", lengths, least=0))
+    rows = _cumulative("cu_seqlens", cu_seqlens)
+    if key_cu_seqlens is None:
+        return Varlen(cu_seqlens=rows)
+    keys = _cumulative("key_cu_seqlens", key_cu_seqlens)
+    if rows.shape != keys.shape:
+        raise MaskError(
+            f"packed: cu_seqlens and key_cu_seqlens must have one entry per document and one more; "
+            f"got shapes {tuple(rows.shape)} and {tuple(keys.shape)}."
+        )
+    if rows.dtype != keys.dtype:
+        rows, keys = rows.long(), keys.long()
+    return Varlen(cu_seqlens=rows, key_cu_seqlens=keys)
+
+
+def _cumulative(name: str, value: object) -> Tensor:
+    """Read cumulative lengths. Those of 32 bits stay, so that the mask sees when its tensor is changed in place."""
+    found = integers("packed", name, value)
+    if isinstance(value, Tensor) and value.dtype == torch.int32:
+        found = value
+    if found.shape[0] == 0:
+        raise MaskError(f"packed: {name} must start with 0; got no entry. Without a document it is [0].")
+    ends = _numbers_on_host(found)
+    if ends is None:
+        return found
+    if ends[0] != 0:
+        raise MaskError(f"packed: {name} must start with 0; got {ends[0]}. It is 0, then the end of each document.")
+    for before, end in pairwise(ends):
+        if end < before:
+            raise MaskError(
+                f"packed: {name} must never fall; got {before}, then {end}. Lengths are passed as packed(lengths)."
+            )
+    return found

@@ -51,6 +51,12 @@ def dq_order(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
     if (BM, BN) in cached:
         block_mask.wait(cached[BM, BN])
         return cached[BM, BN]
+    made = block_mask.key_order(BM, BN)
+    if made is not None:
+        order = _with_strides(made.base, made.rank, made.begin, made.end)
+        if not is_capturing():
+            cached[BM, BN] = order
+        return order
     block_mask.wait()
     order = DqOrder() if block_mask.kind == NONE else _of_bits(block_mask, BM, BN) if block_mask.kind == BITS else _of_spans(block_mask, BM, BN)
     if not is_capturing():  # the tensors of a captured graph exist only while the graph runs
@@ -72,7 +78,10 @@ def _of_spans(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
     base = begun.scatter_add_(2, first.clamp(max=rows - 1), some.long()).cumsum(-1) - 1
     j = torch.arange(block_mask.m, dtype=torch.int32, device=first.device).expand(*first.shape[:2], -1).contiguous()
     spans = (torch.searchsorted(x.contiguous(), j, right=True).int() for x in (block_mask.hi, block_mask.lo))
-    base, rank, begin, end = (pad_to_multiple(x) for x in (base.int(), rank.int(), *spans))
+    return _with_strides(*(pad_to_multiple(x) for x in (base.int(), rank.int(), *spans)))
+
+
+def _with_strides(base: Tensor, rank: Tensor, begin: Tensor, end: Tensor) -> DqOrder:
     (row_item, row_head), (key_item, key_head), (span_item, span_head) = (strides_of(x) for x in (base, rank, begin))
     return DqOrder(
         base=base, rank=rank, begin=begin, end=end, row_item=row_item, row_head=row_head, key_item=key_item, key_head=key_head,

@@ -1,0 +1,163 @@
+"""Launch the kernel of `spans` for a mask's terms: the memory for its results, its arguments, what is cached."""
+
+# fmt: off
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...compat.torch import is_capturing
+from ...compat.triton import INTERPRETED
+from ..block_lists import MULTIPLE, BlockLists
+from ..span_terms import ENDS, LENGTHS, Sizes, SpanTerms
+from .spans import CHUNK, INNER, spans
+
+__all__ = ["KeyOrder", "SpanLists", "launch_spans"]
+
+
+_MOST_LENGTHS = 256  # documents whose lengths each program sums up itself
+_TICKETS: dict[tuple[int | None, int], Tensor] = {}  # by device and stream: launches on a stream follow one another
+_COMPILED: dict[tuple[int | None, bool], Any] = {}  # by device, and by whether blocks are listed by keys
+
+
+class KeyOrder(NamedTuple):
+    """The rows that see each key, and the order in which key blocks add to dQ; see `hopper.dq_order.DqOrder`."""
+
+    begin: Tensor  # int32 (items, heads, m)
+    end: Tensor
+    rank: Tensor  # int32 (items, heads, key blocks)
+    base: Tensor  # int32 (items, heads, row blocks)
+
+
+class SpanLists(NamedTuple):
+    """What one launch computes."""
+
+    lists: BlockLists
+    order: KeyOrder | None  # where blocks are listed by keys
+
+
+class _Plan(NamedTuple):
+    """A launch for some sizes, whatever the mask. Places are counted in int32; −1 for what is not wanted."""
+
+    size: int
+    places: tuple[int, ...]  # of lo, hi, bounds, seen, the flag, begin, end, rank and base
+    programs: tuple[int, int, int, int]
+    strides: dict[str, int]  # fields of BlockLists
+    padded: tuple[int, int, int, int, int]  # rows, keys, numbers of bounds, key blocks and row blocks
+
+
+@lru_cache(maxsize=512)
+def _plan(sizes: Sizes, needs_spans: bool, needs_seen: bool) -> _Plan:
+    n, m, (items, heads), BM, BN, before, _ = sizes
+    leads, by_keys = items * heads, before is None
+    row_blocks, key_blocks = -(-(n + (before or 0)) // BM), -(-m // BN)
+    blocks = key_blocks if by_keys else row_blocks
+    N, M, B, K, R = (-(-x // MULTIPLE) * MULTIPLE for x in (n, m, 4 * blocks, key_blocks, row_blocks))
+    counts = [
+        *([leads * N] * 2 if needs_spans else [0] * 2), leads * B, *([-(-leads * M // 64) * MULTIPLE, MULTIPLE] if needs_seen else [0] * 2),
+        *([leads * M, leads * M, leads * K, leads * R] if by_keys else [0] * 4),
+    ]
+    *places, size = accumulate(counts, initial=0)
+    programs = [-(-x // CHUNK) for x in (N if needs_spans else 0, M if needs_seen or by_keys else 0, B // 2, key_blocks, row_blocks)]
+    item, head = int(items > 1), int(heads > 1)
+    strides = {"block_item": item * heads * B, "block_head": head * B}
+    strides |= {"item": item * heads * N, "head": head * N} if needs_spans else {}
+    strides |= {"seen_item": item * heads * M, "seen_head": head * M} if needs_seen else {}
+    return _Plan(
+        size, tuple(place if count else -1 for place, count in zip(places, counts, strict=True)),
+        (programs[0], programs[1], programs[2], programs[3] + programs[4] if by_keys else 0), strides, (N, M, B, K, R),
+    )
+
+
+def launch_spans(terms: SpanTerms, sizes: Sizes, device: torch.device, known: BlockLists) -> SpanLists:
+    """The lists of these sizes; what `known` lists of the same mask have already is not computed again.
+
+    Lists by keys take lo and hi from there.
+    """
+    n, m, (items, heads), BM, BN, before, inner = sizes
+    by_keys, needs_spans, needs_seen = before is None, known.lo is None, known.seen is None
+    if by_keys and needs_spans:
+        raise RuntimeError("lists by keys follow those by rows")
+    size, places, programs, strides, (N, M, B, K, R) = _plan(sizes, needs_spans, needs_seen)
+    memory = torch.empty(size, dtype=torch.int32, device=device)
+    ticket = _ticket(device) if needs_seen else None
+    kept, numbers = _numbers(terms)
+    _launch(items * heads * sum(programs), device, (
+        memory.data_ptr(), *places, 0 if ticket is None else ticket.data_ptr(), *numbers,
+        n, m, max(n, m, numbers[-2]).bit_length(), inner, BM, BN, before or 0, items * heads, *programs, by_keys,
+    ))
+    del kept, ticket  # the kernel is in the queue, and memory is used again in the order of the queue
+
+    def part(place: int, width: int) -> Tensor:
+        return memory.as_strided((items, heads, width), (heads * width, width, 1), place)
+
+    new: dict[str, Any] = {"bounds": part(places[2], B), **strides}
+    if needs_spans:
+        new["lo"], new["hi"] = part(places[0], N), part(places[1], N)
+    if needs_seen:
+        new["seen"] = memory.view(torch.int8).as_strided((items, heads, M), (heads * M, M, 1), 4 * places[3])
+        new["all_keys_visible"], new["inner"] = (memory.as_strided((1,), (1,), place) for place in (places[4], places[4] + INNER))
+    order = KeyOrder(*map(part, places[5:], (M, M, K, R))) if by_keys else None
+    return SpanLists(known._replace(**new), order)
+
+
+def _numbers(terms: SpanTerms) -> tuple[list[Tensor], tuple[int, ...]]:
+    """The tensors that the kernel reads, and its arguments from `least` to `wide`."""
+    least, most, until, offset, offset_least, offset_most, length, size, block_offset, block_offsets, table, rows, keys, _ = terms
+    kept: list[Tensor] = []
+    tables, count, wide = (0, 0, 0, 0), 0, 0
+    if rows is not None and keys is not None:
+        if table == LENGTHS and rows.shape[0] > _MOST_LENGTHS:
+            table, rows = ENDS, rows.cumsum(0)
+            keys = rows
+        count, wide = rows.shape[-1], int(rows.dtype == torch.int64)
+        tables = (*_address(rows, kept), *_address(keys, kept))
+    return kept, (
+        least, most, until, *_per_item_arguments(offset, kept), offset_least, offset_most, *_per_item_arguments(length, kept),
+        size, block_offset, *_per_item_arguments(block_offsets, kept), table, *tables, count, wide,
+    )
+
+
+def _per_item_arguments(x: Tensor | None, kept: list[Tensor]) -> tuple[int, int]:
+    """The address of one number per item, and the step from item to item."""
+    if x is None:
+        return 0, -1
+    kept.append(x.contiguous())
+    return kept[-1].data_ptr(), int(x.shape[0] > 1)
+
+
+def _address(x: Tensor, kept: list[Tensor]) -> tuple[int, int]:
+    """The address of a table, and the step from item to item in bytes."""
+    kept.append(x.contiguous())
+    return kept[-1].data_ptr(), x.shape[-1] * x.element_size() if x.dim() > 1 and x.numel() > x.shape[-1] else 0
+
+
+def _ticket(device: torch.device) -> Tensor:
+    """A counter at zero, which the kernel leaves at zero."""
+    if device.type != "cuda" or is_capturing():  # a captured graph may run beside others
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _TICKETS:
+        _TICKETS[key] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _TICKETS[key]
+
+
+def _launch(programs: int, device: torch.device, values: tuple[int, ...]) -> None:
+    """Start the kernel; after the first time without Triton's inspection of the arguments, for which nothing is compiled."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _launch(programs, torch.device("cuda", torch.cuda.current_device()), values)
+        return
+    key = (device.index, bool(values[-1]))
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        start = compiled[programs, 1, 1]
+        start(*values)
+        return
+    compiled = spans[(programs,)](**dict(zip(spans.arg_names, values, strict=True)), num_warps=4)
+    if not INTERPRETED and compiled is not None:
+        _COMPILED[key] = compiled.result() if hasattr(compiled, "result") else compiled

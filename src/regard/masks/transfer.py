@@ -1,0 +1,48 @@
+"""Copies of a mask's tensors on another device, made without waiting for that device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.compat.torch import is_capturing, is_wrapped, lacks_values
+
+__all__ = ["Arrival", "copy_to"]
+
+
+def copy_to(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; from the CPU to a GPU through pinned memory, and the host does not wait."""
+    queued = x.is_cpu and device.type == "cuda" and not is_wrapped(x) and not lacks_values(x) and not is_capturing()
+    if not queued:
+        return x.to(device)
+    with torch.inference_mode(False):  # tensors of inference mode count no changes, and nothing made of them is cached
+        return x.pin_memory().to(device, non_blocking=True)
+
+
+class Arrival(NamedTuple):
+    """The stream that copies some tensors, and the event after the copies; None if nobody has to wait."""
+
+    stream: int = 0
+    event: torch.cuda.Event | None = None
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Arrival:
+        """The copies that the current stream has just been given."""
+        if not tensors or not tensors[0].is_cuda or is_capturing():
+            return Arrival()
+        stream = torch.cuda.current_stream(tensors[0].device)
+        return Arrival(stream.cuda_stream, stream.record_event())
+
+    def wait(self, tensors: Sequence[Tensor]) -> None:
+        """Let the current stream wait for the copies, and keep them alive while it reads them."""
+        if self.event is None or is_capturing():  # a capture starts after all other work is done
+            return
+        stream = torch.cuda.current_stream(tensors[0].device)
+        if stream.cuda_stream == self.stream:
+            return
+        stream.wait_event(self.event)
+        for x in tensors:
+            x.record_stream(stream)
