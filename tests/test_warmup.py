@@ -48,7 +48,7 @@ def test_a_process_that_dies_is_reported_with_a_remedy(pools: list[int], monkeyp
         raise BrokenProcessPool
 
     monkeypatch.setattr(warmup, "_warm_one", dies)
-    with pytest.raises(DeviceError, match="one of 2 processes that compile ended .* --jobs 1"):
+    with pytest.raises(DeviceError, match=r"one of 2 processes that compile ended .* --jobs 1"):
         list(warm(plan(), device="cpu", jobs=2))
 
 

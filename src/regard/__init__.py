@@ -86,7 +86,7 @@ __all__ = [
     "window",
 ]
 
-# Where each name is defined. A name is imported when it is first used, so that `regard --version` does not wait for torch.
+# Where each name is defined. It is imported at its first use, so that `regard --version` does not wait for torch.
 _PLACES = {
     **dict.fromkeys(("KernelClassifier", "KernelRegressor", "Memory"), "memory"),
     **dict.fromkeys(("Monitor", "watch"), "models"),
