@@ -13,12 +13,11 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton has no wheel for this system")
 
-import triton.language as tl
+import hopper_compiled  # noqa: E402
+from regard.compat.triton import INTERPRETED  # noqa: E402
+from regard.kernels import ahead  # noqa: E402
 
-from hopper_compiled import hopper  # noqa: F401
-from regard.compat.triton import INTERPRETED
-from regard.kernels import ahead
-
+tl, hopper = triton.language, hopper_compiled.hopper
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
 
@@ -92,9 +91,14 @@ def test_an_error_in_the_background_is_left_to_the_launch() -> None:
 
 def test_an_error_while_launches_are_collected_compiles_nothing_and_is_raised() -> None:
     kernel = Kernel()
-    with pytest.raises(ValueError, match="wrong"), ahead.collecting(CPU):
-        ahead.collect(kernel, {}, {})
-        raise ValueError("wrong")
+
+    def wrong() -> None:
+        with ahead.collecting(CPU):
+            ahead.collect(kernel, {}, {})
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        wrong()
     assert ahead._COMPILING == {}
     assert not ahead.collect(kernel, {}, {})
 
@@ -125,7 +129,7 @@ def copied(x, pair, n, SIZE: tl.constexpr):
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_the_launch_finds_what_was_compiled_in_the_background(
-    hopper: None,  # noqa: F811
+    hopper: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[str] = []

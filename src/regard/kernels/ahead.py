@@ -87,8 +87,8 @@ def _compile(launch: _Launch, device: torch.device) -> None:
     try:
         with on_device:
             launch.kernel.warmup(**launch.arguments, grid=(1,), **launch.options)
-    except Exception:
-        _LOG.debug("a kernel could not be compiled ahead", exc_info=True)  # its launch will say so
+    except Exception:  # noqa: BLE001  the launch compiles again and raises it
+        _LOG.debug("a kernel could not be compiled ahead", exc_info=True)
 
 
 @dataclass(frozen=True)
