@@ -32,7 +32,7 @@ LEVELS = (
     ("chunked",),
     ("kernels",),
     ("backends",),
-    ("observation", "steps"),
+    ("observation", "walkthrough"),
     ("functional", "warmup"),
     ("distributed", "nn", "memory", "report", "models", "lab", "cli", "__init__", "__main__"),
 )
@@ -367,20 +367,62 @@ def fresh(script: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_regard_brings_no_heavy_package_that_torch_does_not() -> None:
-    script = "import sys, torch; before = set(sys.modules); import regard; print(*sorted(set(sys.modules) - before))"
-    brought = {module.partition(".")[0] for module in fresh(script).split()}
-    assert "regard" in brought
-    assert not brought & {"triton", "transformers", "matplotlib", "sklearn", "scipy", "pandas", "typer", "rich"}
+def test_attention_brings_no_heavy_package_that_torch_does_not() -> None:
+    script = (
+        "import sys, torch; before = set(sys.modules); from regard import attention; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    brought = set(fresh(script).split())
+    assert "regard.functional" in brought
+    heavy = {"triton", "transformers", "matplotlib", "sklearn", "scipy", "pandas", "typer", "rich"}
+    assert not {module.partition(".")[0] for module in brought} & heavy
+    assert "torch._dynamo" not in brought
 
 
-def test_import_regard_takes_at_most_1_3_times_import_torch() -> None:
+def test_import_regard_imports_nothing_and_a_name_is_the_same_whatever_came_before() -> None:
+    script = """
+import sys, regard
+print("torch" in sys.modules, [name for name in regard.__all__ if name in vars(regard)], "attention" in dir(regard))
+import regard.functional, regard.walkthrough, regard.masks.causal
+print(callable(regard.steps), callable(regard.causal), regard.attention is regard.functional.attention)
+print(hasattr(regard, "atention"), "attention" in vars(regard))
+"""
+    assert fresh(script).splitlines() == ["False [] True", "True True True", "False True"]
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    tree = parsed(PACKAGE / "__init__.py")
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    names = [alias.name for step in typed.body if isinstance(step, ast.ImportFrom) for alias in step.names]
+    assert sorted(names) == public_names()
+
+
+def test_the_command_line_imports_torch_only_for_work_and_never_the_compilers() -> None:
+    script = """
+import runpy, sys
+def loaded(*arguments):
+    sys.argv = ["regard", *arguments]
+    try:
+        runpy.run_module("regard", run_name="__main__")
+    except SystemExit as end:
+        heavy = ("torch", "torch._dynamo", "transformers", "triton", "matplotlib")
+        print("|", *arguments, end.code, *(name for name in heavy if name in sys.modules))
+import regard.cli, regard_command
+for arguments in (["--version"], ["--help"], ["inspect", "--help"], ["warmup", "--help"], ["show", "--causal"]):
+    loaded(*arguments)
+"""
+    said = [line[2:] for line in fresh(script).splitlines() if line.startswith("| ")]
+    assert said == ["--version 0", "--help 0", "inspect --help 0", "warmup --help 0", "show --causal 0 torch"]
+
+
+def test_attention_takes_at_most_1_3_times_as_long_to_import_as_torch() -> None:
     # Processor time, and the shortest of several: what else the machine does then counts for neither side.
-    script = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"
-    best = {"torch": float("inf"), "regard": float("inf")}
+    script = "import time; start = time.process_time(); {}; print(time.process_time() - start)"
+    ours, torchs = "from regard import attention", "import torch"
+    best = dict.fromkeys((torchs, ours), float("inf"))
     for attempt in range(8):
-        for package in best:
-            best[package] = min(best[package], float(fresh(script.format(package))))
-        if attempt >= 2 and best["regard"] <= 1.3 * best["torch"]:
+        for line in best:
+            best[line] = min(best[line], float(fresh(script.format(line))))
+        if attempt >= 2 and best[ours] <= 1.3 * best[torchs]:
             return
-    pytest.fail(f"import regard takes {best['regard']:.2f} s, import torch {best['torch']:.2f} s")
+    pytest.fail(f"{ours} takes {best[ours]:.2f} s, {torchs} {best[torchs]:.2f} s")

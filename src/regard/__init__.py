@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from . import backends, biases, errors, masks, positions, scores, softmax
-from .backends.dispatch import Plan
-from .core.contexts import TENSOR_TYPES
-from .functional import attention, attention_with_weights, observe, scaled_dot_product_attention, steps, why
-from .masks import (
-    Mask,
-    blocks,
-    causal,
-    dense,
-    documents,
-    everything,
-    global_tokens,
-    packed,
-    padding,
-    predicate,
-    prefix,
-    strided,
-    window,
-)
-from .observation import Observation
+if TYPE_CHECKING:
+    from . import (
+        backends,
+        biases,
+        distributed,
+        errors,
+        lab,
+        masks,
+        memory,
+        models,
+        nn,
+        positions,
+        report,
+        scores,
+        softmax,
+    )
+    from .backends.dispatch import Plan
+    from .functional import attention, attention_with_weights, observe, scaled_dot_product_attention, steps, why
+    from .masks import (
+        Mask,
+        blocks,
+        causal,
+        dense,
+        documents,
+        everything,
+        global_tokens,
+        packed,
+        padding,
+        predicate,
+        prefix,
+        strided,
+        window,
+    )
+    from .memory import KernelClassifier, KernelRegressor, Memory
+    from .models import Monitor, watch
+    from .observation import Observation
 
 __version__ = "0.1.0"
 
@@ -70,26 +86,36 @@ __all__ = [
     "window",
 ]
 
-_LAZY = {"distributed", "lab", "memory", "models", "nn", "report"}
+# Where each name is defined. It is imported at its first use, so that `regard --version` does not wait for torch.
 _PLACES = {
-    "KernelClassifier": "memory",
-    "KernelRegressor": "memory",
-    "Memory": "memory",
-    "Monitor": "models",
-    "watch": "models",
+    **dict.fromkeys(("KernelClassifier", "KernelRegressor", "Memory"), "memory"),
+    **dict.fromkeys(("Monitor", "watch"), "models"),
+    **dict.fromkeys(
+        ("attention", "attention_with_weights", "observe", "scaled_dot_product_attention", "steps", "why"), "functional"
+    ),
+    **dict.fromkeys(
+        ("Mask", "blocks", "causal", "dense", "documents", "everything", "global_tokens", "packed", "padding"), "masks"
+    ),
+    **dict.fromkeys(("predicate", "prefix", "strided", "window"), "masks"),
+    "Observation": "observation",
+    "Plan": "backends.dispatch",
+}
+_MODULES = {
+    *(name for name in __all__ if name not in _PLACES),
+    *("autograd", "chunked", "compat", "core", "functional", "kernels", "observation"),
 }
 
+if not TYPE_CHECKING:  # type checkers know the names above and report all others
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in _PLACES:
-        return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
-
-
-TENSOR_TYPES["DTensor"] = lambda: importlib.import_module(f"{__name__}.distributed.dtensors").DTENSORS

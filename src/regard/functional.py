@@ -20,7 +20,7 @@ from .masks.arguments import textbook_mask
 from .masks.index import broadcast_shapes
 from .observation import WATCHERS, Observation, notify, observed, watchers
 from .scores import Score
-from .steps import Steps, walk
+from .walkthrough import Steps, walk
 
 __all__ = [
     "attention",

@@ -1,21 +1,26 @@
-"""Compile the fused kernels before the first real call: a small, named set, the same for every mask and length."""
+"""Compile the fused kernels before the first real call: a small, named set, the same for every mask and length.
+
+Processes compile side by side. What they share is the cache of Triton, a folder, which serves all later processes too.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from . import biases
 from .errors import ArgumentError, DeviceError
-from .functional import attention, observe
-from .masks import causal, strided
 
-__all__ = ["DIMS", "DTYPES", "USUAL", "VARIANTS", "Warmed", "plan", "warm"]
+if TYPE_CHECKING:
+    import torch
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+__all__ = ["DIMS", "DTYPES", "USUAL", "VARIANTS", "Warmed", "cache_folder", "plan", "warm"]
+
+DTYPES = ("bfloat16", "float16", "float32")
 DIMS = (64, 128)
 VARIANTS = ("plain", "mask", "bits", "decode", "softcap", "sink", "scale", "bias", "alibi", "relative", "dropout")
 USUAL = ("plain", "mask", "bits", "decode")
@@ -23,6 +28,7 @@ _CELLS = 32
 _HEADS = 2
 _ROWS = 256
 _KEYS = 2048  # enough for split keys
+_MOST_JOBS = 8  # each process holds some hundred megabytes of the GPU
 
 
 class Warmed(NamedTuple):
@@ -50,48 +56,102 @@ def plan(
     return [(variant, dtype, dim) for dtype in dtypes for dim in dims for variant in variants]
 
 
-def warm(wanted: Sequence[tuple[str, str, int]], backward: bool = True, device: str = "cuda") -> Iterator[Warmed]:
-    """Compile each entry of a `plan`, forward, backward and the passes of an Observation, and time it."""
+def warm(
+    wanted: Sequence[tuple[str, str, int]], backward: bool = True, device: str = "cuda", jobs: int | None = None
+) -> Iterator[Warmed]:
+    """Compile each entry of a `plan`, forward, backward and the passes of an Observation, and time it.
+
+    `jobs` processes share the work, by default one per core and at most 8; with 1 it is done in this process.
+    """
+    import torch
+
     if device == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
             "warmup: there is no CUDA device here; the kernels are compiled for the device that they run on."
         )
-    return _warm(wanted, backward, device)  # a generator of its own, so that the error above is raised at the call
+    if jobs is None:
+        jobs = min(_MOST_JOBS, os.cpu_count() or 1) if device == "cuda" else 1
+    jobs = min(jobs, len(wanted))
+    # A generator of its own, so that the error above is raised at the call.
+    return _warm_in_processes(wanted, backward, device, jobs) if jobs > 1 else _warm(wanted, backward, device)
+
+
+def cache_folder() -> str:
+    """The folder in which Triton keeps what it compiles."""
+    from triton import knobs
+
+    return str(knobs.cache.dir)
 
 
 def _warm(wanted: Sequence[tuple[str, str, int]], backward: bool, device: str) -> Iterator[Warmed]:
-    for variant, dtype, dim in wanted:
-        start = time.perf_counter()
-        _compile(variant, DTYPES[dtype], dim, backward and variant != "decode", torch.device(device))
-        if device == "cuda":
-            torch.cuda.synchronize()
-        yield Warmed(variant, dtype, dim, time.perf_counter() - start)
+    for entry in wanted:
+        yield _warm_one(entry, backward, device)
+
+
+def _warm_in_processes(
+    wanted: Sequence[tuple[str, str, int]], backward: bool, device: str, jobs: int
+) -> Iterator[Warmed]:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:  # CUDA does not survive a fork
+        tasks = [pool.submit(_warm_one, entry, backward, device) for entry in wanted]
+        try:
+            for done in as_completed(tasks):
+                yield done.result()
+        except BrokenProcessPool as error:
+            raise DeviceError(
+                f"warmup: one of {jobs} processes that compile ended without a result, perhaps for lack of memory. "
+                f"Use fewer: --jobs 1 compiles in one process."
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _warm_one(entry: tuple[str, str, int], backward: bool, device: str) -> Warmed:
+    import torch
+
+    variant, dtype, dim = entry
+    start = time.perf_counter()
+    _compile(variant, getattr(torch, dtype), dim, backward and variant != "decode", torch.device(device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return Warmed(variant, dtype, dim, time.perf_counter() - start)
 
 
 def _compile(variant: str, dtype: torch.dtype, dim: int, backward: bool, device: torch.device) -> None:
+    import torch
+
+    from .functional import attention, observe
+
     rows, keys = (1, _KEYS) if variant == "decode" else (_ROWS, _ROWS)
     q = torch.randn(1, _HEADS, rows, dim, dtype=dtype, device=device, requires_grad=backward)
     k, v = (torch.randn(1, _HEADS, keys, dim, dtype=dtype, device=device, requires_grad=backward) for _ in range(2))
-    arguments = _arguments(variant, keys, device)
-    seen = observe(q, k, v, **arguments, backend="triton")
-    if backward:
-        seen.output.float().sum().backward()
-    with torch.no_grad():
-        attention(q, k, v, **arguments, backend="triton")
-        plain = observe(q, k, v, **arguments, backend="triton")
-        plain.received, plain.gradient_health  # noqa: B018
-        plain.map(1, 1), plain.top(1)
-        if variant != "decode":
-            plain.map(_CELLS, _CELLS)  # maps of other widths may use other kernels
+    for arguments in _arguments(variant, keys, device):
+        seen = observe(q, k, v, **arguments, backend="triton")
+        if backward:
+            seen.output.float().sum().backward()
+        with torch.no_grad():
+            attention(q, k, v, **arguments, backend="triton")
+            plain = observe(q, k, v, **arguments, backend="triton")
+            plain.received, plain.gradient_health  # noqa: B018
+            plain.map(1, 1), plain.top(1)
+            if variant != "decode":
+                plain.map(_CELLS, _CELLS)  # maps of other widths may use other kernels
 
 
-def _arguments(variant: str, keys: int, device: torch.device) -> dict[str, Any]:
+def _arguments(variant: str, keys: int, device: torch.device) -> list[dict[str, Any]]:
+    """The arguments of the calls that a variant stands for: an option goes without a mask and with one."""
+    import torch
+
+    from . import biases
+    from .masks import causal, strided
+
     per_head = torch.ones(_HEADS, device=device)
-    known: dict[str, dict[str, Any]] = {
+    whole: dict[str, dict[str, Any]] = {
         "plain": {},
         "decode": {},
         "mask": {"mask": causal()},
         "bits": {"mask": strided(3)},
+    }
+    options: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": 30.0},
         "sink": {"sink": per_head},
         "scale": {"scale": per_head},
@@ -100,4 +160,4 @@ def _arguments(variant: str, keys: int, device: torch.device) -> dict[str, Any]:
         "relative": {"bias": biases.relative(torch.zeros(_HEADS, 17, device=device))},
         "dropout": {"dropout": 0.1},
     }
-    return known[variant]
+    return [whole[variant]] if variant in whole else [options[variant], {**options[variant], "mask": causal()}]

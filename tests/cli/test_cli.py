@@ -43,7 +43,7 @@ def refused(*arguments: str) -> str:
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail if slow work begins: no model may be loaded, and no experiment may run."""
-    monkeypatch.setattr("regard.cli.model_input.load", lambda *given, **named: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("regard.models.loading.load", lambda *given, **named: pytest.fail("a model was loaded"))
     monkeypatch.setattr(lab, "run", lambda *given, **named: pytest.fail("an experiment ran"))
 
 

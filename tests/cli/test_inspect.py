@@ -126,7 +126,7 @@ def test_a_text_longer_than_those_of_the_training_says_where_extrapolation_begin
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     loaded = replace(loading.load(None), trained_length=10)
-    monkeypatch.setattr("regard.cli.model_input.load", lambda name, **options: loaded)
+    monkeypatch.setattr("regard.models.loading.load", lambda name, **options: loaded)
     said = "the model extrapolates from position 10 on: it was trained on texts of up to 10 tokens"
     page = tmp_path / "report.html"
     assert said in run("inspect", "--text", TEXT, "--html", str(page))
@@ -191,7 +191,7 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_refused_before_a_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.cli.model_input.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("regard.models.loading.load", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} on 127.0.0.1 is in use" in run("atlas", "--no-browser", "--port", str(port), fails=True)
@@ -223,8 +223,8 @@ def test_the_atlas_answers_before_the_model_has_read_the_text(monkeypatch: pytes
         fill_atlas(atlas, loaded, text, lambda name: meta())
         meta()
 
-    monkeypatch.setattr("regard.cli.atlas.serve", lambda *given, **named: served.append(serve(*given)) or served[0])
-    monkeypatch.setattr("regard.cli.atlas.fill_atlas", fill)
+    monkeypatch.setattr("regard.report.atlas.serve", lambda *given, **named: served.append(serve(*given)) or served[0])
+    monkeypatch.setattr("regard.models.inspection.fill_atlas", fill)
     monkeypatch.setattr(Serving, "wait", lambda serving: None)
     assert f"{served[0].url if served else ''}" in run("atlas", "--no-browser", "--text", TEXT)
     names = [f"blocks.{i}.attention" for i in range(4)]

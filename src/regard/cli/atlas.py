@@ -6,9 +6,6 @@ from typing import Annotated
 
 import typer
 
-from regard.models.inspection import fill_atlas, new_atlas
-from regard.report.atlas import check_port, serve
-
 from .model_input import (
     MAX_TOKENS,
     Allowed,
@@ -42,6 +39,9 @@ def atlas(
     random_weights: RandomOption = False,
 ) -> None:
     """Pan and zoom over attention maps of any length in a browser, down to single weights; Ctrl-C stops it."""
+    from regard.models.inspection import fill_atlas, new_atlas
+    from regard.report.atlas import check_port, serve
+
     with errors_as_messages():
         check_port(port)
         with progress() as bar:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from regard.functional import why
 from regard.report.terminal import facts
 
 __all__ = ["info", "installed_version"]
@@ -20,6 +18,10 @@ _PACKAGES = ("regard", "torch", "triton", "numpy")
 
 def info() -> None:
     """Show versions, devices, and the state of each backend: which one a plain call uses, and why not the others."""
+    import torch
+
+    from regard.functional import why
+
     console = Console(highlight=False)
     versions = {name: installed_version(name) for name in _PACKAGES}
     console.print(facts({"python": platform.python_version(), **versions}))
@@ -41,6 +43,8 @@ def installed_version(package: str) -> str:
 
 
 def _devices() -> dict[str, str]:
+    import torch
+
     devices = {"cpu": f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from os.path import realpath
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from regard.models.difference import DifferenceTable
-from regard.models.findings import RULES
-from regard.models.inspection import build_look
-from regard.models.inspection import inspect as inspect_model
-from regard.models.loading import LoadedModel, TokenizedText, random_weights_text
-from regard.models.seen import Seen
-from regard.report.look import Look
-from regard.report.page import write
 from regard.report.tables import HeadTable, findings
 from regard.report.terminal import shown
 
@@ -35,9 +27,17 @@ from .model_input import (
 )
 from .output import check_writable, errors_as_messages, progress
 
+if TYPE_CHECKING:
+    from regard.models.difference import DifferenceTable
+    from regard.models.findings import Finding
+    from regard.models.loading import LoadedModel, TokenizedText
+    from regard.models.seen import Seen
+    from regard.report.look import Look
+
 __all__ = ["inspect"]
 
 _MANY_HEADS = 64
+_MORE = "--html report.html writes a report; regard atlas shows maps to zoom into."
 
 
 def inspect(
@@ -82,23 +82,41 @@ def inspect(
             raise typer.BadParameter("--html has the same path; give each its own", param_hint="--json")
         allowed = Allowed(max_tokens, trust, random_weights)
         loaded, tokens, seen = _inspected(names[0] if names else None, read_text(text, file, max_tokens), allowed)
-        with progress() as bar:
-            task = bar.add_task("applying the rules", total=len(RULES))
-            found = seen.findings(tell=lambda rule: bar.advance(task))
-            look = build_look(loaded, tokens, seen) if html else None
+        found, look = _judged(loaded, tokens, seen, look=html is not None)
         written = _write(seen, look, as_json, html)
         console.print(_head_table(seen))
         console.print(findings(found))
-        if seen.random_weights:
-            console.print(Text(f"random weights: {shown(random_weights_text(seen.random_weights))}"))
-        for layer, reason in seen.missed.items():
-            console.print(Text(f"not seen: {shown(layer) or 'the model itself'}: {shown(reason)}"))
-        for line in written or ["--html report.html writes a report; regard atlas shows maps to zoom into."]:
+        for line in (*_warnings(seen), *(written or [_MORE])):
             console.print(Text(line))
+
+
+def _judged(loaded: LoadedModel, tokens: TokenizedText, seen: Seen, look: bool) -> tuple[list[Finding], Look | None]:
+    """The findings, and what a report shows if one is wanted."""
+    from regard.models.findings import RULES
+    from regard.models.inspection import build_look
+
+    with progress() as bar:
+        task = bar.add_task("applying the rules", total=len(RULES))
+        found = seen.findings(tell=lambda rule: bar.advance(task))
+        return found, build_look(loaded, tokens, seen) if look else None
+
+
+def _warnings(seen: Seen) -> list[str]:
+    """Lines about weights that are random, and about layers that were not seen."""
+    from regard.models.loading import random_weights_text
+
+    said = []
+    if seen.random_weights:
+        said.append(f"random weights: {shown(random_weights_text(seen.random_weights))}")
+    for layer, reason in seen.missed.items():
+        said.append(f"not seen: {shown(layer) or 'the model itself'}: {shown(reason)}")
+    return said
 
 
 def _write(seen: Seen, look: Look | None, as_json: Path | None, html: Path | None) -> list[str]:
     """Write the files before anything is printed, since printing can fail; and return what to say about them."""
+    from regard.report.page import write
+
     said = []
     if as_json is not None:
         seen.to_json(as_json)
@@ -110,6 +128,8 @@ def _write(seen: Seen, look: Look | None, as_json: Path | None, html: Path | Non
 
 
 def _inspected(name: str | None, text: str, allowed: Allowed) -> tuple[LoadedModel, TokenizedText, Seen]:
+    from regard.models.inspection import inspect as inspect_model
+
     with progress() as bar:
         loaded, tokens = load_and_tokenize(bar, name, text, allowed)
         return loaded, tokens, inspect_model(loaded, tokens, reading(bar, loaded, tokens))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.progress import Progress
 from rich.text import Text
 
 from regard.errors import FileError
-from regard.models.loading import BUILTIN, LoadedModel, TokenizedText, load, random_weights_text
 from regard.report.terminal import shown
+
+if TYPE_CHECKING:
+    from regard.models.loading import LoadedModel, TokenizedText
 
 __all__ = [
     "MAX_TOKENS",
@@ -84,6 +86,8 @@ def load_and_tokenize(
     bar: Progress, name: str | None, text: str, allowed: Allowed
 ) -> tuple[LoadedModel, TokenizedText]:
     """Load a model and tokenize the text, and say what is missing in either."""
+    from regard.models.loading import BUILTIN, load, random_weights_text
+
     task = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
     loaded = load(name, remote_code=allowed.remote_code, random_weights=allowed.random_weights)
     if loaded.random_weights:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor
 
-from regard.functional import observe
-from regard.masks import causal as causal_mask
-from regard.report.example import SOURCE, TARGET, hashed, known
 from regard.report.terminal import Alignment
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["show"]
 
@@ -41,6 +40,9 @@ def show(
     so that words of the same meaning match. Your own words are embedded by the letters they share, so similar words
     attend to each other. For an alignment that attention learns by itself, see `regard lab alignment`.
     """
+    from regard.functional import observe
+    from regard.masks import causal as causal_mask
+
     if not 0.0 < temperature < math.inf:
         raise typer.BadParameter(f"it must be above 0 and finite; got {temperature}", param_hint="--temperature")
     queries, keys, q, k = _embedded(query, key)
@@ -65,6 +67,8 @@ def show(
 
 
 def _embedded(query: str | None, key: str | None) -> tuple[list[str], list[str], Tensor, Tensor]:
+    from regard.report.example import SOURCE, TARGET, hashed, known
+
     if query is None and key is None:
         return list(TARGET), list(SOURCE), known(TARGET), known(SOURCE)
     if query is None:

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
-from regard.warmup import DIMS, DTYPES, USUAL, VARIANTS, plan, warm
+from regard.report.terminal import shown
+from regard.warmup import DIMS, DTYPES, USUAL, VARIANTS, cache_folder, plan, warm
 
-from .output import errors_as_messages
+from .output import errors_as_messages, progress
 
 __all__ = ["warmup"]
 
@@ -26,13 +27,26 @@ def warmup(
     ] = list(USUAL),  # noqa: B006
     everything: Annotated[bool, typer.Option("--all", help="Compile every variant.")] = False,
     backward: Annotated[bool, typer.Option(help="Compile the backward pass too.")] = True,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that compile at the same time.", show_default="one per core, at most 8"),
+    ] = None,
 ) -> None:
     """Compile the GPU kernels ahead of time, so that no first call waits; they serve every mask and every length."""
+    table = Table("variant", "dtype", "dim", "seconds")
     with errors_as_messages():
         wanted = plan(dtype, dim, VARIANTS if everything else variant)
-        with Progress(console=Console(stderr=True)) as bar:
-            warmed = list(bar.track(warm(wanted, backward), total=len(wanted), description="compiling"))
-    table = Table("variant", "dtype", "dim", "seconds")
-    for one in warmed:
-        table.add_row(one.variant, one.dtype, str(one.dim), f"{one.seconds:.1f}")
+        with progress() as bar:
+            task = bar.add_task("compiling", total=len(wanted))
+            for one in warm(wanted, backward, jobs=jobs):
+                table.add_row(one.variant, one.dtype, str(one.dim), f"{one.seconds:.1f}")
+                bar.update(task, advance=1, description=f"compiled {one.variant} for {one.dtype}, dim {one.dim}")
     Console().print(table)
+    Console().print(
+        Text(
+            f"The kernels are in {shown(cache_folder())}; every process that uses this folder starts without compiling."
+        )
+    )
+    compiled = {variant for variant, _, _ in wanted}
+    if rest := [name for name in VARIANTS if name not in compiled]:
+        typer.echo(f"Not compiled: {', '.join(rest)}. --variant names them one by one, and --all means all.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,7 +42,15 @@ class ShardedContext(ABC):
 
 ACTIVE: list[ShardedContext] = []
 """The contexts entered by `with`; the last one takes the call."""
-TENSOR_TYPES: dict[str, Callable[[], ShardedContext]] = {}
+
+
+def _dtensors() -> ShardedContext:
+    """The context of DTensors. It is on a level above this one, so it is imported only where there is a DTensor."""
+    found: ShardedContext = import_module("..distributed.dtensors", __package__).DTENSORS
+    return found
+
+
+TENSOR_TYPES: dict[str, Callable[[], ShardedContext]] = {"DTensor": _dtensors}
 """Contexts for tensor types that are sharded by themselves, by the name of the class."""
 
 
