@@ -19,7 +19,11 @@ from regard.kernels.hopper import statistics_launch
 SHARED, REGISTERS = hopper_compiled.SHARED // 2 - 1024, 128  # two programs share a multiprocessor
 DIMS = (64, 96, 128, 192, 256)
 KINDS = ("plain", "spans", "bits", "bias")
-EVERY_DAY = [("received", "spans", 128), ("pooled", "plain", 64), ("bands", "spans", 128)]  # what each run compiles, some 5 s each
+EVERY_DAY = [
+    ("received", "spans", 128),
+    ("pooled", "plain", 64),
+    ("bands", "spans", 128),
+]  # what each run compiles, some 5 s each
 # Bytes of a thread that find no register, at most, by Triton 3.6 and 3.9; all others have room.
 SPILLED = {
     ("received", "spans", 192): 160,

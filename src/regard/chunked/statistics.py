@@ -79,7 +79,7 @@ def _on_first_key(x: FoldedProblem, stats: RowStats, received: Tensor) -> Tensor
     starts, rows = first_keys(received.flatten(1, 2)), torch.arange(n, device=x.query.device)
     for start in starts.unique().tolist():
         S = _logits_at(x, rows, torch.full((1,), start, device=rows.device))[..., 0]
-        P = torch.where(S > -torch.inf, (S - stats.row_max - stats.log_row_sum).exp(), 0.0)
+        P = torch.where(torch.gt(S, -torch.inf), (S - stats.row_max - stats.log_row_sum).exp(), 0.0)
         found = torch.where((starts == start).view(-1, 1, 1, 1), P, found)
     return found
 
