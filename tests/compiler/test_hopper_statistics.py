@@ -34,6 +34,10 @@ SPILLED = {
     ("pooled", "spans", 192): 344,
     ("pooled", "bits", 64): 552, ("pooled", "bits", 96): 584, ("pooled", "bits", 128): 608,
     ("pooled", "bits", 192): 776, ("pooled", "bits", 256): 104,
+    ("bands", "spans", 64): 224, ("bands", "spans", 96): 232, ("bands", "spans", 128): 256,
+    ("bands", "spans", 192): 368,
+    ("bands", "plain", 192): 144,
+    ("bands", "bits", 64): 216, ("bands", "bits", 96): 256, ("bands", "bits", 128): 288, ("bands", "bits", 192): 360,
     ("pooled", "bias", 192): 32, ("pooled", "bias", 256): 32,
 }  # fmt: skip
 

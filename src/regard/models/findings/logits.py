@@ -40,7 +40,8 @@ class LargeLogits(Rule):
         """Yield at most three findings per layer: logits not finite, beyond `problem`, and beyond `notable`."""
         layers = by_layer(seen)
         not_finite = on_host([flatten_batch(seen[layer].max_logit, 1).isnan().any(-1).any(0) for layer in layers])
-        for (layer, heads), broken in zip(layers.items(), not_finite, strict=True):
+        for (layer, heads), flags in zip(layers.items(), not_finite, strict=True):
+            broken = flags.tolist()
             groups: dict[str, dict[int, float]] = {}
             for head in heads:
                 largest = math.inf if broken[head.head] else head.max_logit
