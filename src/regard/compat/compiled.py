@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +19,16 @@ _WRAPPED = "_orig_mod"  # how torch.compile(module) registers the module that it
 
 class OperatorMode(TorchDispatchMode):
     """A mode that sees every operator, those of compiled graphs included; graphs are compiled and run as without it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        super().__exit__(kind, error, at)  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

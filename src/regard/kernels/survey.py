@@ -48,10 +48,12 @@ def _cells(bands: Tensor, n: int, width: int) -> Tensor:
     """The mean weight in each cell, from what each key receives from each row of cells: (L, H, height, width)."""
     height, m = bands.shape[2:]
     if n % height == 0 and m % width == 0:
-        return bands.unflatten(-1, (width, m // width)).sum(-1) / (n // height * (m // width))
+        sums: Tensor = bands.unflatten(-1, (width, m // width)).sum(-1)
+        return sums / (n // height * (m // width))
     keys, area = _columns(n, m, height, width, bands.device)
     padded = torch.nn.functional.pad(bands, (0, 1))  # key M, which is 0, fills the narrower columns
-    return padded.index_select(-1, keys).unflatten(-1, (width, -1)).sum(-1) / area
+    uneven: Tensor = padded.index_select(-1, keys).unflatten(-1, (width, -1)).sum(-1)
+    return uneven / area
 
 
 @lru_cache(maxsize=64)

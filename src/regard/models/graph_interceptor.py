@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ _FUSED = "aten::_scaled_dot_product_"  # what the names of torch's fused attenti
 _BACKWARD = "_backward"
 
 
-class GraphInterceptor:
+class GraphInterceptor(OperatorMode):
     """A context that observes each fused attention operator of its thread, in the order in which they run.
 
     A compiled graph has no modules left, so the calls have no names; `on_call(observation)` gets them one by one. The
@@ -29,18 +28,6 @@ class GraphInterceptor:
     or replays from a CUDA graph, is not seen.
     """
 
-    def __init__(self, on_call: Callable[[Observation], None]) -> None:
-        self._mode = _Operators(on_call)
-
-    def __enter__(self) -> GraphInterceptor:
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._mode.__exit__(kind, error, at)
-
-
-class _Operators(OperatorMode):
     def __init__(self, on_call: Callable[[Observation], None]) -> None:
         super().__init__()
         self._on_call = on_call

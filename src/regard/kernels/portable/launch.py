@@ -331,7 +331,8 @@ def row_survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, first: Tenso
     """Every statistic of each row, in one pass; `first` int32 (L,) is the key of each batch item for `RowSurvey.first`."""
     L, H, N = w.rows
     c = w.config("dq")
-    out = RowSurvey(*row_max.new_empty(6, *w.rows).unbind(), row_max.new_empty(w.rows, dtype=torch.int64))
+    health, distance, on_first, own, previous, largest = row_max.new_empty(6, *w.rows).unbind()
+    out = RowSurvey(health, distance, on_first, own, previous, largest, row_max.new_empty(w.rows, dtype=torch.int64))
     statistics_kernels.row_survey[(triton.cdiv(N, c.BM) * L * H,)](
         w.query, w.key, out, first, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c), w.strides()), **w.sizes,
         C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c),
