@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..compat.compiled import OperatorMode, operator_arguments
-from ..compat.torch import transforms_are_active
+from ..compat.torch import is_capturing, transforms_are_active
 from ..errors import RegardError
 from ..functional import posed_as_torch
 from ..observation import Observation, observed
@@ -37,7 +37,7 @@ class GraphInterceptor(OperatorMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         name = func.name()
-        if name.startswith(_FUSED) and _BACKWARD not in name and not CallInterceptor.is_suspended():
+        if name.startswith(_FUSED) and _BACKWARD not in name and not (CallInterceptor.is_suspended() or is_capturing()):
             self._observe(operator_arguments(func, args, kwargs or {}))
         return found
 
