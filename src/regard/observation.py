@@ -229,9 +229,10 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
         if len(index) != length:
             raise ShapeError(f"{member}: {name} as a mask needs {length} entries. Got {len(index)}.")
         index = index.nonzero().squeeze(-1)
+    index = index.to(torch.int64)
     if index.numel() and not bool(((index >= -length) & (index < length)).all()):
         raise ArgumentError(f"{member}: {name} must be within {length}. Got {index.min()} to {index.max()}.")
-    index = index.to(device=device, dtype=torch.int64)
+    index = index.to(device)
     return torch.where(index < 0, index + length, index)
 
 
