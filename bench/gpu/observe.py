@@ -87,7 +87,7 @@ def late() -> list[Row]:
 
         def fresh(member: str) -> object:
             vars(seen).pop(member, None)
-            vars(seen)["_passed"] = None
+            vars(seen)["_computed_moments"] = None
             return getattr(seen, member)
 
         calls |= {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .backends import Backend
 from .backends.dispatch import choose, run
-from .chunked.statistics import logits_at
+from .chunked.statistics import Survey, logits_at
 from .compat.torch import is_wrapped, shared_with_backward
 from .core.problem import Problem
 from .core.rows import Rows
@@ -77,7 +77,8 @@ class Observation:
     @cached_property
     def visible(self) -> Tensor:
         """How many keys each row may attend to, (…, Hq, N)."""
-        return self._backend.visible(self._plain_problem("visible"))
+        plain = self.visible_by_lengths and not any(map(is_wrapped, self._problem.tensors))
+        return self._backend.visible(self._problem if plain else self._plain_problem("visible"))
 
     @cached_property
     def received(self) -> Tensor:
@@ -138,13 +139,19 @@ class Observation:
                     f"Got {size!r}."
                 )
 
-    def survey(self, height: int, width: int) -> Tensor:
-        """Return `map(height, width)`, and compute `received`, `gradient_health` and `distance` in the same pass."""
+    def survey(self, height: int, width: int) -> Survey:
+        """`map(height, width)`, `received`, `gradient_health`, `distance` and more, in as few passes as possible."""
         p = self._plain_problem("survey")
         self._check_grid("survey", height, width)
         found = self._backend.survey(p, self._rows, height, width)
         self.__dict__["received"], self._computed_moments = found.received, (found.health, found.distance)
-        return found.map
+        return found
+
+    @property
+    def visible_by_lengths(self) -> bool:
+        """Whether `visible` depends on the lengths alone, and on no tensor that could be changed in place."""
+        p = self._problem
+        return p.bias is None and (p.mask is None or p.mask.constant)
 
     def kept(self) -> Observation:
         """A copy without its graph, with one batch dimension and one for the heads, to read later."""
@@ -213,7 +220,7 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
     if isinstance(index, range):
         index = list(index)
     if isinstance(index, list) and all(type(i) in (int, bool) for i in index):
-        index = torch.tensor(index, device=device) if index else torch.empty(0, dtype=torch.int64, device=device)
+        index = torch.tensor(index, device="cpu") if index else torch.empty(0, dtype=torch.int64, device="cpu")
     if not isinstance(index, Tensor) or index.dtype.is_floating_point or index.dtype.is_complex:
         raise DtypeError(f"{member}: {name} must be a slice, or whole numbers in one dimension. Got {index!r}.")
     if index.dim() != 1:
@@ -222,9 +229,10 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
         if len(index) != length:
             raise ShapeError(f"{member}: {name} as a mask needs {length} entries. Got {len(index)}.")
         index = index.nonzero().squeeze(-1)
-    index = index.to(device=device, dtype=torch.int64)
+    index = index.to(torch.int64)
     if index.numel() and not bool(((index >= -length) & (index < length)).all()):
         raise ArgumentError(f"{member}: {name} must be within {length}. Got {index.min()} to {index.max()}.")
+    index = index.to(device)
     return torch.where(index < 0, index + length, index)
 
 

@@ -64,11 +64,26 @@ def test_top_is_a_stable_sort_of_the_dense_weights(name: str) -> None:
     torch.testing.assert_close(found, P.gather(-1, order).masked_fill(~shown, 0.0))
 
 
-@pytest.mark.parametrize("name", ["plain", "together"])
-def test_a_survey_holds_what_the_single_passes_find(name: str) -> None:
-    p, rows, _, _ = dense(name)
+@pytest.mark.parametrize("name", ["plain", "causal", "together"])
+def test_a_survey_holds_what_the_single_passes_find_and_the_weights_near_the_diagonal(name: str) -> None:
+    p, rows, _, P = dense(name)
     survey = statistics.survey(p, rows, 3, 4, FEW_ROWS)
     assert torch.equal(survey.map, statistics.pooled(p, rows, 3, 4, FEW_ROWS))
     assert torch.equal(survey.received, statistics.received(p, rows, FEW_ROWS))
     for a, b in zip((survey.health, survey.distance), statistics.moments(p, rows, FEW_ROWS), strict=True):
         assert torch.equal(a, b)
+    torch.testing.assert_close(survey.own, P.diagonal(KEYS - ROWS, -2, -1))
+    torch.testing.assert_close(survey.previous, P.diagonal(KEYS - ROWS - 1, -2, -1))
+    starts = (P.sum((1, 2)) > 0).int().argmax(-1)
+    torch.testing.assert_close(survey.first, torch.stack([P[b, :, :, start] for b, start in enumerate(starts)]))
+    weight, key = statistics.top(p, rows, 1, FEW_ROWS)
+    torch.testing.assert_close(survey.largest, weight[..., 0])
+    assert torch.equal(survey.key, key[..., 0])
+
+
+@pytest.mark.parametrize("keys", [5, 64, 70, 96])
+def test_the_largest_is_the_first_of_equals(keys: int) -> None:
+    P = torch.randint(0, 4, (3, 50, keys), generator=torch.Generator().manual_seed(keys)).float()
+    value, at = statistics.largest(P)
+    assert torch.equal(value, P.amax(-1))
+    assert torch.equal(at, (value[..., None] == P).int().argmax(-1))

@@ -19,7 +19,11 @@ from regard.kernels.hopper import statistics_launch
 SHARED, REGISTERS = hopper_compiled.SHARED // 2 - 1024, 128  # two programs share a multiprocessor
 DIMS = (64, 96, 128, 192, 256)
 KINDS = ("plain", "spans", "bits", "bias")
-EVERY_DAY = [("received", "spans", 128), ("pooled", "plain", 64)]  # what each run compiles, some 5 s each
+EVERY_DAY = [
+    ("received", "spans", 128),
+    ("pooled", "plain", 64),
+    ("bands", "spans", 128),
+]  # what each run compiles, some 5 s each
 # Bytes of a thread that find no register, at most, by Triton 3.6 and 3.9; all others have room.
 SPILLED = {
     ("received", "spans", 192): 160,
@@ -30,6 +34,10 @@ SPILLED = {
     ("pooled", "spans", 192): 344,
     ("pooled", "bits", 64): 552, ("pooled", "bits", 96): 584, ("pooled", "bits", 128): 608,
     ("pooled", "bits", 192): 776, ("pooled", "bits", 256): 104,
+    ("bands", "spans", 64): 224, ("bands", "spans", 96): 232, ("bands", "spans", 128): 256,
+    ("bands", "spans", 192): 368,
+    ("bands", "plain", 192): 144,
+    ("bands", "bits", 64): 216, ("bands", "bits", 96): 256, ("bands", "bits", 128): 288, ("bands", "bits", 192): 360,
     ("pooled", "bias", 192): 32, ("pooled", "bias", 256): 32,
 }  # fmt: skip
 
@@ -48,6 +56,10 @@ def compiled(which: str, w: KernelArgs, tile: statistics_launch.StatisticsTile |
     if which == "received":
         arguments, options = statistics_launch.received_arguments(w, torch.empty(2, 4, N), *rows, tile)
         return statistics_launch.received_kernel.warmup(**arguments, grid=(1,), **options)
+    if which == "bands":
+        grid = statistics_launch.bands_for(w, 7, tile)
+        arguments, options = statistics_launch.pooled_arguments(w, torch.empty(2, 4, 7, N), *rows, grid, tile, True)
+        return statistics_launch.pooled_kernel.warmup(**arguments, grid=(1,), **options)
     grid = statistics_launch.grid_for(w, 7, 5, tile)
     arguments, options = statistics_launch.pooled_arguments(w, torch.empty(2, 4, 7, 5, grid.parts), *rows, grid, tile)
     return statistics_launch.pooled_kernel.warmup(**arguments, grid=(1,), **options)
@@ -55,7 +67,7 @@ def compiled(which: str, w: KernelArgs, tile: statistics_launch.StatisticsTile |
 
 def every() -> Iterator[Any]:
     yield from EVERY_DAY
-    for which in ("received", "pooled"):
+    for which in ("received", "pooled", "bands"):
         for kind in KINDS:
             for dim in DIMS:
                 if (which, kind, dim) not in EVERY_DAY:
@@ -72,7 +84,7 @@ def test_a_pass_compiles_for_hopper_and_spills_no_more_than_is_pinned(
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["received", "pooled"])
+@pytest.mark.parametrize("which", ["received", "pooled", "bands"])
 def test_all_else_compiles_for_hopper_together(which: str, hopper: None) -> None:
     fits(compiled(which, work(64, "spans", softcap=9.0, scales=torch.ones(4))), 152, SHARED, REGISTERS)
 

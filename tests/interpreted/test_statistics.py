@@ -10,6 +10,7 @@ from torch import Tensor
 
 import regard
 from contract_cases import BY_NAME, Case, Shape, as_double
+from regard.kernels import survey as survey_kernels
 
 FEW = Shape(batch=2, heads=2, kv_heads=1)
 STRIPS = Shape(batch=1, heads=1, kv_heads=1, n=70, m=100, d=8, dv=4)
@@ -55,6 +56,34 @@ def test_every_pass_agrees(case: Case) -> None:
     for rows, cols in ((None, None), (slice(3, 30, 4), [0, 40, 7])):
         close(found.weights(rows, cols), true.weights(rows, cols))
         torch.testing.assert_close(found.scores(rows, cols).double(), true.scores(rows, cols), atol=1e-5, rtol=1e-5)
+
+
+SURVEYED = ("padding", "bias with −inf", "Additive", "several lists")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in SURVEYED], ids=lambda c: c.name)
+def test_a_survey_agrees(case: Case) -> None:
+    found, true = (seen.survey(2, 7) for seen in seen_twice(case))
+    for name in found._fields[:-1]:
+        close(getattr(found, name), getattr(true, name))
+    assert torch.equal(found.key, true.key)
+
+
+def test_a_survey_too_large_for_its_bands_and_one_with_even_cells_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(1, 2, 6, 8), torch.randn(1, 1, 8, 8)
+    seen = regard.observe(q, k, k, mask=regard.causal(), backend="triton")
+    by_bands = seen.survey(2, 4)
+    monkeypatch.setattr(survey_kernels, "_MOST_NUMBERS", 1)
+    for a, b in zip(by_bands, seen.survey(2, 4), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_strongest_key_of_a_survey_is_the_first_of_equals() -> None:
+    query, key = torch.ones(1, 1, 20, 4), torch.ones(1, 1, 150, 4)
+    key[0, 0, [77, 149]] = 2.0
+    seen = regard.observe(query, key, key, mask=regard.causal(), backend="triton")
+    assert seen.survey(1, 1).key.unique().tolist() == [77]
+    assert regard.observe(query, query, query, backend="triton").survey(1, 1).key.unique().tolist() == [0]
 
 
 def test_ties_go_to_the_lowest_index() -> None:

@@ -33,7 +33,7 @@ def call(mask: regard.Mask | torch.Tensor | None, n: int = 1024, m: int = 1024, 
     seen = regard.observe(*tensors, mask=mask, backend="triton")
     torch.autograd.grad(seen.output.float().sum() + seen.entropy.sum(), tensors)
     seen.received, seen.gradient_health, seen.top(3)
-    seen.map(min(n, 4), 4)
+    seen.map(min(n, 4), 4), seen.survey(min(n, 4), 4)
 
 
 def keep(*shape: int) -> torch.Tensor:

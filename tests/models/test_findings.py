@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.compat.compiled import OperatorMode
 from regard.errors import ArgumentError, DtypeError
-from regard.models import findings
+from regard.models import findings, record
 from regard.models.findings import (
     RULES,
     Collapsed,
@@ -411,6 +413,34 @@ def test_a_token_does_not_count_as_its_own_follower() -> None:
     assert find(watched(tokens, a=aimed(previous(0), 5.0)), [Induction()]) == []
     (found,) = find(watched(tokens, a=aimed(previous(), 5.0)), [Induction()])
     assert found.value == pytest.approx(0.827, abs=1e-3)
+
+
+def test_what_is_read_back_does_not_grow_with_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(OperatorMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func.name() in ("aten::_local_scalar_dense", "aten::nonzero")
+            return func(*args, **(kwargs or {}))
+
+    def reads(layers: int, heads: int) -> tuple[int, int]:
+        """How often single numbers are read, and how often all layers are read back together."""
+        q, k = torch.randn(2, 1, heads, N, 8)
+        seen, transfers = watched(TOKENS, **{f"l{i}": Fixed(q, k, causal=True) for i in range(layers)}), []
+        for module in (record, *(sys.modules[rule.__module__] for rule in RULES)):
+            if hasattr(module, "on_host"):
+                monkeypatch.setattr(module, "on_host", lambda x: (transfers.append(len(x)), x)[1])
+        for layer in seen.layers:
+            seen[layer].visible  # which the strips of a CPU count with numbers that they read
+        with Reads() as mode:
+            seen.heads
+            find(seen, [LargeLogits(), Sink(), Positional(), Saturated(), Uniform(), Collapsed()])
+        single = mode.count
+        find(seen, [Duplicate(), Induction()])
+        assert all(count == layers for count in transfers)
+        return single, len(transfers)
+
+    assert reads(1, 2) == reads(5, 2) == reads(2, 7) == (0, 8)
 
 
 def test_small_row_batches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections import UserList
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from torch.utils.checkpoint import checkpoint
 import regard
 from regard.errors import ArgumentError, DtypeError, MissingPackageError
 from regard.models.callbacks import lightning_callback, trainer_callback
+from regard.models.graph_interceptor import GraphInterceptor
 from regard.models.loggers import reporter
 from regard.models.monitor import Monitor
 from regard.models.qk_clip import qk_clip_
+from regard.observation import Observation
 
 E, H, N = 16, 2, 6
 
@@ -357,14 +361,85 @@ def test_max_logits_can_be_passed_to_qk_clip(x: Tensor) -> None:
         torch.testing.assert_close(largest, before[name].clamp(max=4.0), rtol=1e-4, atol=1e-4)
 
 
-def test_a_compiled_model_is_seen_too(x: Tensor) -> None:
-    model, notes = Model(), Notes()
-    compiled = torch.compile(model, backend="eager")
-    with Monitor(compiled, every=2, log=notes):
-        for _ in range(3):
-            compiled(x)
+class Backend:
+    """A backend of torch.compile that counts the graphs it compiles and how often they run."""
+
+    def __init__(self) -> None:
+        self.compiled = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+def compiled_by(backend: Any, model: nn.Module, how: str) -> nn.Module:
+    """A model that is compiled as a whole, in place, or layer by layer."""
+    if how == "wrapped":
+        return torch.compile(model, backend=backend)
+    for module in [model] if how == "in place" else [block["attn"] for block in model.blocks]:
+        module.compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "by layer"])
+def test_a_compiled_model_is_seen_and_stays_compiled(x: Tensor, how: str) -> None:
+    torch.compiler.reset()
+    eager, notes, backend = Model(), Notes(), Backend()
+    model = compiled_by(backend, copy.deepcopy(eager), how)
+    parts = 2 if how == "by layer" else 1  # graphs that a step runs
+    with Monitor(model, every=5, log=notes) as monitor:
+        for step in range(40):
+            model(x * (1 + step)).sum().backward()
+        seen = monitor.last
+    assert notes.steps == list(range(0, 40, 5))
+    assert [name for name, *_ in notes[: len(NAMES)]] == NAMES
+    graphs = 1 if how != "by layer" else backend.compiled  # layers may share one graph
+    assert (backend.compiled, backend.runs) == (graphs, 39 * parts)  # all but the first, which shows the names
+    assert graphs <= parts
+    with Monitor(eager, every=1) as alone:
+        eager(x * 36)
+    assert seen == pytest.approx(alone.last, rel=1e-5)
+    model(x)  # nothing remains
+    assert (backend.compiled, len(notes.steps)) == (graphs, 8)
+
+
+def test_a_graph_that_hides_its_attention_is_observed_eagerly_from_then_on(x: Tensor) -> None:
+    class ByHand(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return (q @ q.mT).softmax(-1) @ q
+            return F.scaled_dot_product_attention(q, q, q)
+
+    torch.compiler.reset()
+    notes, q = Notes(), torch.randn(1, 2, 6, 4)
+    model = torch.compile(ByHand(), backend="eager")
+    with Monitor(model, every=1, log=notes):
+        model(q)
+        with pytest.warns(UserWarning, match="its compiled graph made 0 calls .* makes 1; from now on"):
+            model(q)
+        model(q)
     assert notes.steps == [0, 2]
-    assert [name.replace("_orig_mod.", "") for name, *_ in notes[: len(NAMES)]] == NAMES
+
+
+def test_operators_of_a_graph_with_a_mask_and_grouped_heads_are_observed() -> None:
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8)
+    mask = torch.zeros(6, 9).masked_fill(torch.rand(6, 9) > 0.7, torch.finfo(torch.float32).min)
+    found: list[Observation] = []
+    with GraphInterceptor(found.append):
+        F.scaled_dot_product_attention(q, k, k, mask, scale=0.3, enable_gqa=True)
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    wanted = (
+        regard.observe(q, k, k, mask=regard.dense(mask == 0), scale=0.3),
+        regard.observe(q, q, q, mask=regard.causal()),
+    )
+    for seen, true in zip(found, wanted, strict=True):
+        torch.testing.assert_close(seen.entropy, true.entropy)
+        torch.testing.assert_close(seen.max_logit, true.max_logit)
 
 
 def test_it_can_be_started_and_stopped_without_a_context(x: Tensor) -> None:

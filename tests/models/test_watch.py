@@ -342,6 +342,45 @@ def test_repeated_calls_are_averaged_and_the_largest_logit_is_kept() -> None:
     assert seen[""].shape == (1, 4, 20, 20)
 
 
+def test_heads_are_averaged_together_whatever_their_sizes() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = Attention(), Attention(heads=2), Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x)[:, :7]))
+
+    model, x = Two(), torch.randn(2, 12, GPT_DIM)
+    with regard.watch(model) as seen:
+        model(x)
+    for name, of in (("a", x), ("b", model.a(x)[:, :7]), ("c", model.b(model.a(x)[:, :7]))):
+        with regard.watch(model.get_submodule(name)) as alone:
+            model.get_submodule(name)(of)
+        for one, both in zip(alone.heads, [h for h in seen.heads if h.layer == name], strict=True):
+            assert both.numbers() == pytest.approx(one.numbers(), rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+def test_heads_can_be_read_after_queries_keys_and_masks_were_changed_in_place() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.keep = torch.randn(1, 2, 8, 4), torch.rand(8, 8) > 0.3
+
+        def forward(self, masked: bool) -> Tensor:
+            return F.scaled_dot_product_attention(self.q, self.q, self.q, self.keep if masked else None)
+
+    for masked in (False, True):
+        model, found = Held(), []
+        for changed in (False, True):
+            with regard.watch(model) as seen:
+                model(masked)
+            if changed:
+                model.q.zero_(), model.keep.zero_()
+            found.append([head.numbers() for head in seen.heads])
+        assert found[0] == found[1]
+
+
 def test_padding_in_front_moves_the_first_key() -> None:
     class Padded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -440,7 +479,8 @@ def test_a_compiled_model_is_seen() -> None:
     with regard.watch(compiled) as seen:
         after = compiled(ids)
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
-    assert [name.removeprefix("_orig_mod.") for name in seen.layers] == ["blocks.0.attn", "blocks.1.attn"]
+    assert seen.layers == ["blocks.0.attn", "blocks.1.attn"]
+    assert not seen.missed
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square() -> None:

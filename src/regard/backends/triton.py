@@ -124,7 +124,9 @@ class Triton(Backend):
         return p.shaped(health), p.shaped(distance)
 
     def survey(self, p: Problem, rows: Rows, height: int, width: int) -> statistics.Survey:
-        return statistics.Survey(self.pooled(p, rows, height, width), self.received(p, rows), *self.moments(p, rows))
+        from ..kernels.survey import survey
+
+        return statistics.Survey(*map(p.shaped, survey(*_late_pass(p, rows), height, width)))
 
     def visible(self, p: Problem) -> Tensor:
         if p.bias is not None:

@@ -18,32 +18,70 @@ from ..core.rows import Rows
 from ..core.tiling import BIAS, ROW, Points, Tile, TileSizes, strips
 from .tile_ops import RowStats, Workspace, masked_logits, weights
 
-__all__ = ["Survey", "logits_at", "moments", "pooled", "received", "strongest", "survey", "top", "visible"]
+__all__ = [
+    "Survey",
+    "first_keys",
+    "largest",
+    "logits_at",
+    "moments",
+    "pooled",
+    "received",
+    "strongest",
+    "survey",
+    "top",
+    "visible",
+]
 
 _TALL = 8  # rows of a cell for which sums are cheaper than a product
 _SPLIT = 32  # keys per block: blocks compete by their maxima first
 
 
 class Survey(NamedTuple):
-    """Every statistic that one pass over all weights can give."""
+    """Every statistic that one pass over all weights can give; those of rows are (…, Hq, N)."""
 
     map: Tensor  # (…, Hq, height, width)
     received: Tensor  # (…, Hq, M)
-    health: Tensor  # (…, Hq, N)
-    distance: Tensor  # (…, Hq, N)
+    health: Tensor  # Σ p(1 − p)
+    distance: Tensor  # Σ p |i + M − N − j|
+    first: Tensor  # the weight on the first key that receives any, over the heads of a batch item
+    own: Tensor  # on the row's own position, with the ends of queries and keys aligned; 0 if it has none
+    previous: Tensor  # on the position before
+    largest: Tensor  # the largest weight
+    key: Tensor  # int64, the key that has it, ties to the lowest; −1 in a row without weights
 
 
 @torch.no_grad()
 @without_autocast
 def survey(p: Problem, rows: Rows, height: int, width: int, tile_sizes: TileSizes) -> Survey:
-    """`pooled`, `received` and `moments` in one pass."""
+    """`pooled`, `received`, `moments`, the weights near the diagonal and the largest of each row, in one pass."""
     x, stats = _without_graph(p, rows)
-    parts = _Grid(x, height, width), _Received(x), _Moments(x)
+    parts = _Grid(x, height, width), _Received(x), _Moments(x), _Diagonals(x), _Largest(x)
     for tile, P, workspace in _weights(x, stats, tile_sizes):
         for part in parts:
             part.add(tile, P, workspace)
-    grid, received, moments = parts
-    return Survey(*(p.shaped(found.flatten(1, 2)) for found in (grid.mean(), received.total, *moments.totals)))
+    grid, received, moments, diagonals, largest = parts
+    first = _on_first_key(x, stats, received.total)
+    found = grid.mean(), received.total, *moments.totals, first, *diagonals.totals, largest.weight, largest.key
+    return Survey(*(p.shaped(each.flatten(1, 2)) for each in found))
+
+
+def first_keys(received: Tensor) -> Tensor:
+    """The first key of each batch item that receives weight in any head, (L,), from (L, H, M)."""
+    return (received > 0).any(1).int().argmax(-1)
+
+
+def _on_first_key(x: FoldedProblem, stats: RowStats, received: Tensor) -> Tensor:
+    """The weight of each row on the first key of its batch item that receives any: (L, K, G, N)."""
+    batch, heads, groups, n = x.query.shape[:4]
+    found = x.query.new_zeros(batch, heads, groups, n)
+    if not received.numel():
+        return found
+    starts, rows = first_keys(received.flatten(1, 2)), torch.arange(n, device=x.query.device)
+    for start in starts.unique().tolist():
+        S = _logits_at(x, rows, torch.full((1,), start, device=rows.device))[..., 0]
+        P = torch.where(torch.gt(S, -torch.inf), (S - stats.row_max - stats.log_row_sum).exp(), 0.0)
+        found = torch.where((starts == start).view(-1, 1, 1, 1), P, found)
+    return found
 
 
 @torch.no_grad()
@@ -120,6 +158,36 @@ class _Moments:
         else:
             distance += torch.mul(P, (own - keys).abs_(), out=workspace.like("seen", P)).sum(-1)
         health += torch.addcmul(P, P, P, value=-1, out=workspace.like("seen", P)).sum(-1)
+
+
+class _Diagonals:
+    """The weights of each row on its own position and on the one before."""
+
+    def __init__(self, x: FoldedProblem) -> None:
+        self._ahead = x.spec.m - x.spec.n
+        self.totals = x.query.new_zeros(x.query.shape[:-1]), x.query.new_zeros(x.query.shape[:-1])
+
+    def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
+        for back, total in enumerate(self.totals):
+            offset = tile.rows.start + self._ahead - back - tile.cols.start
+            found = P.diagonal(offset, -2, -1) if -P.shape[-2] < offset < P.shape[-1] else P[..., 0, :0]
+            top = tile.rows.start + max(0, -offset)
+            total[tile.batch, tile.heads, :, top : top + found.shape[-1]] = found
+
+
+class _Largest:
+    """The largest weight of each row, and its key."""
+
+    def __init__(self, x: FoldedProblem) -> None:
+        self.weight = x.query.new_zeros(x.query.shape[:-1])
+        self.key = torch.full(self.weight.shape, -1, dtype=torch.int64, device=self.weight.device)
+
+    def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
+        best, key = ROW.part(self.weight, tile), ROW.part(self.key, tile)
+        weight, at = largest(P)
+        better = weight > best  # earlier runs have lower keys
+        best.copy_(torch.where(better, weight, best))
+        key.copy_(torch.where(better, at + tile.cols.start, key))
 
 
 class _Grid:
@@ -201,7 +269,11 @@ def top(p: Problem, rows: Rows, k: int, tile_sizes: TileSizes) -> tuple[Tensor, 
 @without_autocast
 def logits_at(p: Problem, rows: Tensor, cols: Tensor) -> Tensor:
     """The logits of chosen rows and keys, −inf where hidden, with derivatives: (…, Hq, rows, cols)."""
-    x = fold(p)
+    return p.shaped(_logits_at(fold(p), rows, cols).flatten(1, 2))
+
+
+def _logits_at(x: FoldedProblem, rows: Tensor, cols: Tensor) -> Tensor:
+    """The logits of chosen rows and keys, −inf where hidden: (L, K, G, rows, cols)."""
     batch, heads, groups = x.query.shape[:3]
     points = Points(slice(0, batch), slice(0, heads), rows, cols)
     bias = x.bias
@@ -211,7 +283,27 @@ def logits_at(p: Problem, rows: Tensor, cols: Tensor) -> Tensor:
     S = logits(x.spec, points, x.query.index_select(-2, rows), x.key.index_select(-2, cols), bias, x.shared)
     if (hide := hidden(x.spec, points, groups, S.device)) is not None:
         S = torch.where(hide, -torch.inf, S)
-    return p.shaped(S.flatten(1, 2))
+    return S
+
+
+def largest(P: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row and its position, ties to the lowest: blocks compete by their maxima first.
+
+    >>> [x.tolist() for x in largest(torch.tensor([[0.0, 2.0, 1.0, 2.0]]))]
+    [[2.0], [1]]
+    """
+    count = P.shape[-1] // _SPLIT * _SPLIT
+    if count < 2 * _SPLIT:
+        value, at = P.max(-1)
+        return value, at
+    body = P[..., :count].unflatten(-1, (-1, _SPLIT))
+    value, block = body.amax(-1).max(-1)
+    inside = body.gather(-2, block[..., None, None].expand(*block.shape, 1, _SPLIT))[..., 0, :]
+    at = block * _SPLIT + inside.argmax(-1)
+    if count == P.shape[-1]:
+        return value, at
+    rest, place = P[..., count:].max(-1)
+    return torch.where(rest > value, rest, value), torch.where(rest > value, place + count, at)
 
 
 def strongest(S: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import sys
 from collections.abc import Callable
@@ -69,6 +70,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 F = TypeVar("F", bound=torch.autograd.Function)
+
+_REFERENCES = 2  # what sys.getrefcount counts for an object with one name
 
 
 def any_autocast_enabled() -> bool:
@@ -204,7 +207,10 @@ def in_backward() -> bool:
 def shared_with_backward(name: str, make: Callable[[], T]) -> T:
     """An object of this thread, made on first use; autograd's own threads get it for this thread's backward passes."""
     if not torch._C._is_key_in_tls(name):
-        torch._C._stash_obj_in_tls(name, make())
+        made = make()
+        torch._C._stash_obj_in_tls(name, made)
+        if sys.getrefcount(made) < _REFERENCES + 1:  # torch 2.11 takes a reference that it was not given
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
     found: T = torch._C._get_obj_in_tls(name)
     return found
 

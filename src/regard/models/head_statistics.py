@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from regard.chunked.statistics import Survey
 from regard.observation import Observation
 
-__all__ = ["STATISTICS", "Head", "HeadStatistics", "measure_heads"]
+__all__ = ["STATISTICS", "Head", "SurveyedCall", "measure_heads"]
 
 SATURATED = 0.99  # hardly any gradient passes through a row whose largest weight is above this
-_ROWS_ON_CPU = 256  # rows per step when reading weights near the diagonal
-_ROWS_ON_GPU = 512  # more, since a launch costs more than the work
+_MOST_ROWS = 1 << 22  # rows of heads that are averaged at a time
 
 
 @dataclass(frozen=True)
@@ -46,79 +46,83 @@ class Head:
 STATISTICS = tuple(field.name for field in fields(Head) if field.name not in ("layer", "head"))
 
 
-@dataclass(frozen=True)
-class HeadStatistics:
-    """The statistics of all heads in one call, and the pooled map."""
+@dataclass(frozen=True, eq=False)
+class SurveyedCall:
+    """A call and what the pass over its weights found, all on its device; (items, heads, …) each."""
 
-    numbers: dict[str, Tensor]  # each (heads,), float64
-    map: Tensor  # (heads, height, width)
+    seen: Observation
+    survey: Survey
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, seen: Observation, side: int) -> SurveyedCall:
+        """Survey a call, with a map of at most side × side cells; nothing is read back to the host."""
+        rows, keys = seen.shape[-2:]
+        call = cls(seen, seen.survey(min(side, rows), min(side, keys)))
+        if not seen.visible_by_lengths:  # its tensors may be changed in place before anyone looks
+            seen.visible  # noqa: B018
+        return call
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Calls with the same layout can be averaged together."""
+        return self.seen.shape, self.seen.entropy.dtype, self.seen.entropy.device
 
 
 @torch.no_grad()
-def measure_heads(seen: Observation, side: int) -> HeadStatistics:
-    """Compute every statistic of every head of a call, and a map of at most side × side cells, in linear memory."""
-    rows, keys = seen.shape[-2:]
-    grid = seen.survey(min(side, rows), min(side, keys))
-    visible = seen.visible
+def measure_heads(calls: Sequence[SurveyedCall]) -> list[Tensor]:
+    """Average every statistic of every head over batch and rows: for each call (statistics, heads), float64.
+
+    Calls of the same layout are averaged together: the work for the host does not grow with the number of layers.
+    """
+    found: dict[int, Tensor] = {}
+    for group in _groups(calls):
+        means = _means([calls[i] for i in group])  # (statistics, calls, heads)
+        found.update(zip(group, means.unbind(1), strict=True))
+    return [found[i] for i in range(len(calls))]
+
+
+def _groups(calls: Sequence[SurveyedCall]) -> Iterator[list[int]]:
+    """The calls of each layout, in groups that fit in memory."""
+    layouts: dict[tuple[object, ...], list[int]] = {}
+    for i, call in enumerate(calls):
+        layouts.setdefault(call.layout, []).append(i)
+    for same in layouts.values():
+        size = max(1, _MOST_ROWS // max(1, calls[same[0]].seen.entropy.numel()))
+        yield from (same[at : at + size] for at in range(0, len(same), size))
+
+
+def _means(calls: list[SurveyedCall]) -> Tensor:
+    entropy, lse, max_logit, visible = (
+        torch.stack([getattr(call.seen, name) for call in calls])  # (calls, items, heads, N)
+        for name in ("entropy", "lse", "max_logit", "visible")
+    )
+    received, health, distance, first, own, previous = (
+        torch.stack([getattr(call.survey, name) for call in calls])
+        for name in ("received", "health", "distance", "first", "own", "previous")
+    )
     some, several = visible > 0, visible > 1
-    first, own, previous = _shares(seen, keys)
+    rows, keys = calls[0].seen.shape[-2:]
     position = torch.arange(keys - rows, keys, device=visible.device)  # of each row among the keys
-    broken = seen.entropy.isnan()  # rows whose logits are not finite have no weights
+    broken = entropy.isnan()  # rows whose logits are not finite have no weights
     first, own, previous = (x.masked_fill(broken, torch.nan) for x in (first, own, previous))
-    largest = (seen.max_logit - seen.lse).exp()
-    total = seen.received.sum(-1, keepdim=True) / some.sum(-1, keepdim=True)  # 1, or less with a sink
+    largest = (max_logit - lse).exp()
+    total = received.sum(-1, keepdim=True) / some.sum(-1, keepdim=True)  # 1, or less with a sink
     numbers = {
-        "entropy": _mean(seen.entropy, some),
-        "relative_entropy": _mean(seen.entropy / visible.log(), several),
-        "effective_keys": _mean(seen.perplexity, some),
-        "max_logit": _by_head(seen.max_logit).amax((0, 2)).double(),
+        "entropy": _mean(entropy, some),
+        "relative_entropy": _mean(entropy / visible.log(), several),
+        "effective_keys": _mean(entropy.exp(), some),
+        "max_logit": max_logit.amax((1, 3)).double(),
         "first_share": _mean(first, some),
         "self_share": _mean(own, some & (position >= 0)),
         "previous_share": _mean(previous, some & (position >= 1)),
         "saturated_share": _mean((largest > SATURATED).double().masked_fill(broken, torch.nan), several),
-        "distance": _mean(seen.distance, some),
-        "concentration": _mean(total - seen.gradient_health, some),
+        "distance": _mean(distance, some),
+        "concentration": _mean(total - health, some),
     }
-    return HeadStatistics({name: x.cpu() for name, x in numbers.items()}, _by_head(grid, 2).mean(0).float().cpu())
-
-
-def _by_head(x: Tensor, inner: int = 1) -> Tensor:
-    """Reshape (…, H, inner dimensions) to (items, H, inner dimensions)."""
-    return x.reshape(-1, *x.shape[-inner - 1 :])
+    return torch.stack([numbers[name] for name in STATISTICS])
 
 
 def _mean(x: Tensor, chosen: Tensor) -> Tensor:
-    """The mean over the chosen rows of each head; nan if there are none."""
-    x, chosen = _by_head(x), _by_head(chosen)
-    total = torch.where(chosen, x.double(), 0.0).sum((0, 2))
-    return total / chosen.sum((0, 2))
-
-
-def _shares(seen: Observation, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights of each row on the first key, on its own position, and on the previous one: (…, H, N) each."""
-    rows = seen.shape[-2]
-    first = _first(seen)
-    own, previous = torch.zeros_like(first), torch.zeros_like(first)
-    ahead = keys - rows
-    step = _ROWS_ON_CPU if first.is_cpu else _ROWS_ON_GPU
-    for top in range(max(0, -ahead), rows, step):
-        bottom = min(top + step, rows)
-        left = max(top + ahead - 1, 0)
-        W = seen.weights(slice(top, bottom), slice(left, bottom + ahead)).to(first.dtype)  # (…, H, r, c)
-        shift = top + ahead - left
-        own[..., top:bottom] = W.diagonal(shift, -2, -1)
-        before = W.diagonal(shift - 1, -2, -1)
-        previous[..., bottom - before.shape[-1] : bottom] = before
-    return first, own, previous
-
-
-def _first(seen: Observation) -> Tensor:
-    """The weight on the first key that any row of the batch item may see; with padding in front this is not key 0."""
-    first = seen.weights(cols=slice(0, 1))[..., 0].to(seen.entropy.dtype)
-    if math.prod(first.shape) and not bool((seen.received[..., 0] > 0).all()):
-        starts = _by_head(seen.received > 0).any(1).int().argmax(-1)  # (items,)
-        for start in starts.unique().tolist():
-            here = seen.weights(cols=slice(start, start + 1))[..., 0].to(first.dtype)
-            chosen = (starts == start).view(*first.shape[:-2], 1, 1)
-            first = torch.where(chosen, here, first)
-    return first
+    """The mean over the chosen rows of each head, (calls, heads); nan if there are none."""
+    return torch.where(chosen, x.double(), 0.0).sum((1, 3)) / chosen.sum((1, 3))

@@ -15,13 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from regard.backends import Backend
 from regard.backends.dispatch import choose, run
+from regard.compat.compiled import original_name
 from regard.compat.torch import causal_bias, dynamo_is_loaded, transforms_are_active
 from regard.core.problem import Problem
 from regard.errors import BackendError, RegardError
 from regard.functional import posed_as_torch
 from regard.observation import Observation, Watcher, notify, observed, watchers, watching
 
-__all__ = ["CallInterceptor"]
+__all__ = ["CallInterceptor", "OnCall", "OnMiss", "with_infinities"]
 
 OnCall = Callable[[str, Observation], None]
 OnMiss = Callable[[str, str], None]
@@ -61,8 +62,9 @@ class CallInterceptor(Watcher):
 
     def __enter__(self) -> CallInterceptor:
         with ExitStack() as stack:
-            for name, module in self._model.named_modules():
-                if name:  # calls outside every submodule are the model's own
+            for full, module in self._model.named_modules():
+                name = original_name(full)
+                if name and _may_attend(module):  # calls outside every submodule are the model's own
                     self._track(stack, name, module)
             stack.enter_context(watching(self))
             if dynamo_is_loaded():  # compiled code would bypass us; if dynamo is not loaded, there is none
@@ -190,6 +192,15 @@ class _EagerStance:
 _EAGER = _EagerStance()
 
 
+def _may_attend(module: nn.Module) -> bool:
+    """Whether a module may call attention: any but the small ones of torch, which hooks would slow down."""
+    small = type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
+    return not small or isinstance(module, nn.MultiheadAttention)
+
+
+_ATTENTION = frozenset((F.scaled_dot_product_attention, F.multi_head_attention_forward))
+
+
 class _TorchFunctions(TorchFunctionMode):
     """Intercepts torch's attention functions."""
 
@@ -201,13 +212,11 @@ class _TorchFunctions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._interceptor.is_suspended():
+        if func not in _ATTENTION or self._interceptor.is_suspended():  # nearly all calls of a model are others
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._interceptor.sdpa(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return self._multihead(**dict(zip(_parameters(func), args, strict=False)), **kwargs)
-        return func(*args, **kwargs)
+        return self._multihead(**dict(zip(_parameters(func), args, strict=False)), **kwargs)
 
     def _multihead(self, **given: Any) -> tuple[Tensor, Tensor | None]:
         """Run torch.nn.MultiheadAttention's function on its fused path; requested weights come from the observation."""
@@ -271,11 +280,11 @@ def _sdpa_problem(
         query, key, value = (x.unsqueeze(-3) if headless else x[None] for x in (query, key, value))
     if attn_mask is not None and causal_bias(attn_mask) is None:
         attn_mask = attn_mask.unsqueeze(-3) if headless and attn_mask.dim() == 3 else attn_mask
-        attn_mask = _with_infinities(attn_mask) if attn_mask.dtype.is_floating_point else attn_mask
+        attn_mask = with_infinities(attn_mask) if attn_mask.dtype.is_floating_point else attn_mask
     return posed_as_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _with_infinities(bias: Tensor) -> Tensor:
+def with_infinities(bias: Tensor) -> Tensor:
     """Replace the lowest finite numbers, which many models use for −inf, by −inf in rows that see something."""
     lowest = bias <= torch.finfo(bias.dtype).min / 2
     return torch.where(lowest & ~lowest.all(-1, keepdim=True), -torch.inf, bias)

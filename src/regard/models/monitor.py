@@ -6,6 +6,7 @@ import sys
 import threading
 import warnings
 import zlib
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..compat.compiled import replace_compiled_call, runs_compiled
 from ..compat.torch import in_backward
 from ..errors import DtypeError
 from ..observation import Observation
 from ..scores.base import whole
 from .findings.sampling import flatten_batch
+from .graph_interceptor import GraphInterceptor
 from .loggers import reporter
 from .training_interceptor import TrainingInterceptor
 
@@ -49,6 +52,13 @@ class Tally(NamedTuple):
 Tallies = dict[str, Tally]
 
 
+class _NoHook:
+    """In place of the handle of a hook, where there is none."""
+
+    def remove(self) -> None:
+        """Nothing is to be removed."""
+
+
 class Monitor:
     """Log the mean entropy and the largest logit of every head, every `every` training steps.
 
@@ -60,6 +70,10 @@ class Monitor:
     with gradient accumulation, call it once per optimizer update. The calls of a step are then combined, and logged
     when the next step begins. Calls that a backward pass repeats, for activation checkpointing, do not count. Nor does
     a call of the model that begins while another thread's call is under way, or anything else that other threads do.
+
+    A compiled model stays compiled: only its first observed step runs eagerly, and shows which module makes which call.
+    In later ones the graph runs as ever, and its attention operators are observed in the same order. Pass what is
+    called: the compiled module if there is one.
 
     With torch.distributed, the ranks of `group` are combined and its rank 0 logs; all must take the same steps.
     Observing needs no pass beyond the forward, and a step in between costs a few microseconds.
@@ -95,16 +109,22 @@ class Monitor:
         self._lock = threading.Lock()
         self._thread: int | None = None  # the thread whose call is under way
         self._hook: Any = None
+        self._restore: Callable[[], None] | None = None  # for a model that was compiled in place
         self._last_hook: Any = None  # the hook that runs at the end of the current call of the model
-        self._interceptor: TrainingInterceptor | None = None
+        self._interceptor: TrainingInterceptor | GraphInterceptor | None = None
         self._of_call: Tallies = {}
+        self._order: list[tuple[str, int]] = []  # a compiled model's calls in their order: the module and its heads
+        self._of_graph: list[Tally] = []  # the calls of a graph, in their order
+        self._graph_hides = False  # whether the graph made other calls than the model
         self._of_step: Tallies | None = None  # None until the step is observed
         self._missed: dict[str, str] = {}
         self._warned = False
 
     def start(self) -> Self:
         """Start to watch the model's calls."""
-        if self._hook is None:
+        if self._hook is None and self._restore is None:
+            self._restore = replace_compiled_call(self.model, self._around)
+        if self._hook is None and self._restore is None:
             self._hook = self.model.register_forward_pre_hook(self._before)
         return self
 
@@ -116,6 +136,9 @@ class Monitor:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
         if self._is_ours and self._last_hook is not None:
             self._last_hook.remove()
             self._last_hook = None
@@ -152,8 +175,15 @@ class Monitor:
         Only training loops that call methods of the model instead of the model need this; others need only `start`.
         """
         if self._interceptor is None and self.due and self._claim():
-            self._of_call = {}
-            self._interceptor = TrainingInterceptor(self.model, self._saw, self._miss).__enter__()
+            self._of_call, self._of_graph = {}, []
+            if not runs_compiled(self.model):
+                self._interceptor = TrainingInterceptor(self.model, self._saw, self._miss)
+            elif not self._order or self._graph_hides:
+                self._order = []
+                self._interceptor = TrainingInterceptor(self.model, self._saw_in_order, self._miss)
+            else:
+                self._interceptor = GraphInterceptor(lambda seen: self._of_graph.append(Tally.of(seen)))
+            self._interceptor.__enter__()
 
     def close(self, *, keep: bool = True) -> None:
         """Stop observing, and count what was seen since `open`, unless `keep` is False."""
@@ -163,11 +193,13 @@ class Monitor:
         if interceptor is not None:
             interceptor.__exit__(None, None, None)
         if interceptor is not None and keep:
+            if isinstance(interceptor, GraphInterceptor):
+                self._name_calls()
             self._of_step = self._of_step or {}
             for name, tally in self._of_call.items():
                 before = self._of_step.get(name)
                 self._of_step[name] = tally if before is None else before.plus(tally)
-        self._of_call = {}
+        self._of_call, self._of_graph = {}, []
         self._thread = None
 
     def flush(self) -> None:
@@ -201,6 +233,9 @@ class Monitor:
             return
         self.open()
         handled = sys.exception()
+        if self._restore is not None:  # `_around` calls `_after`; a hook would be compiled with the model
+            self._last_hook = _NoHook()
+            return
         # It must be the last hook, since closing removes others before it; it also runs after an error.
         self._last_hook = module.register_forward_hook(lambda *_: self._after(handled), always_call=True)
 
@@ -209,14 +244,49 @@ class Monitor:
             return
         self._last_hook.remove()
         self._last_hook = None
-        stopped = self._hook is None
+        stopped = self._hook is None and self._restore is None
         self.close(keep=sys.exception() is handled and not stopped)
         if self._counts_calls and not stopped:
             self.flush()
             self._number += 1
 
+    def _around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of a model that was compiled in place, with what hooks would do."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, handled = self._last_hook, sys.exception()
+            self._before(self.model, args)
+            begins = self._last_hook is not before
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                if begins:
+                    self._after(handled)
+
+        return call
+
     def _saw(self, name: str, seen: Observation) -> None:
-        tally, before = Tally.of(seen), self._of_call.get(name)
+        self._add(name, Tally.of(seen))
+
+    def _saw_in_order(self, name: str, seen: Observation) -> None:
+        """Learn which module makes which of the model's calls; its graph makes them in the same order."""
+        self._order.append((name, seen.shape[-3]))
+        self._saw(name, seen)
+
+    def _name_calls(self) -> None:
+        """Give the calls of a graph the names that the model's calls had when it ran eagerly."""
+        if [heads for _, heads in self._order] == [len(tally.rows) for tally in self._of_graph]:
+            for (name, _), tally in zip(self._order, self._of_graph, strict=True):
+                self._add(name, tally)
+            return
+        self._graph_hides = True
+        self._missed[""] = (
+            f"its compiled graph made {len(self._of_graph)} calls that can be observed, and the model itself makes "
+            f"{len(self._order)}; from now on, observed steps run eagerly"
+        )
+
+    def _add(self, name: str, tally: Tally) -> None:
+        before = self._of_call.get(name)
         self._of_call[name] = tally if before is None else before.plus(tally)
 
     def _miss(self, name: str, reason: str) -> None:

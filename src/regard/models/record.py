@@ -12,11 +12,13 @@ from regard.errors import ArgumentError
 from regard.observation import Observation
 from regard.report.page_budget import keys_per_query
 
-from .head_statistics import Head, measure_heads
+from .head_statistics import STATISTICS, Head, SurveyedCall, measure_heads
+from .transfer import on_host
 
 __all__ = ["MAP_SIDE", "AttentionRecord", "LayerRecord"]
 
 MAP_SIDE = 64  # cells along each side of a pooled map
+_IS_LARGEST = torch.tensor([name == "max_logit" for name in STATISTICS], device="cpu")[:, None]
 _STRONGEST = 16  # keys that a report names per row, at most
 
 
@@ -24,19 +26,33 @@ _STRONGEST = 16  # keys that a report names per row, at most
 class LayerRecord:
     """What is kept of one layer: sums over its calls, and the last call."""
 
-    last: Observation
-    map: Tensor  # (heads, height, width)
-    totals: dict[str, Tensor]
-    counts: dict[str, Tensor]  # the number of calls in which a statistic was defined
+    call: SurveyedCall  # the last one
+    totals: Tensor | None = None  # (statistics, heads), on its device: the sums over calls, and the largest logit
+    counts: Tensor | None = None  # the number of calls in which a statistic was defined
+    is_counted: bool = False  # whether the totals include the last call
+    grid: Tensor | None = None  # for the last call, read back on first use
     strongest: tuple[Tensor, Tensor] | None = None  # for the last call, computed on first use
 
-    def heads(self, name: str) -> list[Head]:
-        """The statistics of each head, averaged over the calls."""
-        means = {key: (total / self.counts[key]).tolist() for key, total in self.totals.items()}
-        means["max_logit"] = self.totals["max_logit"].tolist()
-        return [
-            Head(name, head, **{key: values[head] for key, values in means.items()}) for head in range(len(self.map))
-        ]
+    @property
+    def last(self) -> Observation:
+        return self.call.seen
+
+    @property
+    def size(self) -> int:
+        """The number of heads."""
+        return self.last.shape[-3]
+
+    def count(self, means: Tensor) -> None:
+        """Add the statistics of the last call, (statistics, heads)."""
+        defined = means.isnan().logical_not()
+        values = torch.where(defined, means, 0.0)
+        if self.totals is None or self.counts is None:
+            self.totals, self.counts = torch.where(_IS_LARGEST.to(means.device), means, values), defined.long()
+        else:
+            largest = torch.maximum(self.totals, means)  # it keeps a NaN visible
+            self.totals = torch.where(_IS_LARGEST.to(means.device), largest, self.totals + values)
+            self.counts = self.counts + defined
+        self.is_counted = True
 
 
 @dataclass
@@ -48,6 +64,7 @@ class AttentionRecord:
     missed: dict[str, str] = field(default_factory=dict)  # calls that could not be observed, and why
     random_weights: tuple[str, ...] = ()  # weights of the model that its files lack, and that were drawn at random
     _records: dict[str, LayerRecord] = field(default_factory=dict)
+    _heads: list[Head] | None = field(default=None, compare=False)
 
     @property
     def layers(self) -> list[str]:
@@ -57,14 +74,19 @@ class AttentionRecord:
     @property
     def heads(self) -> list[Head]:
         """One record per head, layer by layer."""
-        return [head for name, layer in self._records.items() for head in layer.heads(name)]
+        if self._heads is None:
+            self._heads = self._read_heads()
+        return list(self._heads)
 
     def __getitem__(self, layer: str) -> Observation:
         return self._record(layer).last
 
     def map(self, layer: str) -> Tensor:
         """The pooled weights of the layer's last call, mean over the batch: (heads, height, width), at most 64 × 64."""
-        return self._record(layer).map
+        record = self._record(layer)
+        if record.grid is None:
+            record.grid = record.call.survey.map.mean(0).float().cpu()
+        return record.grid
 
     def strongest(self, layer: str) -> tuple[Tensor, Tensor]:
         """The strongest keys of each row in the layer's last call, as `Observation.top` gives them; computed once.
@@ -85,21 +107,33 @@ class AttentionRecord:
             self.missed.setdefault(name, why)
             return
         heads = seen.shape[-3]
-        while name in self._records and len(self._records[name].map) != heads:  # another attention in the same module
+        while name in self._records and self._records[name].size != heads:  # another attention in the same module
             name += "#"
-        now = measure_heads(seen, MAP_SIDE)
-        defined = {key: x.isnan().logical_not() for key, x in now.numbers.items()}
-        values = {key: torch.where(defined[key], x, 0.0) for key, x in now.numbers.items() if key != "max_logit"}
-        values["max_logit"] = now.numbers["max_logit"]  # keep a NaN visible
-        record = self._records.get(name)
+        call, record, self._heads = SurveyedCall.of(seen, MAP_SIDE), self._records.get(name), None
         if record is None:
-            self._records[name] = LayerRecord(seen, now.map, values, {key: x.long() for key, x in defined.items()})
+            self._records[name] = LayerRecord(call)
             return
-        record.last, record.map, record.strongest = seen, now.map, None
-        for key, x in values.items():
-            total = record.totals[key]
-            record.counts[key] += defined[key]
-            record.totals[key] = torch.maximum(total, x) if key == "max_logit" else total + x
+        if not record.is_counted:
+            record.count(*measure_heads([record.call]))
+        record.call, record.is_counted, record.grid, record.strongest = call, False, None, None
+
+    def surveys(self) -> dict[str, SurveyedCall]:
+        """The last call of each layer, and what the pass over its weights found."""
+        return {name: record.call for name, record in self._records.items()}
+
+    def _read_heads(self) -> list[Head]:
+        """Average what has not been averaged yet, and read all layers back at once."""
+        waiting = [record for record in self._records.values() if not record.is_counted]
+        for record, means in zip(waiting, measure_heads([record.call for record in waiting]), strict=True):
+            record.count(means)
+        totals = on_host([record.totals for record in self._records.values() if record.totals is not None])
+        counts = on_host([record.counts for record in self._records.values() if record.counts is not None])
+        heads = []
+        for name, total, count in zip(self._records, totals, counts, strict=True):
+            means = torch.where(_IS_LARGEST, total, total / count)
+            for head, numbers in enumerate(means.T.tolist()):
+                heads.append(Head(name, head, **dict(zip(STATISTICS, numbers, strict=True))))
+        return heads
 
     def _record(self, name: str) -> LayerRecord:
         if name not in self._records:

@@ -19,7 +19,7 @@ from regard.report.tables import HeadTable
 
 from .difference import Difference
 from .findings import Finding, Rule, find
-from .head_statistics import STATISTICS
+from .head_statistics import STATISTICS, Head
 from .loading import random_weights_text
 from .record import MAP_SIDE, AttentionRecord
 
@@ -53,7 +53,8 @@ class Seen(AttentionRecord):
     _cached: _CachedFindings | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
-        counts = {"layer": len(self.layers), "head": len(self.heads), "call": self.calls}
+        heads = sum(layer.size for layer in self._records.values())
+        counts = {"layer": len(self.layers), "head": heads, "call": self.calls}
         return f"Seen({', '.join(f'{n} {what}' if n == 1 else f'{n} {what}s' for what, n in counts.items())})"
 
     def findings(self, rules: Iterable[Rule] | None = None, tell: Tell | None = None) -> list[Finding]:
@@ -73,8 +74,8 @@ class Seen(AttentionRecord):
         if not by_layer:
             return HeadTable([(head.layer, str(head.head), head.numbers()) for head in self.heads])
         rows = []
-        for name, layer in self._records.items():
-            heads = [head.numbers() for head in layer.heads(name)]
+        for name in self.layers:
+            heads = [head.numbers() for head in self._heads_of(name)]
             means = {key: fmean(head[key] for head in heads) for key in STATISTICS}
             largest = [head["max_logit"] for head in heads]
             means["max_logit"] = math.nan if any(map(math.isnan, largest)) else max(largest)
@@ -107,7 +108,7 @@ class Seen(AttentionRecord):
             for a, b in pairs
             if b is not None
         ]
-        mine, others = ([len(layer.map) for layer in seen._records.values()] for seen in (self, other))
+        mine, others = ([layer.size for layer in seen._records.values()] for seen in (self, other))
         rest = [a for a, b in pairs if b is None]
         return Difference(changes, rest, list(theirs.values()), (mine, others), by_order)
 
@@ -157,8 +158,11 @@ class Seen(AttentionRecord):
             )
         return texts
 
+    def _heads_of(self, name: str) -> list[Head]:
+        return [head for head in self.heads if head.layer == name]
+
     def _look(self, name: str, texts: list[str], item: int) -> LayerLook:
-        seen, numbers = self[name], self._record(name).heads(name)
+        seen, numbers = self[name], self._heads_of(name)
         n, m = seen.shape[-2:]
         lead = math.prod(seen.shape[:-3])
         if type(item) is not int or not 0 <= item < lead:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from regard.compat.compiled import original_name
 from regard.errors import ArgumentError, DtypeError
 from regard.observation import Observation
 
@@ -37,7 +38,8 @@ def watch(model: nn.Module, tell: Callable[[str], None] | None = None) -> Abstra
     It sees torch's `scaled_dot_product_attention`, every call of regard, and `torch.nn.MultiheadAttention`. It cannot
     see attention that a model computes by hand, as with `attn_implementation="eager"`; `seen.missed` names modules that
     seem to do so. The model's output does not change. `tell`, if given, is called with the name of each layer when it
-    has been seen. Only calls of the thread that entered the block are observed.
+    has been seen. Only calls of the thread that entered the block are observed. Inside the block, compiled code runs
+    eagerly: the graphs stay compiled, and run again after it.
 
     >>> import torch, regard
     >>> model = torch.nn.TransformerEncoderLayer(16, 4, dropout=0.0, batch_first=True)
@@ -90,7 +92,7 @@ class _Watch(AbstractContextManager[Seen]):
             stack.callback(self._model.register_forward_pre_hook(self._before_run, with_kwargs=True).remove)
             for name, module in self._model.named_modules():
                 if _ATTENTION.search(type(module).__name__):
-                    self._track(stack, name, module)
+                    self._track(stack, original_name(name), module)
             stack.enter_context(self._interceptor)
             self._exit = stack.pop_all()
         return self._seen

@@ -273,18 +273,23 @@ def map_tile(grid, params):
 
 
 @gluon.jit
-def map_keys(grid, column, M, BN: gl.constexpr):
-    """A program's first column of cells, its part of that, and its keys from `start` to `stop`."""
+def map_keys(grid, column, M, TRAITS: gl.constexpr):
+    """A program's first column of cells, its part of that, and its keys from `start` to `stop`; by bands, a block of keys."""
+    BN: gl.constexpr = TRAITS.BN
     x, part = column // grid.parts * grid.cells, column % grid.parts
-    start = edge(x, grid.width, M) + part * BN
-    return x, part, start, gl.minimum(start + BN, edge(gl.minimum(x + grid.cells, grid.width), grid.width, M))
+    if TRAITS.BY_BANDS:
+        start, stop = column * BN, gl.minimum(column * BN + BN, M)
+    else:
+        start = edge(x, grid.width, M) + part * BN
+        stop = gl.minimum(start + BN, edge(gl.minimum(x + grid.cells, grid.width), grid.width, M))
+    return x, part, start, stop
 
 
 @gluon.jit
 def pooled_producer(params, grid, TRAITS: gl.constexpr):
     """The producer warp: it loads the keys, then the queries, from the first row to the last."""
     column, band, batch, h = map_tile(grid, params)
-    x, part, start, stop = map_keys(grid, column, params.M, TRAITS.BN)
+    x, part, start, stop = map_keys(grid, column, params.M, TRAITS)
     load_keys(batch, h // params.heads_per_kv, start, params, TRAITS)
     begin, full, full_end, end, low, high = map_row_blocks(grid, batch, h, column, band, params, TRAITS.MASK)
     stage = 0
@@ -331,6 +336,16 @@ def finish_row(total, cells, first, count, map_part, head, grid, params, BN: gl.
 
 
 @gluon.jit
+def store_band(total, y, map_part, head, grid, params, BN: gl.constexpr):
+    """Store what the keys received from the rows of band y, from the total [4, 8, BN]."""
+    CL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    j = map_part.start + gl.arange(0, BN, CL)
+    at = ((head.batch.to(gl.int64) * params.num_heads + head.h) * grid.height + y) * params.M + j
+    inside = (j < map_part.stop) & (edge(y, grid.height, params.n) < map_part.high)
+    gl.store(params.out + at, gl.convert_layout(gl.sum(total.reshape([32, BN]), 0), CL), mask=inside)
+
+
+@gluon.jit
 def mask_slots(b, full, full_end, map_part, head, grid, params, MASK: gl.constexpr):
     """The slots of the mask's bits for a row block and the program's keys, which touch two key blocks; and whether anything is hidden."""
     lists, start, stop = params.lists, map_part.start, map_part.stop
@@ -368,7 +383,10 @@ def add_to_cells(S, row_max, log_row_sum, state, i0, i, masked, slots, map_part,
         share = gl.where(i < bottom, 0.0, share)
         i0 = bottom
         if bottom <= end:
-            cells, first, count = finish_row(total, cells, first, count, map_part, head, grid, params, TRAITS.BN)
+            if TRAITS.BY_BANDS:
+                store_band(total, y, map_part, head, grid, params, TRAITS.BN)
+            else:
+                cells, first, count = finish_row(total, cells, first, count, map_part, head, grid, params, TRAITS.BN)
             total = total * 0.0
             y += 1
             bottom = edge(y + 1, grid.height, n)
@@ -382,7 +400,7 @@ def pooled_consumer(params, grid, TRAITS: gl.constexpr):
     BN: gl.constexpr = TRAITS.BN
     SL: gl.constexpr = mma_layout(BN)
     column, band, batch, h = map_tile(grid, params)
-    x, nth, start, stop = map_keys(grid, column, params.M, BN)
+    x, nth, start, stop = map_keys(grid, column, params.M, TRAITS)
     begin, full, full_end, block_end, low, high = map_row_blocks(grid, batch, h, column, band, params, TRAITS.MASK)
     scale = params.scale
     if TRAITS.SCALES:
@@ -417,23 +435,28 @@ def pooled_consumer(params, grid, TRAITS: gl.constexpr):
             S2, row_max2, log_row_sum2, MapState(total, cells, first, count, y, bottom), b * PAIR + ROWS, i + ROWS, masked, slots, map_part, head, grid,
             params, TRAITS)
         stage, phase = advance(stage2, phase2, TRAITS.STAGES)
-    cells, first, count = finish_row(total, cells, first, count, map_part, head, grid, params, BN)
-    store_cells(cells, first, count, map_part, head, grid, params)
+    if TRAITS.BY_BANDS:
+        store_band(total, y, map_part, head, grid, params, BN)
+    else:
+        cells, first, count = finish_row(total, cells, first, count, map_part, head, grid, params, BN)
+        store_cells(cells, first, count, map_part, head, grid, params)
 
 
 @gluon.jit(do_not_specialize=["lists", "n", "M", "height", "width", "cells", "parts", "bands", "key_blocks", "columns", "batch_heads", "num_heads",
                               "heads_per_kv", "swizzle"])
 def pooled(q, qb, k, kb, out, row_max, log_row_sum, scale, scales, cap, bias, lists, n, M, height, width, cells, parts, bands, key_blocks, columns,
            batch_heads, num_heads, heads_per_kv, swizzle, DA: gl.constexpr, DB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-           MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
+           MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr, BY_BANDS: gl.constexpr):
     """The mean weight in each cell of a grid over n × M: program (columns of cells or a part of one, a band of rows, batch item and head).
 
     Row i is in row ⌊i·height/n⌋ of the grid, key j in column ⌊j·width/M⌋. A program has the keys of `cells` columns, or of one of
     the `parts` of a column that is wider than BN; and `bands` rows of cells, of which it stores all that it visits.
+
+    BY_BANDS stores no means: a program has BN keys, and stores what each receives from each row of cells.
     """
     smem, barriers = allocate((q, qb, k, kb), DA, DB, BN, STAGES)
     grid = Grid(height, width, cells, parts, bands, key_blocks)
     params = Params(Descriptors(q, qb, k, kb), Smem(*smem), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
                     columns, batch_heads, num_heads, heads_per_kv, swizzle)
-    TRAITS: gl.constexpr = traits_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST)
+    TRAITS: gl.constexpr = traits_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST, BY_BANDS=BY_BANDS)
     gl.warp_specialize([(pooled_consumer, (params, grid, TRAITS)), (pooled_producer, (params, grid, TRAITS))], [1], [PRODUCER])

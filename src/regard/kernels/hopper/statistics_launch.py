@@ -17,7 +17,8 @@ from .statistics import pooled as pooled_kernel
 from .statistics import received as received_kernel
 
 __all__ = [
-    "Grid", "StatisticsTile", "grid_for", "pooled", "pooled_arguments", "received", "received_arguments", "refuses", "refuses_grid", "tile_for",
+    "Grid", "StatisticsTile", "bands_for", "grid_for", "pooled", "pooled_arguments", "received", "received_arguments", "received_by_bands",
+    "refuses", "refuses_bands", "refuses_grid", "tile_for",
 ]  # fmt: skip
 
 _BLOCK = 2 * ROWS  # rows of a block in the lists
@@ -97,6 +98,25 @@ def refuses_grid(w: KernelArgs, height: int, width: int) -> list[str]:
     return reasons
 
 
+def refuses_bands(w: KernelArgs, bands: int) -> list[str]:
+    """Why the kernel cannot compute what keys receive from so many bands of rows; empty if it can."""
+    reasons = refuses(w)
+    if (bands + _SPARE) * w.n >= 2**31:
+        reasons.append(f"it counts bands in 31 bits; got {bands} bands of {w.n} rows")
+    return reasons
+
+
+def received_by_bands(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, bands: int, tile: StatisticsTile | None = None) -> Tensor:
+    """The weight each key receives from each band of rows; row i is in band ⌊i·bands/N⌋: (L, H, bands, M)."""
+    L, H, _ = w.rows
+    tile = tile or tile_for(w)
+    grid = bands_for(w, bands, tile)
+    out = row_max.new_zeros(L, H, bands, w.m)
+    arguments, options = pooled_arguments(w, out, row_max, log_row_sum, grid, tile, by_bands=True)
+    pooled_kernel[(grid.columns * cdiv(bands, grid.bands) * L * H,)](**arguments, **options)
+    return out
+
+
 def pooled(
     w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, height: int, width: int, tile: StatisticsTile | None = None, grid: Grid | None = None
 ) -> Tensor:
@@ -116,25 +136,36 @@ def grid_for(w: KernelArgs, height: int, width: int, tile: StatisticsTile) -> Gr
     The bands do not change the bits of a result: each cell is summed by one program, in the order of its rows.
     """
     widest = cdiv(w.m, width)
-    grid = Grid(height, width, max(1, tile.BN // widest), cdiv(widest, tile.BN), height)
+    return _cut(w, Grid(height, width, max(1, tile.BN // widest), cdiv(widest, tile.BN), height))
+
+
+def bands_for(w: KernelArgs, bands: int, tile: StatisticsTile) -> Grid:
+    """One block of keys per program, and rows cut as in `grid_for`."""
+    return _cut(w, Grid(bands, cdiv(w.m, tile.BN), 1, 1, bands))
+
+
+def _cut(w: KernelArgs, grid: Grid) -> Grid:
+    """Cut the rows into bands until programs fill the chip."""
     programs = grid.columns * w.rows[0] * w.rows[1]
-    cuts = max(1, min(height, _PROGRAMS // programs, w.n // (4 * _BLOCK)))
-    return grid._replace(bands=cdiv(height, cuts))
+    cuts = max(1, min(grid.height, _PROGRAMS // programs, w.n // (4 * _BLOCK)))
+    return grid._replace(bands=cdiv(grid.height, cuts))
 
 
 def pooled_arguments(
-    w: KernelArgs, out: Tensor, row_max: Tensor, log_row_sum: Tensor, grid: Grid, tile: StatisticsTile
+    w: KernelArgs, out: Tensor, row_max: Tensor, log_row_sum: Tensor, grid: Grid, tile: StatisticsTile, by_bands: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The kernel's arguments by name, and the options of its launch."""
     arguments = {
-        **_arguments(w, out, row_max, log_row_sum, tile), "lists": _block_lists(w, grid, tile), **grid._asdict(),
-        "key_blocks": cdiv(w.m, _BLOCK), "columns": grid.columns,
+        **_arguments(w, out, row_max, log_row_sum, tile), "lists": _block_lists(w, grid, tile, by_bands), **grid._asdict(),
+        "key_blocks": cdiv(w.m, _BLOCK), "columns": grid.columns, "BY_BANDS": by_bands,
     }  # fmt: skip
     return arguments, _OPTIONS
 
 
-def _block_lists(w: KernelArgs, grid: Grid, tile: StatisticsTile) -> BlockLists:
+def _block_lists(w: KernelArgs, grid: Grid, tile: StatisticsTile, by_bands: bool) -> BlockLists:
     """The mask's block lists for a map; for spans, with the row blocks that each column of programs visits."""
+    if by_bands and w.block_mask.kind == SPANS:
+        return w.block_mask.by_keys(_BLOCK, tile.BN)
     lists = w.block_mask.by_rows(_BLOCK, _BLOCK)
     if w.block_mask.kind != SPANS:
         return lists

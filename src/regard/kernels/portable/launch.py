@@ -51,6 +51,8 @@ __all__ = [
     "pooled",
     "preprocess_key",
     "received",
+    "received_by_bands",
+    "row_survey",
     "top",
 ]
 
@@ -337,6 +339,44 @@ def pooled(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, height: int, wid
     statistics_kernels.pooled[(L * H * height * width,)](
         w.query, w.key, out, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c), w.strides()), **w.sizes,
         height=height, width=width, key_blocks=triton.cdiv(w.m, 128), C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c),
+    )  # fmt: skip
+    return out
+
+
+class RowSurvey(NamedTuple):
+    """What one pass over the keys gives for each row: (L, H, N) each, float32 but for the keys."""
+
+    health: Tensor  # Σ p(1 − p)
+    distance: Tensor  # Σ p |i + M − N − j|
+    first: Tensor  # the weight on a key that is given for each batch item
+    own: Tensor  # on the row's own position
+    previous: Tensor  # on the position before
+    largest: Tensor  # the largest weight
+    key: Tensor  # int64, the key that has it; −1 in a row without weights
+
+
+def received_by_bands(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, bands: int) -> Tensor:
+    """The weight each key receives from each band of rows; row i is in band ⌊i·bands/N⌋: (L, H, bands, M)."""
+    L, H, N = w.rows
+    c = w.config("pooled")
+    c = c._replace(BM=min(c.BM, max(16, 1 << (math.ceil(N / bands) - 1).bit_length())))
+    out = row_max.new_empty(L, H, bands, w.m)
+    statistics_kernels.received_by_bands[(triton.cdiv(w.m, c.BN) * bands * L * H,)](
+        w.query, w.key, out, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c), w.strides()), **w.sizes,
+        bands=bands, key_blocks=triton.cdiv(w.m, 128), C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c),
+    )  # fmt: skip
+    return out
+
+
+def row_survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, first: Tensor) -> RowSurvey:
+    """Every statistic of each row, in one pass; `first` int32 (L,) is the key of each batch item for `RowSurvey.first`."""
+    L, H, N = w.rows
+    c = w.config("dq")
+    health, distance, on_first, own, previous, largest = row_max.new_empty(6, *w.rows).unbind()
+    out = RowSurvey(health, distance, on_first, own, previous, largest, row_max.new_empty(w.rows, dtype=torch.int64))
+    statistics_kernels.row_survey[(triton.cdiv(N, c.BM) * L * H,)](
+        w.query, w.key, out, first, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c), w.strides()), **w.sizes,
+        C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c),
     )  # fmt: skip
     return out
 

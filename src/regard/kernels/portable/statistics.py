@@ -220,6 +220,114 @@ def pooled(q, k, out, stats, args, n, m, heads, groups, height, width, key_block
     tl.store(out + cell, tl.sum(tl.sum(total, 1), 0) / area)
 
 
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups", "bands", "key_blocks"])
+def received_by_bands(q, k, out, stats, args, n, m, heads, groups, bands, key_blocks, C: tl.constexpr):
+    """Σ over one band of rows of the weight of BN keys: program (block of keys, band, batch item and head).
+
+    Row i is in band ⌊i·bands/n⌋; a program goes over exactly the rows of its band.
+    """
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(tl.cdiv(m, C.BN))
+    band = owner % bands
+    owner = owner // bands
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
+    top = ((band.to(tl.int64) * n + bands - 1) // bands).to(tl.int32)
+    bottom = (((band + 1).to(tl.int64) * n + bands - 1) // bands).to(tl.int32)
+    j0 = block * C.BN
+    j = j0 + tl.arange(0, C.BN)
+    total = tl.zeros([C.BM, C.BN], tl.float32)
+    for i0 in range(top, bottom, C.BM):
+        i = i0 + tl.arange(0, C.BM)
+        rows = load_row_tile(head, i, C, True)
+        hi = tl.where(i < bottom, rows.hi, 0)  # the rows of the next band are not ours
+        some = hi > rows.lo
+        if (tl.min(tl.where(some, rows.lo, m), 0) < j0 + C.BN) & (tl.max(hi, 0) > j0):
+            Q = load_queries(x, head, i0, C)
+            S = masked_logits(Q, x, head, rows, j0, 0, C, False)
+            show = unaligned_mask_tile(blocks, batch, index, rows.lo, hi, i, j, key_blocks, C.MASK)
+            show = show & (j < m)[None, :] & some[:, None]
+            total += tl.where(show, weights(S, stats, head, i, C), 0.0)
+    at = ((batch.to(tl.int64) * heads + index) * bands + band) * m
+    tl.store(out + at + j, tl.sum(total, 0), mask=j < m)
+
+
+@triton.jit
+def row_survey_step(sums, Q, x, head, normalizer, rows, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """Add block b of the keys to the sums of a tile of rows."""
+    free, far, on_first, own, previous, best, key = sums
+    offset, log_sum, first = normalizer
+    j0 = b * C.BN
+    j = j0 + tl.arange(0, C.BN)
+    S = masked_logits(Q, x, head, rows, j0, slot, C, MASKED)
+    T = S * head.unit - offset[:, None] if C.FAST else (S - offset[:, None]) * LOG2E  # [BM, BN], log2 of p · row sum
+    P = tl.exp2(T - log_sum[:, None])
+    place = rows.i + head.sizes.m - head.sizes.n  # [BM], the row's own position among the keys
+    apart = place.to(tl.float32)[:, None] - j.to(tl.float32)[None, :]
+    free += tl.sum(P - P * P, 1)
+    far += tl.sum(P * tl.abs(apart), 1)
+    strongest = tl.max(T, 1)
+    at = tl.min(tl.where(T == strongest[:, None], j[None, :], 0x7FFFFFFF), 1)
+    # Blocks do not come in the order of their keys, so a tie is decided by the key.
+    better = (strongest > best) | ((strongest == best) & (at < key))
+    best, key = tl.where(better, strongest, best), tl.where(better, at, key)
+    if (j0 <= tl.max(place, 0)) & (j0 + C.BN >= tl.min(place, 0)):  # the diagonal passes through the tile, or beside it
+        own += tl.sum(tl.where(j[None, :] == place[:, None], P, 0.0), 1)
+        previous += tl.sum(tl.where(j[None, :] == place[:, None] - 1, P, 0.0), 1)
+    if (j0 <= first) & (first < j0 + C.BN):
+        on_first += tl.sum(tl.where((j == first)[None, :], P, 0.0), 1)
+    return free, far, on_first, own, previous, best, key
+
+
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
+def row_survey(q, k, out, first, stats, args, n, m, heads, groups, C: tl.constexpr):
+    """Every sum over the keys of BM rows, and their strongest key: program (block of rows, batch item and head).
+
+    `first` has the key of each batch item whose weight is stored for every row.
+    """
+    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    sizes = Sizes(n, m, heads, groups)
+    block, owner = program_tile(tl.cdiv(n, C.BM))
+    block = tl.cdiv(n, C.BM) - 1 - block  # under a causal mask the last rows have the most work, and start first
+    batch, index = owner // heads, owner % heads
+    kv_index = index // groups
+    scale = head_scale(score, index, C)
+    first_row = (batch.to(tl.int64) * heads + index) * n
+    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
+    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
+    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
+    x = Matrices(q, k, None, None, strides, None)
+    i = block * C.BM + tl.arange(0, C.BM)
+    Q = load_queries(x, head, block * C.BM, C)
+    rows = load_row_tile(head, i, C, True)
+    offset, log_sum = load_normalizer(stats, head, i, C)
+    normalizer = (offset, log_sum, tl.load(first + batch))
+    zero = tl.zeros([C.BM], tl.float32)
+    sums = (zero, zero, zero, zero, zero, zero + float("-inf"), i * 0 + 0x7FFFFFFF)
+    begin, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
+    for t in range(full, full_end):
+        sums = row_survey_step(sums, Q, x, head, normalizer, rows, full_block(blocks, t, C.MASK), 0, C, False)
+    for t in range(partials):
+        b, slot = partial_block(blocks, t, begin, full, full_end, C.MASK)
+        sums = row_survey_step(sums, Q, x, head, normalizer, rows, b, slot, C, True)
+    free, far, on_first, own, previous, best, key = sums
+    at, inside = first_row + i, i < n
+    tl.store(out.health + at, free, mask=inside)
+    tl.store(out.distance + at, far, mask=inside)
+    tl.store(out.first + at, on_first, mask=inside)
+    tl.store(out.own + at, own, mask=inside)
+    tl.store(out.previous + at, previous, mask=inside)
+    tl.store(out.largest + at, tl.exp2(best - log_sum), mask=inside)
+    tl.store(out.key + at, tl.where(best == float("-inf"), -1, key).to(tl.int64), mask=inside)
+
+
 @triton.jit
 def rank(S, j):
     """Numbers that order pairs by (logit, then lower key): int64 [BM, BN]; the lowest of all for hidden pairs."""

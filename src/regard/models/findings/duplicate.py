@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ...observation import Observation
 from ..head_statistics import Head
 from ..record import AttentionRecord
+from ..transfer import on_host
 from .base import Finding, Rule, by_layer, span
 from .sampling import evenly_spaced, flatten_batch, row_batches
 
@@ -47,14 +49,16 @@ class Duplicate(Rule):
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield one finding per group of heads that are alike."""
-        for layer, heads in by_layer(seen).items():
-            candidates = [head.head for head in heads if math.isfinite(head.max_logit) and not self._is_plain(head)]
-            if len(candidates) < 2:
-                continue
-            apart = distances(seen[layer], candidates, self.rows, self.least)
-            for group in self._groups(candidates, apart):
+        layers = {layer: (heads, self._candidates(heads)) for layer, heads in by_layer(seen).items()}
+        layers = {layer: both for layer, both in layers.items() if len(both[1]) > 1}
+        apart = distances([seen[layer] for layer in layers], self.rows, self.least)
+        for (layer, (heads, candidates)), far in zip(layers.items(), apart, strict=True):
+            for group in self._groups(candidates, far):
                 text = f"the same weights except for {span([max(group.values())], '.3f')} of them (duplicates)"
                 yield self.found(layer, group, len(heads), text)
+
+    def _candidates(self, heads: list[Head]) -> list[int]:
+        return [head.head for head in heads if math.isfinite(head.max_logit) and not self._is_plain(head)]
 
     def _is_plain(self, head: Head) -> bool:
         shares = (head.first_share, head.self_share, head.previous_share)
@@ -65,25 +69,35 @@ class Duplicate(Rule):
         left = list(range(len(heads)))
         while left:
             first, *others = left
-            close = {other: apart[first][other] for other in others if apart[first][other] <= self.distance}
+            near = {other: apart[heads[first]][heads[other]] for other in others}
+            close = {other: far for other, far in near.items() if far <= self.distance}
             if close:
                 nearest = min(close.values())
                 yield {heads[first]: nearest, **{heads[other]: far for other, far in close.items()}}
             left = [other for other in others if other not in close]
 
 
-def distances(seen: Observation, heads: list[int], most: int, least: int) -> list[list[float]]:
-    """The mean of ½ Σ|p − p′| over at most `most` rows, for each pair of heads; NaN if there are fewer than `least`."""
-    several = (flatten_batch(seen.visible, 1) > 1).any(1)  # (items, N): rows with one visible key have no choice
-    rows = evenly_spaced(several.any(0).nonzero().squeeze(-1), most)
-    total = torch.zeros(len(heads), len(heads), dtype=torch.float64, device="cpu")
-    each = (
-        several.shape[0] * flatten_batch(seen.lse, 1).shape[1] * seen.shape[-1]
-    )  # weights per row, over all items and heads
-    for part in row_batches(rows, each):
-        P = flatten_batch(seen.weights(rows=part), 2)[:, heads].float()
-        flat = P.transpose(0, 1).flatten(1)  # [heads, items · rows · keys]
-        total += torch.cdist(flat, flat, p=1.0).double().cpu()
-    counted = several[:, rows].sum().item()
-    found: list[list[float]] = (total / 2 / counted if counted >= least else total + torch.nan).tolist()
+def distances(calls: list[Observation], most: int, least: int) -> list[list[list[float]]]:
+    """The mean of ½ Σ|p − p′| over at most `most` rows, for each pair of heads of each call.
+
+    NaN if there are fewer than `least` rows. Rows with one visible key have no choice, and do not count.
+    """
+    several = on_host([(flatten_batch(call.visible, 1) > 1).any(1) for call in calls])  # (items, N) each
+    rows = [evenly_spaced(each.any(0).nonzero().squeeze(-1), most) for each in several]
+    totals = on_host([_total_distances(call, chosen) for call, chosen in zip(calls, rows, strict=True)])
+    found = []
+    for each, chosen, total in zip(several, rows, totals, strict=True):
+        counted = int(each[:, chosen].sum())
+        found.append((total / 2 / counted if counted >= least else total + torch.nan).tolist())
     return found
+
+
+def _total_distances(call: Observation, rows: Tensor) -> Tensor:
+    """Σ|p − p′| over some rows, for each pair of heads: float64, on the device of the call."""
+    items, heads = flatten_batch(call.lse, 1).shape[:2]
+    total = torch.zeros(heads, heads, dtype=torch.float64, device=call.lse.device)
+    for part in row_batches(rows, items * heads * call.shape[-1], total.device):
+        P = flatten_batch(call.weights(rows=part), 2).float()
+        flat = P.transpose(0, 1).flatten(1)  # [heads, items · rows · keys]
+        total += torch.cdist(flat, flat, p=1.0).double()
+    return total

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...observation import Observation
 from ..record import AttentionRecord
+from ..transfer import on_host
 from .base import Finding, Rule, span
 from .sampling import evenly_spaced, flatten_batch, row_batches
 
@@ -44,11 +45,15 @@ class Induction(Rule):
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield one finding per layer, with all its induction heads."""
-        for layer in seen.layers:
-            tokens = _matching_tokens(seen.tokens, seen[layer])
-            if tokens is None:
-                continue
-            share, uniform, counted = _weight_on_followers(seen[layer], tokens, self.rows)
+        tokens = None if seen.tokens is None else seen.tokens.cpu()
+        layers = [layer for layer in seen.layers if tokens is not None and _match(tokens, seen[layer])]
+        if tokens is None or not layers:
+            return
+        rows = evenly_spaced(repeated(tokens).any(0).nonzero().squeeze(-1), self.rows)
+        found = on_host([_weight_on_followers(seen[layer], tokens, rows) for layer in layers])
+        for layer, sums in zip(layers, found, strict=True):
+            share, uniform = (sums[:2] / sums[2].clamp(min=1)).tolist()
+            counted = sums[2].tolist()
             cases = {
                 head: value
                 for head, value in enumerate(share)
@@ -63,31 +68,30 @@ class Induction(Rule):
                 yield self.found(layer, cases, len(share), text)
 
 
-def _matching_tokens(tokens: Tensor | None, seen: Observation) -> Tensor | None:
-    """The token ids (items, N) on the layer's device, if its rows and keys correspond to them one to one."""
-    lse = flatten_batch(seen.lse, 1)
-    if tokens is None or tuple(tokens.shape) != (lse.shape[0], lse.shape[2]) or not tokens.numel():
-        return None
-    return tokens.to(lse.device) if seen.shape[-1] == tokens.shape[1] else None
+def _match(tokens: Tensor, seen: Observation) -> bool:
+    """Whether the rows and keys of a layer correspond one to one to the token ids (items, N)."""
+    items, _, rows = flatten_batch(seen.lse, 1).shape
+    return tuple(tokens.shape) == (items, rows) and bool(tokens.numel()) and seen.shape[-1] == rows
 
 
-def _weight_on_followers(seen: Observation, tokens: Tensor, most: int) -> tuple[list[float], list[float], list[int]]:
-    """Per head: the mean weight on the tokens that followed, the same for uniform attention, and the number of rows."""
+def _weight_on_followers(seen: Observation, tokens: Tensor, rows: Tensor) -> Tensor:
+    """Sums over some rows, per head: the weight on the tokens that followed, that of uniform attention, and the rows.
+
+    A row counts if it sees a token that followed: (3, heads), float64, on the device of the layer.
+    """
     lse, visible = flatten_batch(seen.lse, 1), flatten_batch(seen.visible, 1)
-    rows = evenly_spaced(repeated(tokens).any(0).nonzero().squeeze(-1), most)
-    sums = torch.zeros(3, lse.shape[1], dtype=torch.float64, device="cpu")
-    j = torch.arange(tokens.shape[1], device=tokens.device)
-    for part in row_batches(rows, visible[..., 0].numel() * len(j)):
-        before = (tokens[:, part, None] == tokens[:, None, :]) & (j < part[:, None] - 1)  # [items, rows, keys]
+    sums = torch.zeros(3, lse.shape[1], dtype=torch.float64, device=lse.device)
+    tokens, j = tokens.to(lse.device), torch.arange(tokens.shape[1], device=lse.device)
+    for part in row_batches(rows, visible[..., 0].numel() * len(j), lse.device):
         S = flatten_batch(seen.scores(rows=part), 2)  # [items, heads, rows, keys]
+        i = part.to(lse.device)
+        before = (tokens[:, i, None] == tokens[:, None, :]) & (j < i[:, None] - 1)  # [items, rows, keys]
         after = F.pad(before, (1, -1))[:, None] & S.isneginf().logical_not()
-        P = torch.where(after, (S - lse[..., part, None]).exp(), 0.0)
+        P = torch.where(after, (S - lse[..., i, None]).exp(), 0.0)
         found = after.any(-1)
-        even = after.sum(-1) / visible[..., part].clamp(min=1)
-        for row, x in enumerate((P.sum(-1), even, found)):
-            sums[row] += torch.where(found, x, 0).double().sum((0, 2)).cpu()
-    counted = sums[2].clamp(min=1)
-    return (sums[0] / counted).tolist(), (sums[1] / counted).tolist(), [int(count) for count in sums[2]]
+        even = after.sum(-1) / visible[..., i].clamp(min=1)
+        sums += torch.stack([torch.where(found, x, 0).double().sum((0, 2)) for x in (P.sum(-1), even, found)])
+    return sums
 
 
 def repeated(tokens: Tensor) -> Tensor:

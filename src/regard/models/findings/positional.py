@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
+from ..head_statistics import SurveyedCall
 from ..record import AttentionRecord
+from ..transfer import on_host
 from .base import Finding, Rule, span
 from .sampling import flatten_batch
 
@@ -23,6 +26,13 @@ class _Offset(NamedTuple):
     weight: float  # its mean weight in these
     reach: float  # the share of rows that have a key there
     rows: int  # the number of rows that have one
+
+    @classmethod
+    def of(cls, offset: float, same: float, reaching: float, live: float, weight: float) -> Self:
+        """From the numbers of rows, and the sum of the weights in those with that offset."""
+        if not same:
+            return cls(0, 0.0, 0.0, 0.0, 0)
+        return cls(int(offset), same / reaching, weight / same, reaching / live, int(reaching))
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,10 @@ class Positional(Rule):
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield one finding per layer and offset, with all the heads that have it."""
-        for layer in seen.layers:
-            found = _offsets(seen, layer)
+        calls = {layer: call for layer, call in seen.surveys().items() if _is_square(call)}
+        numbers = on_host([_offsets(call) for call in calls.values()])
+        for layer, each in zip(calls, numbers, strict=True):
+            found = [_Offset.of(*head) for head in each.T.tolist()]
             groups: dict[int, dict[int, _Offset]] = {}
             for head, usual in enumerate(found):
                 if self._matches(usual):
@@ -69,27 +81,27 @@ class Positional(Rule):
         return enough and usual.share >= self.share and usual.weight >= self.weight
 
 
-def _offsets(seen: AttentionRecord, layer: str) -> list[_Offset]:
-    last = seen[layer]
-    n = last.lse.shape[-1]
-    if n != last.shape[-1] or not last.lse.numel():
-        return []
-    weights, key = (flatten_batch(x, 2)[..., 0] for x in seen.strongest(layer))  # (items, heads, N)
-    i = torch.arange(n, device=key.device)
-    several = (flatten_batch(last.visible, 1) > 1) & (key >= 0)
-    offsets = []
-    for head in range(key.shape[1]):
-        at, live = key[:, head] - i, several[:, head]
-        if not bool(live.any()):
-            offsets.append(_Offset(0, 0.0, 0.0, 0.0, 0))
-            continue
-        offset = int(at[live].mode().values)
-        reaching = live & (i + offset >= 0) & (i + offset < n)
-        same = reaching & (at == offset)
-        count, total = int(same.sum()), int(reaching.sum())
-        weight = float(weights[:, head][same].mean())
-        offsets.append(_Offset(offset, count / total, weight, total / int(live.sum()), total))
-    return offsets
+def _is_square(call: SurveyedCall) -> bool:
+    """Whether there are as many keys as rows, and some of them."""
+    return call.seen.shape[-1] == call.seen.shape[-2] and bool(call.seen.lse.numel())
+
+
+def _offsets(call: SurveyedCall) -> Tensor:
+    """The arguments of `_Offset.of` for each head, with its most frequent offset: (5, heads), float64."""
+    weights, key, visible = (
+        flatten_batch(x, 1) for x in (call.survey.largest, call.survey.key, call.seen.visible)
+    )  # (items, heads, N)
+    heads, n = key.shape[1:]
+    i, head = torch.arange(n, device=key.device), torch.arange(heads, device=key.device)[:, None]
+    at, live = key - i, (visible > 1) & (key >= 0)
+    place = torch.where(live, head * (2 * n) + at + n, heads * 2 * n).flatten()  # the last place is for all others
+    counts = torch.zeros(heads * 2 * n + 1, dtype=torch.int64, device=key.device)
+    counts = counts.scatter_add(0, place, torch.ones_like(place))[:-1].view(heads, 2 * n)
+    offset = counts.argmax(-1, keepdim=True) - n  # (heads, 1)
+    reaching = live & (i + offset >= 0) & (i + offset < n)
+    same = reaching & (at == offset)
+    weight = torch.where(same, weights.double(), 0.0).sum((0, 2))
+    return torch.stack([offset[:, 0].double(), *(x.sum((0, 2)).double() for x in (same, reaching, live)), weight])
 
 
 def _named(offset: int) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = ["evenly_spaced", "flatten_batch", "row_batches"]
 
 _BATCH_SIZE = 1 << 22  # weights held at a time
+_BATCH_SIZE_ON_GPU = 1 << 24  # more, since a launch costs more than the work
 
 
 def flatten_batch(x: Tensor, after: int) -> Tensor:
@@ -35,6 +36,7 @@ def evenly_spaced(positions: Tensor, most: int) -> Tensor:
     return positions[(torch.arange(most, device=positions.device) * (len(positions) - 1)) // max(1, most - 1)]
 
 
-def row_batches(rows: Tensor, each: int) -> Iterator[Tensor]:
+def row_batches(rows: Tensor, each: int, device: torch.device) -> Iterator[Tensor]:
     """Split rows into batches that fit in memory, at `each` numbers per row."""
-    yield from rows.split(max(1, _BATCH_SIZE // max(1, each)))
+    most = _BATCH_SIZE if device.type == "cpu" else _BATCH_SIZE_ON_GPU
+    yield from rows.split(max(1, most // max(1, each)))

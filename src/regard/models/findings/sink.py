@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...observation import Observation
 from ..record import AttentionRecord
+from ..transfer import on_host
 from .base import Finding, Rule, span
 from .sampling import flatten_batch
 
@@ -40,35 +41,36 @@ class Sink(Rule):
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield one finding per layer and key, with all the heads that have this sink."""
-        for layer in seen.layers:
-            share, uniform, position = _strongest(seen[layer])
+        found = on_host([_strongest(seen[layer]) for layer in seen.layers])
+        for layer, numbers in zip(seen.layers, found, strict=True):
             groups: dict[str, dict[int, float]] = {}
-            for head in range(len(share)):
-                value = float(share[head])
-                if value >= self.share and value >= self.times * float(uniform[head]):
-                    groups.setdefault(_named(position[:, head], seen[layer]), {})[head] = value
+            for head, (share, uniform, first, last) in enumerate(numbers.T.tolist()):
+                if share >= self.share and share >= self.times * uniform:
+                    groups.setdefault(_named(int(first), int(last), seen[layer]), {})[head] = share
             for key, cases in groups.items():
                 text = f"{span(cases.values())} of the weight goes to {key} (an attention sink)"
-                yield self.found(layer, cases, len(share), text)
+                yield self.found(layer, cases, numbers.shape[1], text)
 
 
-def _strongest(seen: Observation) -> tuple[Tensor, Tensor, Tensor]:
-    """Per head: the share on its most attended key, what uniform attention would give one, and the key's position."""
+def _strongest(seen: Observation) -> Tensor:
+    """Per head: the share on its most attended key, what uniform attention would give one, and the key's position.
+
+    The position is the lowest and the highest over the batch: (4, heads), float64.
+    """
     received, visible = flatten_batch(seen.received, 1).float(), flatten_batch(seen.visible, 1)
     if not received.shape[-1] or not received.shape[0]:
-        empty = received.new_zeros(received.shape[1])
-        return empty, empty, received.new_zeros(0, received.shape[1], dtype=torch.int64)
+        return received.new_zeros(4, received.shape[1], dtype=torch.float64)
     most, position = received.max(-1)
     rows = (visible > 0).sum(-1).clamp(min=1)
     even = torch.where(visible > 0, 1.0 / visible.clamp(min=1), 0.0).sum(-1)
-    return (most / rows).mean(0), (even / rows).mean(0), position
+    found = (most / rows).mean(0), (even / rows).mean(0), position.amin(0), position.amax(0)
+    return torch.stack([x.double() for x in found])
 
 
-def _named(positions: Tensor, seen: Observation) -> str:
+def _named(first: int, last: int, seen: Observation) -> str:
     """Name the key, if all batch items share it."""
-    first, last = int(positions.min()), int(positions.max())
     if first != last:
         return "one key of each sequence"
     if first == 0:
         return "the first token"
-    return "the last token" if first == seen.received.shape[-1] - 1 else f"the token at position {first}"
+    return "the last token" if first == seen.shape[-1] - 1 else f"the token at position {first}"

@@ -1,0 +1,73 @@
+"""How torch.compile marks what it compiled, and how operators are seen while compiled code runs.
+
+`tests/compat/test_compiled.py` holds each function: if a release of torch changes one of these, its test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["OperatorMode", "operator_arguments", "original_name", "replace_compiled_call", "runs_compiled"]
+
+_WRAPPED = "_orig_mod"  # how torch.compile(module) registers the module that it wraps
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode that sees every operator, those of compiled graphs included; graphs are compiled and run as without it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        super().__exit__(kind, error, at)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def operator_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an operator by name."""
+    names = [argument.name for argument in operator._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def original_name(name: str) -> str:
+    """The name of a submodule without the parts that torch.compile adds.
+
+    >>> original_name("_orig_mod.blocks.0._orig_mod.attn")
+    'blocks.0.attn'
+    """
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
+
+
+def runs_compiled(model: nn.Module) -> bool:
+    """Whether a module or one of its submodules was compiled, by torch.compile(module) or module.compile()."""
+    return any(_WRAPPED in module._modules or module._compiled_call_impl is not None for module in model.modules())
+
+
+def replace_compiled_call(
+    module: nn.Module, replaced_by: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None] | None:
+    """Replace what a call of a module runs that was compiled in place, by module.compile(); returns the way back.
+
+    A hook of such a module would be compiled with it. None for all other modules.
+    """
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        return None
+    module._compiled_call_impl = replaced_by(compiled)
+
+    def restore() -> None:
+        module._compiled_call_impl = compiled
+
+    return restore
