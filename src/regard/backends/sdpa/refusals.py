@@ -41,6 +41,8 @@ def refusals(p: Problem) -> list[str]:
         reasons.append(f"the score {type(p.score).__name__} is no dot product")
     if not isinstance(p.scale, Tensor) and abs(p.scale) > LARGEST_SCALE:
         reasons.append(f"torch's kernels lose the digits of logits with a scale beyond {LARGEST_SCALE:g}")
+    if torch.compiler.is_compiling() and not is_traced() and p.query.shape[-1] != p.value.shape[-1]:
+        reasons.append("under torch.compile torch may take its matrix path where the dims of key and value differ")
     if p.bias is not None:
         reasons += _about_bias(p)
     if p.mask is not None:
