@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..autograd.engine import MaybeTensors, Needs
-from ..core.nonfinite import all_finite, of_rows, rows_that_see_nonfinite_keys, zero_unseen
+from ..core.nonfinite import all_finite, of_rows, rows_that_see_nonfinite_keys, visible_rows_and_keys
 from ..core.rows import Rows
 from .engine import ChunkedEngine
 
@@ -21,44 +21,44 @@ __all__ = ["forward", "vjp"]
 
 
 class Part(NamedTuple):
-    """Rows that are computed together: either those that see a NaN or inf, or the others."""
+    """Rows that are computed together: all, or those that see a NaN or inf, or the others."""
 
     engine: ChunkedEngine
     x: MaybeTensors
-    rows: Tensor | None = None  # bool (L, K, G, N); None for all
+    own: Tensor | None = None  # bool (L, K, G, N), the rows of this part; None for all
+    rows: Tensor | None = None  # the rows and keys that take part, if the others were zeroed
+    keys: Tensor | None = None
+
+    def zeroed(self, x: Sequence[Tensor | None]) -> MaybeTensors:
+        """Inputs, or their gradients, without those of rows and keys that take no part."""
+        query, key, value, *others = x
+        return _where(self.rows, query), _where(self.keys, key), _where(self.keys, value), *others
 
 
 def forward(engine: ChunkedEngine, x: MaybeTensors) -> Rows:
     """The forward pass; a NaN or inf stays with the rows that see it."""
-    found: Rows | None = None
-    for part in _parts(engine, x):
+    first, *others = _parts(engine, x)
+    found = first.engine.forward(first.x)
+    for part in others:
         rows = part.engine.forward(part.x)
-        found = (
-            rows
-            if found is None
-            else Rows(*(_where(part.rows, new, old) for new, old in zip(rows, found, strict=True)))
-        )
-    if found is None:
-        raise RuntimeError("a problem has at least one part")
+        found = Rows(*(_where(part.own, new, old) for new, old in zip(rows, found, strict=True)))
     return found
 
 
 def vjp(engine: ChunkedEngine, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
-    """The backward pass of `forward`."""
-    total: list[Tensor | None] = [None] * len(needs)
+    """The backward pass of `forward`; `rows` is what it returned."""
+    total: MaybeTensors = (None,) * len(needs)
     for part in _parts(engine, x):
-        if part.rows is None:
-            return part.engine.vjp(part.x, rows, g, needs)
-        own = tuple(None if t is None else _where(part.rows, t, torch.zeros_like(t)) for t in g)
-        found = part.engine.vjp(part.x, part.engine.forward(part.x), own, needs)
-        total = [
-            new if old is None else old if new is None else old + new for old, new in zip(total, found, strict=True)
-        ]
+        if part.own is None:
+            return part.zeroed(part.engine.vjp(part.x, rows, g, needs))
+        cotangents = tuple(_where(part.own, t) for t in g)
+        found = part.zeroed(part.engine.vjp(part.x, part.engine.forward(part.x), cotangents, needs))
+        total = tuple(b if a is None else a if b is None else a + b for a, b in zip(total, found, strict=True))
     return total
 
 
 def _parts(engine: ChunkedEngine, x: MaybeTensors) -> list[Part]:
-    query, key, value, bias, *shared = x
+    query, key, value, bias, *_ = x
     if query is None or key is None or value is None:
         raise RuntimeError("a problem has queries, keys and values")
     spec = engine.spec
@@ -66,20 +66,22 @@ def _parts(engine: ChunkedEngine, x: MaybeTensors) -> list[Part]:
         return [Part(engine, x)]
     flat, groups = query.flatten(1, 2), query.shape[1:3]
 
-    def part(engine: ChunkedEngine, rows: Tensor | None) -> Part:
-        q, k, v = zero_unseen(engine.spec, flat, key, value, bias)
-        return Part(engine, (q.unflatten(1, groups), k, v, bias, *shared), rows)
+    def part(engine: ChunkedEngine, own: Tensor | None) -> Part:
+        rows, keys = visible_rows_and_keys(engine.spec, flat, key, bias)
+        made = Part(engine, x, own, rows.unflatten(1, groups), keys)
+        return made._replace(x=made.zeroed(x))
 
-    rows = None if spec.inner > 1 else rows_that_see_nonfinite_keys(spec, flat, key, value, bias)
-    if rows is None:
+    apart = None if spec.inner > 1 else rows_that_see_nonfinite_keys(spec, flat, key, value, bias)
+    if apart is None:
         return [part(engine, None)]
     return [
-        part(replace(engine, spec=replace(spec, mask=of_rows(spec.mask, some))), some.unflatten(1, groups))
-        for some in (~rows, rows)
+        part(replace(engine, spec=replace(spec, mask=of_rows(spec.mask, own))), own.unflatten(1, groups))
+        for own in (~apart, apart)
     ]
 
 
-def _where(rows: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
-    if rows is None:
+def _where(there: Tensor | None, new: Tensor | None, old: Tensor | float = 0.0) -> Any:
+    """`new` where it belongs, and `old` elsewhere; `there` is without the last dimension of some."""
+    if there is None or new is None:
         return new
-    return torch.where(rows if new.dim() == rows.dim() else rows[..., None], new, old)
+    return torch.where(there if new.dim() == there.dim() else there[..., None], new, old)

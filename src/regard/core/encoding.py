@@ -91,17 +91,19 @@ def _encoded(x: Any, integers: list[int], floats: list[float], tensors: list[Ten
 
 def _encoded_function(f: Any, integers: list[int], floats: list[float], tensors: list[Tensor]) -> str | None:
     """The name of a function, called with what it captures; None if the compiler cannot read what it captures."""
-    codes = []
-    if len(f.__code__.co_freevars):
-        if not hasattr(f, "__closure__"):  # made inside of the compiled function
+    codes: list[str] = []
+    if f.__defaults__ or f.__code__.co_kwonlyargcount:
+        return None
+    if f.__code__.co_freevars:
+        try:
+            cells = f.__closure__
+        except AttributeError:  # it was made inside of the function that is compiled
             return None
-        for cell in f.__closure__:
+        for cell in cells:
             code = _encoded(cell.cell_contents, integers, floats, tensors)
             if code is None:
                 return None
             codes.append(code)
-    if f.__defaults__ or f.__kwdefaults__:
-        return None
     return _name(f) + "(" + ", ".join(codes) + ")"
 
 

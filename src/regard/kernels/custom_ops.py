@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ..autograd.engine import WITH_GRAD, Engine, MaybeTensors
+from ..biases import Bias
 from ..chunked import nonfinite
 from ..chunked.engine import ChunkedEngine
-from ..compat.torch import call_function, no_autocast, not_compiled
-from ..biases import Bias
+from ..compat.torch import call_function, not_compiled
 from ..core.encoding import decode, encode
 from ..core.folded import group_bias
 from ..core.nonfinite import all_finite, visible_rows_and_keys
