@@ -145,7 +145,7 @@ def _about_parts(p: Problem) -> list[str]:
         reasons.append(f"it has no kernel for the score {type(p.score).__name__}")
     if isinstance(p.bias, Bias) and not isinstance(p.bias, Alibi | Relative):
         reasons.append(f"it has no kernel for the bias {type(p.bias).__name__}")
-    if p.dropout and is_capturing():
+    if p.dropout and not torch.compiler.is_compiling() and is_capturing():
         reasons.append("a captured graph would drop the same weights at every replay")
     return reasons
 

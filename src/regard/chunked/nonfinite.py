@@ -15,6 +15,7 @@ from torch import Tensor
 from ..autograd.engine import MaybeTensors, Needs
 from ..core.nonfinite import all_finite, of_rows, rows_that_see_nonfinite_keys, visible_rows_and_keys
 from ..core.rows import Rows
+from . import cpu_flash
 from .engine import ChunkedEngine
 
 __all__ = ["forward", "vjp"]
@@ -28,6 +29,15 @@ class Part(NamedTuple):
     own: Tensor | None = None  # bool (L, K, G, N), the rows of this part; None for all
     rows: Tensor | None = None  # the rows and keys that take part, if the others were zeroed
     keys: Tensor | None = None
+    small: bool = False  # whether torch's CPU kernel takes it
+
+    def forward(self) -> Rows:
+        return cpu_flash.forward(self.engine, self.x) if self.small else self.engine.forward(self.x)
+
+    def vjp(self, rows: Rows, g: MaybeTensors, needs: Needs) -> MaybeTensors:
+        if self.small:
+            return tuple(cpu_flash.vjp(self.engine, self.x, rows, g))
+        return self.zeroed(self.engine.vjp(self.x, rows, g, needs))
 
     def zeroed(self, x: Sequence[Tensor | None]) -> MaybeTensors:
         """Inputs, or their gradients, without those of rows and keys that take no part."""
@@ -38,9 +48,9 @@ class Part(NamedTuple):
 def forward(engine: ChunkedEngine, x: MaybeTensors) -> Rows:
     """The forward pass; a NaN or inf stays with the rows that see it."""
     first, *others = _parts(engine, x)
-    found = first.engine.forward(first.x)
+    found = first.forward()
     for part in others:
-        rows = part.engine.forward(part.x)
+        rows = part.forward()
         found = Rows(*(_where(part.own, new, old) for new, old in zip(rows, found, strict=True)))
     return found
 
@@ -50,9 +60,9 @@ def vjp(engine: ChunkedEngine, x: MaybeTensors, rows: Rows, g: MaybeTensors, nee
     total: MaybeTensors = (None,) * len(needs)
     for part in _parts(engine, x):
         if part.own is None:
-            return part.zeroed(part.engine.vjp(part.x, rows, g, needs))
+            return part.vjp(rows, g, needs)
         cotangents = tuple(_where(part.own, t) for t in g)
-        found = part.zeroed(part.engine.vjp(part.x, part.engine.forward(part.x), cotangents, needs))
+        found = part.vjp(part.forward(), cotangents, needs)
         total = tuple(b if a is None else a if b is None else a + b for a, b in zip(total, found, strict=True))
     return total
 
@@ -62,8 +72,10 @@ def _parts(engine: ChunkedEngine, x: MaybeTensors) -> list[Part]:
     if query is None or key is None or value is None:
         raise RuntimeError("a problem has queries, keys and values")
     spec = engine.spec
-    if (spec.mask is None and bias is None and spec.bias is None) or all_finite(query, key, value):
+    if spec.mask is None and bias is None and spec.bias is None:
         return [Part(engine, x)]
+    if all_finite(query, key, value):
+        return [Part(engine, x, small=cpu_flash.takes(engine, x))]
     flat, groups = query.flatten(1, 2), query.shape[1:3]
 
     def part(engine: ChunkedEngine, own: Tensor | None) -> Part:

@@ -23,7 +23,7 @@ from ..masks import Mask
 
 __all__ = ["Encoded", "decode", "encode"]
 
-_MOST = 256  # constants that are kept, and masks whose block masks are
+_MOST = 64  # constants that are kept, and masks whose block masks are
 _NAMES: dict[str, Any] = {}  # the classes and functions that occur in strings
 _CONSTANTS: dict[Hashable, Any] = {}
 _MEMORIES: dict[Hashable, tuple[list[weakref.ref[Tensor]], dict[Hashable, Any]]] = {}

@@ -37,11 +37,14 @@ __all__ = ["attend", "encodable", "zero_unseen"]
 
 _ENGINE = "str code, SymInt[] integers, float[] floats, Tensor[] tensors"
 _ROWS = "(Tensor output, Tensor lse, Tensor entropy, Tensor max_logit, Tensor log_row_sum)"
+_SCHEMAS = {
+    "attend": f"(Tensor?[] inputs, {_ENGINE}) -> {_ROWS}",
+    "attend_backward": f"(Tensor?[] inputs, Tensor[] rows, Tensor?[] cotangents, bool[] needs, {_ENGINE}) -> Tensor[]",
+    "visible": f"(Tensor query, Tensor key, Tensor value, Tensor? bias, {_ENGINE}) -> (Tensor rows, Tensor keys)",
+}
+# A block mask is kept for later calls, and memory of a CUDA graph is not: mode="reduce-overhead" leaves these ops outside.
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _LIBRARY = torch.library.Library("regard", "DEF")
-_LIBRARY.define(f"attend(Tensor?[] inputs, {_ENGINE}) -> {_ROWS}")
-_LIBRARY.define(f"attend_backward(Tensor?[] inputs, Tensor[] rows, Tensor?[] cotangents, bool[] needs, {_ENGINE}) -> Tensor[]")
-_LIBRARY.define(f"attend_with_gradient(Tensor?[] inputs, {_ENGINE}) -> {_ROWS}")
-_LIBRARY.define(f"visible(Tensor query, Tensor key, Tensor value, Tensor? bias, {_ENGINE}) -> (Tensor rows, Tensor keys)")
 
 
 def attend(engine: Engine, x: MaybeTensors) -> Rows:
@@ -199,7 +202,9 @@ for _name, _kernel, _fake in (
     ("attend_backward", _attend_backward, _fake_attend_backward),
     ("visible", _visible, _fake_visible),
 ):
+    _LIBRARY.define(_name + _SCHEMAS[_name], tags=_TAGS)
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"regard::{_name}", _fake, lib=_LIBRARY)
+_LIBRARY.define("attend_with_gradient" + _SCHEMAS["attend"])
 _LIBRARY.impl("attend_with_gradient", _attend_with_gradient, "CompositeImplicitAutograd")
