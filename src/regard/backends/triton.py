@@ -129,7 +129,8 @@ def _about_sizes(p: Problem) -> list[str]:
         reasons.append(f"a dim is {max(width, p.value.shape[-1])}; its tiles hold up to {_WIDEST}")
     bits = 0 if p.mask is None or isinstance(p.mask, Dense) else most_bytes(p.mask, p.rows, p.keys)
     if p.mask is not None and bits > _MOST_BITS and not _interval(p.mask, p):
-        reasons.append(f"the mask is no interval, and its bits may take {bits:,} bytes")
+        size = "too many" if torch.compiler.is_compiling() else f"{bits:,}"  # a symbol has no digits
+        reasons.append(f"the mask is no interval, and its bits may take {size} bytes")
     return reasons
 
 
