@@ -137,7 +137,7 @@ class _Node(NamedTuple):
     name: str  # of a class or a function; "integer", "floating", "tensor"; or "" for a constant
     constant: object = None
     parts: tuple[_Node, ...] = ()
-    number: int = 0  # of this node among all
+    code: str = ""
     integers: int = 0  # how many values of each kind it takes
     floats: int = 0
     tensors: int = 0
@@ -160,14 +160,14 @@ class _Node(NamedTuple):
         floats = tuple(next(values.floats) for _ in range(self.floats))
         inside = _Values(iter(integers), iter(floats), iter(tensors))
         mask = _made(thing, [part.build(inside) for part in self.parts])
-        mask.__dict__["_memory"] = _memory((self.number, integers, floats), tensors)
+        mask.__dict__["_memory"] = _memory((self.code, integers, floats), tensors)
         return mask
 
     def _constant(self, values: _Values) -> Any:
         """The same object for the same numbers, so that what it remembers is found again."""
         integers = tuple(int(next(values.integers)) for _ in range(self.integers))
         floats = tuple(next(values.floats) for _ in range(self.floats))
-        key = (self.number, integers, floats)
+        key = (self.code, integers, floats)
         found = _CONSTANTS.pop(key, None)
         if found is None:
             inside = _Values(iter(integers), iter(floats), iter(()))
@@ -177,7 +177,6 @@ class _Node(NamedTuple):
 
 
 _LEAVES = {"integer": "integers", "floating": "floats", "tensor": "tensors"}
-_NUMBERS = count(1)
 
 
 @lru_cache(maxsize=1024)
@@ -202,7 +201,7 @@ def _node(tree: ast.expr) -> _Node:
     parts = tuple(map(_node, tree.args))
     integers, floats, tensors = (sum(getattr(part, kind) for part in parts) for kind in _LEAVES.values())
     pure = all(part.pure for part in parts) and not isinstance(_NAMES[tree.func.id], FunctionType)
-    return _Node(tree.func.id, None, parts, next(_NUMBERS), integers, floats, tensors, pure)
+    return _Node(tree.func.id, None, parts, ast.unparse(tree), integers, floats, tensors, pure)
 
 
 def _made(kind: Callable[..., Any], parts: list[Any]) -> Any:
