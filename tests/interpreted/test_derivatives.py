@@ -86,6 +86,11 @@ COMPILED: dict[str, tuple[Callable[..., dict[str, Any]], tuple[Tensor, ...]]] = 
         (torch.tensor([0.5, -1.0], requires_grad=True),),
     ),
     "alibi": (lambda slopes: {"bias": biases.alibi(slopes)}, (torch.tensor([0.5, 1.0], requires_grad=True),)),
+    "a score behind documents": (
+        lambda ids: {"mask": regard.documents(ids[:5], ids), "score": regard.scores.Gaussian(1.5)},
+        (torch.tensor([0, 1, 0, 2, 2, 1, 0]),),
+    ),
+    "dropout": (lambda: {"mask": regard.strided(2), "dropout": 0.5}, ()),
 }
 
 
@@ -99,7 +104,9 @@ def test_a_compiled_call_is_one_graph_and_means_the_same(name: str) -> None:
     def call(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
         return regard.attention(query, key, value, **make(*more), backend="triton")
 
+    torch.manual_seed(0)
     found = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors, *more)
+    torch.manual_seed(0)
     eager = call(*tensors, *more)
     assert torch.equal(found, eager)
     upstream = torch.linspace(-1, 1, eager.numel()).view(eager.shape)
@@ -115,7 +122,7 @@ def test_what_is_observed_compiles_too() -> None:
         seen = regard.observe(query, key, value, mask=regard.causal(), backend="triton")
         return seen.output, seen.lse, seen.entropy, seen.max_logit
 
-    found, eager = torch.compile(call, backend="aot_eager")(*tensors), call(*tensors)
+    found, eager = torch.compile(call, backend="aot_eager", fullgraph=True)(*tensors), call(*tensors)
     assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True))
     pulled = [
         torch.autograd.grad(o.sum() + lse.sin().sum() + h.square().sum(), tensors) for o, lse, h, _ in (found, eager)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
 from ..autograd.engine import attend
 from ..chunked.engine import ChunkedEngine
-from ..compat.torch import not_traced, without_autocast
-from ..core.dropout import draw_seed
+from ..compat.torch import forward_mode_is_active, not_traced, transforms_are_active, without_autocast
+from ..core.dropout import draw_seed, drawn_in_graph
 from ..core.folded import fold, unfold
 from ..core.nonfinite import attend_apart
 from ..core.problem import Problem
@@ -47,7 +48,21 @@ class Chunked(Backend):
         return []
 
     def run(self, p: Problem) -> Rows:
-        return self._untraced(p) if torch.compiler.is_compiling() else self._run(p)
+        if not torch.compiler.is_compiling():
+            return self._run(p)
+        if forward_mode_is_active() or transforms_are_active():  # an operator has no rules for them
+            return self._untraced(p)
+        return self._traced(p)
+
+    def _traced(self, p: Problem) -> Rows:
+        """Under torch.compile: score, scale and sink in the graph, and the passes as operators."""
+        from ..kernels import custom_ops
+
+        seed = drawn_in_graph(p.device) if p.dropout else 0
+        part = custom_ops.encodable(p)
+        x = fold(part if p.score is None else custom_ops.zero_unseen(part), seed, finite=True)
+        engine = ChunkedEngine(replace(x.spec, read=None), self.tile_sizes, p.observed)
+        return unfold(p, custom_ops.attend(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
 
     @not_traced
     def _untraced(self, p: Problem) -> Rows:

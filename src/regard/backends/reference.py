@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..core.dropout import draw_seed
+import torch
+from torch import Tensor
+
+from ..compat.torch import is_traced
+from ..core.dropout import draw_seed, drawn_in_graph
 from ..core.folded import fold, unfold
 from ..core.formula import attend
 from ..core.nonfinite import attend_apart
@@ -26,7 +30,10 @@ class Reference(Backend):
         return []
 
     def run(self, p: Problem) -> Rows:
-        seed = draw_seed(p.who) if p.dropout else 0
+        seed: int | Tensor = 0
+        if p.dropout:
+            compiled = torch.compiler.is_compiling() and not is_traced()
+            seed = drawn_in_graph(p.device) if compiled else draw_seed(p.who)
 
         def run(part: Problem, finite: bool) -> Rows:
             x = fold(part, seed, finite)

@@ -26,7 +26,7 @@ from ..compat.torch import (
     without_autocast,
 )
 from ..compat.triton import INTERPRETED
-from ..core.dropout import draw_seed
+from ..core.dropout import draw_seed, drawn_in_graph
 from ..core.folded import group_bias
 from ..core.nonfinite import zero_unseen
 from ..core.problem import Problem
@@ -34,7 +34,7 @@ from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.versions import Versions
 from ..kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR
-from ..kernels.block_mask import BlockMask, block_mask, most_bytes, traceable, traceable_spans
+from ..kernels.block_mask import BlockMask, block_mask, most_bytes, traceable
 from ..kernels.engine import Inputs, TritonEngine
 from ..kernels.launch_cache import Shortcuts
 from ..masks import Mask
@@ -71,7 +71,7 @@ class Triton(Backend):
         if not (p.query.numel() and p.key.numel() and p.value.numel()):
             reasons.append("nothing is there to compute")
         if torch.compiler.is_compiling():
-            reasons += _about_tracing(p)
+            reasons += _about_tracing()
         return reasons + _about_sizes(p) + _about_parts(p)
 
     def run(self, p: Problem) -> Rows:
@@ -151,12 +151,15 @@ def _about_sizes(p: Problem) -> list[str]:
         reasons.append(f"a dim is {max(width, p.value.shape[-1])}; its tiles hold up to {_WIDEST}")
     bits = 0 if p.mask is None or isinstance(p.mask, Dense) else most_bytes(p.mask, p.rows, p.keys)
     if p.mask is not None and bits > _MOST_BITS and not _interval(p.mask, p):
-        reasons.append(f"the mask is no interval, and its bits may take {bits:,} bytes")
+        size = "too many" if torch.compiler.is_compiling() else f"{bits:,}"  # a symbol has no digits
+        reasons.append(f"the mask is no interval, and its bits may take {size} bytes")
     return reasons
 
 
 def _interval(mask: Mask, p: Problem) -> bool:
-    return traceable(mask) or mask.span(torch.arange(p.rows, device=p.device), p.rows, p.keys).exact
+    if traceable(mask) or torch.compiler.is_compiling():  # which cannot read the mask
+        return traceable(mask)
+    return mask.span(torch.arange(p.rows, device=p.device), p.rows, p.keys).exact
 
 
 def _about_parts(p: Problem) -> list[str]:
@@ -165,23 +168,15 @@ def _about_parts(p: Problem) -> list[str]:
         reasons.append(f"it has no kernel for the score {type(p.score).__name__}")
     if isinstance(p.bias, Bias) and not isinstance(p.bias, Alibi | Relative):
         reasons.append(f"it has no kernel for the bias {type(p.bias).__name__}")
-    if p.dropout and is_capturing():
+    if p.dropout and not torch.compiler.is_compiling() and is_capturing():
         reasons.append("a captured graph would drop the same weights at every replay")
     return reasons
 
 
-def _about_tracing(p: Problem) -> list[str]:
-    reasons = []
+def _about_tracing() -> list[str]:
     if forward_mode_is_active() or transforms_are_active():
-        reasons.append("under torch.compile it is an operator, which has no rules for forward mode and torch.func")
-    if p.mask is not None and not traceable(p.mask):
-        reasons.append("under torch.compile it takes masks that are intervals by their kind")
-    folded = p.score is not None and p.score.factor(p.query.new_empty(0, p.query.shape[-1])) is None
-    if folded and (p.mask is not None or p.bias is not None):
-        reasons.append("under torch.compile a score that is folded in goes without mask and bias")
-    if p.dropout:
-        reasons.append("under torch.compile it cannot draw the seed of dropout")
-    return reasons
+        return ["under torch.compile it is an operator, which has no rules for forward mode and torch.func"]
+    return []
 
 
 @without_autocast
@@ -216,28 +211,19 @@ def _engine_for(p: Problem, engine: TritonEngine) -> Callable[[Problem], TritonE
 
 
 def _traced(p: Problem) -> Rows:
-    """Under torch.compile: operators, and the spans of the mask by operations that are traced with them."""
-    from ..kernels.custom_ops import Settings
-    from ..kernels.custom_ops import attend as attend_operator
+    """Under torch.compile: the score in the graph, and the passes as operators, which build the block mask."""
+    from ..kernels import custom_ops
 
+    p = custom_ops.encodable(p)
     engine, inputs = _engine(p, None)
-    lo, hi = traceable_spans(p.mask, p.rows, p.keys, p.device)
-    settings = Settings(
-        lo,
-        hi,
-        engine.scale,
-        0.0 if p.softcap is None else p.softcap,
-        engine.bias_kind,
-        engine.bias_offset,
-        engine.spec.inner,
-        p.observed,
-    )
-    return Rows(*attend_operator(*inputs, *settings))
+    return custom_ops.attend(replace(engine, spec=replace(engine.spec, read=None), block_mask=None), inputs)
 
 
 def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = None) -> tuple[TritonEngine, Inputs]:
     """Fold the score, and split the problem into an engine and its inputs."""
-    seed = draw_seed(p.who) if p.dropout else 0
+    seed: int | Tensor = 0
+    if p.dropout:
+        seed = drawn_in_graph(p.device) if torch.compiler.is_compiling() else draw_seed(p.who)
     query, key, scale, vector = _folded(p)
     if INTERPRETED and p.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply it
         query, key = query.float(), key.float()
@@ -270,9 +256,12 @@ def _folded(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
     factor = p.score.factor(query.new_empty(0, query.shape[-1], dtype=torch.float32))
     if factor is not None:
         return query, key, factor, None
-    if (
-        not torch.compiler.is_compiling()
-    ):  # hidden NaN must not pass through the score, whose derivative would spread it
+    # A hidden NaN must not pass through the score, whose derivative would spread it.
+    if torch.compiler.is_compiling():
+        from ..kernels import custom_ops
+
+        query, key = custom_ops.zero_unseen(p)[:2]
+    else:
         bias = group_bias(p.bias if isinstance(p.bias, Tensor) else None, key.shape[1])
         query, key, _ = zero_unseen(Spec.of(p), query, key, p.value, bias)
     query, key, shared = p.score.prepare(query.float(), key.float())

@@ -97,7 +97,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with no_autocast():
+        with no_autocast(getattr(args[0], "device", None) if args else None):
             return function(*args, **kwargs)
 
     return wrapped

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..compat.torch import is_batched, is_traced, lacks_values
 from ..errors import ArgumentError
 
-__all__ = ["draw_seed", "keep", "keep_threshold", "row_keys", "shift_keys"]
+__all__ = ["draw_seed", "drawn_in_graph", "keep", "keep_threshold", "row_keys", "shift_keys"]
 
 _GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -20,7 +20,7 @@ _GOLDEN32 = 0x9E3779B1 - (1 << 32)
 _MIX32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 
-def keep(probability: float, seed: int, items: Tensor, heads: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
+def keep(probability: float, seed: int | Tensor, items: Tensor, heads: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
     """Say which weights are kept: bool (items, heads, rows, cols) for 1-D index tensors.
 
     >>> i = torch.arange(200)
@@ -43,7 +43,7 @@ def keep(probability: float, seed: int, items: Tensor, heads: Tensor, rows: Tens
     return x >= keep_threshold(probability)
 
 
-def row_keys(seed: int, items: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
+def row_keys(seed: int | Tensor, items: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
     """The 64 bits of each row, int64 (items, heads, rows)."""
     key = _mixed(items[:, None, None] + 1, seed)
     key = _mixed(heads[:, None] + 1, key)
@@ -79,6 +79,11 @@ def draw_seed(who: str) -> int:
             f"{who}: dropout under vmap drops the same weights for every sample; use vmap(…, randomness='same')."
         )
     return 0 if lacks_values(seed) else int(seed)
+
+
+def drawn_in_graph(device: torch.device) -> Tensor:
+    """A seed that a compiled graph draws anew whenever it runs, on its own device, so that it can be captured."""
+    return torch.randint(2**62, (), dtype=torch.int64, device=device)
 
 
 def _mixed(counter: Tensor, key: Tensor | int) -> Tensor:

@@ -38,7 +38,7 @@ def group_bias(bias: Tensor | None, heads: int) -> Tensor | None:
     return bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (heads, bias.shape[1] // max(heads, 1)))
 
 
-def fold(p: Problem, seed: int = 0, finite: bool = False) -> FoldedProblem:
+def fold(p: Problem, seed: int | Tensor = 0, finite: bool = False) -> FoldedProblem:
     """Fold the score into query and key, cast, and group the heads; `seed` decides what dropout drops.
 
     `finite` says that no NaN or inf can spread from what is hidden, and saves the look at every number.

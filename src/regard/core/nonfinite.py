@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_traced, lacks_values, samples, transforms_are_active, unwrap, unwrap_largest
+from ..compat.torch import is_capturing, is_traced, lacks_values, samples, transforms_are_active, unwrap, unwrap_largest
 from ..masks import Mask, dense
 from ..softmax import arithmetic_dtype
 from .formula import bias_tile, hidden
@@ -19,7 +19,14 @@ from .rows import Rows
 from .spec import Spec
 from .tiling import BIAS, ROW, Tile, TileSizes, strips
 
-__all__ = ["all_finite", "attend_apart", "visible_rows_and_keys", "zero_unseen"]
+__all__ = [
+    "all_finite",
+    "attend_apart",
+    "of_rows",
+    "rows_that_see_nonfinite_keys",
+    "visible_rows_and_keys",
+    "zero_unseen",
+]
 
 
 def all_finite(*tensors: Tensor) -> bool:
@@ -38,13 +45,19 @@ def attend_apart(p: Problem, attend: Callable[[Problem, bool], Rows]) -> Rows:
     `attend` is told whether nothing can spread. Each part hides the other's rows, and so it hides from the clean rows
     every key that is not finite. Wrappers of torch.func and shared masks are not taken apart.
     """
-    if (p.mask is None and p.bias is None) or is_traced():
+    if (p.mask is None and p.bias is None) or _unread(p.query):
         return attend(p, p.mask is None and p.bias is None and p.rows > 0 and p.keys > 0)
     if all_finite(p.query, p.key, p.value):
         return attend(p, True)
-    if transforms_are_active() or p.items_per_mask > 1 or (rows := _rows_that_see_nonfinite_keys(p)) is None:
+    if transforms_are_active() or p.items_per_mask > 1:
         return attend(p, False)
-    clean, spoilt = (attend(p._replace(mask=_of_rows(p.mask, some)), False) for some in (~rows, rows))
+    bias = p.bias if isinstance(p.bias, Tensor) else None
+    if bias is not None:
+        bias = bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (p.key.shape[1], -1))
+    rows = rows_that_see_nonfinite_keys(Spec.of(p), p.query, p.key, p.value, bias)
+    if rows is None:
+        return attend(p, False)
+    clean, spoilt = (attend(p._replace(mask=of_rows(p.mask, some)), False) for some in (~rows, rows))
     found = []
     for a, b in zip(clean, spoilt, strict=True):
         there = p.shaped(rows) if a is None or a.dim() == len(p.lead) + 1 else p.shaped(rows)[..., None]
@@ -52,25 +65,23 @@ def attend_apart(p: Problem, attend: Callable[[Problem, bool], Rows]) -> Rows:
     return Rows(*found)
 
 
-def _of_rows(mask: Mask | None, rows: Tensor) -> Mask:
+def of_rows(mask: Mask | None, rows: Tensor) -> Mask:
     """The mask in these rows (B, H, N) alone."""
     only = dense(rows[..., None])
     return only if mask is None else mask & only
 
 
 @torch.no_grad()
-def _rows_that_see_nonfinite_keys(p: Problem) -> Tensor | None:
+def rows_that_see_nonfinite_keys(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> Tensor | None:
     """Which rows (B, H, N) may attend to a key or value that is not finite; None if that parts no rows."""
-    bad = ~(p.key.isfinite().all(-1) & p.value.isfinite().all(-1))  # (B, K, M)
+    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))  # (B, K, M)
     if not bool(bad.any()):
         return None
-    only = dense(bad.repeat_interleave(p.query.shape[1] // p.key.shape[1], 1)[:, :, None])
-    spec = Spec.of(p._replace(mask=only if p.mask is None else p.mask & only))
-    bias = p.bias if isinstance(p.bias, Tensor) else None
-    bias = (
-        None if bias is None else bias.unsqueeze(1) if bias.shape[1] == 1 else bias.unflatten(1, (p.key.shape[1], -1))
-    )
-    rows, _ = visible_rows_and_keys(spec, p.query, p.key, bias)
+    only = dense(bad.repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None])
+    spec = replace(spec, mask=only if spec.mask is None else spec.mask & only)
+    rows, _ = visible_rows_and_keys(spec, query, key, bias)
     return rows if bool(rows.any()) else None
 
 
@@ -80,7 +91,7 @@ def zero_unseen(
     """Zero rows and keys that take no part, if a NaN or inf in them could spread: (L, H, N, D), (L, K, M, …)."""
     if finite or (spec.mask is None and bias is None and spec.bias is None and spec.n and spec.m):
         return query, key, value
-    if not is_traced() and all_finite(query, key, value):
+    if not _unread(query) and all_finite(query, key, value):
         return query, key, value
     rows, keys = visible_rows_and_keys(spec, query, key, bias)
     keys = keys[..., None]
@@ -97,7 +108,7 @@ def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor |
     keys = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
         bias = unwrap_largest(bias)  # under vmap, −inf hides only where every sample has it, and so for tables
-    for tile, full in _tiles(spec, rows.shape):
+    for tile, full in _tiles(spec, rows):
         row, col = ROW.part(rows, tile), keys[tile.batch, tile.heads, tile.cols]
         shown = torch.ones((), dtype=torch.bool, device=key.device)
         if not full and (hide := hidden(spec, tile, groups, key.device)) is not None:
@@ -119,10 +130,16 @@ def _shown_by_table(spec: Spec, tile: Tile, groups: int, tables: list[tuple[Tens
     return reduce(torch.logical_or, (added != -torch.inf for added in tiles if added is not None))
 
 
-def _tiles(spec: Spec, shape: tuple[int, ...]) -> Iterator[tuple[Tile, bool]]:
-    """Yield the visible tiles, and whether each is fully visible; one tile where a program is traced."""
-    if is_traced():
+def _tiles(spec: Spec, rows: Tensor) -> Iterator[tuple[Tile, bool]]:
+    """Yield the visible tiles, and whether each is fully visible; one tile where no value can be read."""
+    shape = rows.shape
+    if _unread(rows):
         yield Tile(slice(0, shape[0]), slice(0, shape[1]), slice(0, spec.n), slice(0, spec.m)), False
         return
     for strip in strips(spec, shape, TileSizes()):
         yield from ((strip.tile(run), run.full) for run in strip.runs)
+
+
+def _unread(x: Tensor) -> bool:
+    """Whether operations are recorded for later, so that no value can be read."""
+    return is_traced() or torch.compiler.is_compiling() or (x.is_cuda and is_capturing())

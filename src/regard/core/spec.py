@@ -25,7 +25,7 @@ class Spec:
     mask: Mask | None = None
     softcap: float | None = None
     dropout: float = 0.0
-    seed: int = 0
+    seed: int | Tensor = 0  # a tensor in compiled graphs, which draw it when they run
     pair: Callable[..., Tensor] | None = None  # logits of a score that is not a dot product
     cost: int = 1  # numbers in flight per pair
     bias: Bias | None = None  # a structured bias
@@ -38,7 +38,7 @@ class Spec:
     read: Versions | None = None  # the tensors that decide the mask, as the call found them
 
     @staticmethod
-    def of(p: Problem, seed: int = 0) -> Spec:
+    def of(p: Problem, seed: int | Tensor = 0) -> Spec:
         """The spec of a whole problem, its score left out; `seed` decides what dropout drops."""
         batch = p.query.shape[0]
         return Spec(

@@ -1,114 +1,211 @@
-"""Forward and backward of our kernels as operators of torch.library, for torch.compile only.
+"""The forward and the backward pass of every engine as operators of torch.library, for torch.compile only.
 
-Eager mode uses an autograd.Function: an operator gives forward-mode AD a silent zero tangent, and has no second
-derivative. So nothing outside of a compiled graph calls these.
+An operator gets the tensors that have derivatives as a list, and the engine as `core.encoding` encodes it; when it runs,
+it builds the engine again and calls the pass that eager mode calls. Eager mode itself uses autograd functions, which
+have every derivative; an operator has the first one.
+
+`torch.library.custom_op` would take some 100 µs per call on its own; these are plain kernels without a step of autograd.
+`attend_with_gradient` is composite: it is gone when a graph runs.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..autograd.engine import WITH_GRAD, Engine, MaybeTensors
+from ..biases import Bias
+from ..chunked import nonfinite
+from ..chunked.engine import ChunkedEngine
+from ..compat.torch import call_function, not_compiled
+from ..core.encoding import decode, encode
+from ..core.folded import group_bias
+from ..core.nonfinite import all_finite, visible_rows_and_keys
+from ..core.problem import Problem
 from ..core.rows import Rows
 from ..core.spec import Spec
-from .block_mask import BlockMask
-from .engine import Inputs, TritonEngine
+from ..masks import dense
+from ..softmax import arithmetic_dtype
+from .block_mask import block_mask
+from .engine import TritonEngine
 
-__all__ = ["Settings", "attend"]
+__all__ = ["attend", "encodable", "zero_unseen"]
 
-
-class Settings(NamedTuple):
-    """The arguments of the operator after `Inputs`."""
-
-    lo: Tensor | None  # the spans of the mask, int32 (items, heads, n)
-    hi: Tensor | None
-    scale: float
-    softcap: float  # 0 for none
-    bias_kind: int
-    bias_offset: int
-    inner: int
-    observed: bool
-
-
-_ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? factor, Tensor? sink, Tensor? vector, "
-    "Tensor? lo, Tensor? hi, float scale, float softcap, int bias_kind, int bias_offset, int inner, bool observed"
-)
-_ROWS = "Tensor output, Tensor lse, Tensor entropy, Tensor row_max, Tensor log_row_sum"
-_COTANGENTS = "Tensor d_output, Tensor? d_lse, Tensor? d_entropy"
-_INPUTS = len(Inputs._fields)
-_GIVEN = _INPUTS + len(Settings._fields)
-_SAVED = _INPUTS + 2  # the inputs, lo and hi
+_ENGINE = "str code, SymInt[] integers, float[] floats, Tensor[] tensors"
+_ROWS = "(Tensor output, Tensor lse, Tensor entropy, Tensor max_logit, Tensor log_row_sum)"
+_SCHEMAS = {
+    "attend": f"(Tensor?[] inputs, {_ENGINE}) -> {_ROWS}",
+    "attend_backward": f"(Tensor?[] inputs, Tensor[] rows, Tensor?[] cotangents, bool[] needs, {_ENGINE}) -> Tensor[]",
+    "visible": f"(Tensor query, Tensor key, Tensor value, Tensor? bias, {_ENGINE}) -> (Tensor rows, Tensor keys)",
+}
+# A block mask is kept for later calls, and memory of a CUDA graph is not: mode="reduce-overhead" leaves these ops outside.
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+_LIBRARY = torch.library.Library("regard", "DEF")
 
 
-def _engine(x: Inputs, s: Settings) -> TritonEngine:
-    n, m = x.query.shape[2], x.key.shape[2]
-    lead = (1, 1) if s.lo is None else (s.lo.shape[0], s.lo.shape[1])
-    spec = Spec(n, m, None, s.softcap or None, inner=s.inner, period=x.query.shape[0])
-    block_mask = BlockMask(n, m, s.lo, s.hi, lead=lead, inner=s.inner)
-    return TritonEngine(spec, block_mask, s.bias_kind, s.bias_offset, s.scale, s.observed)
+def attend(engine: Engine, x: MaybeTensors) -> Rows:
+    """The rows of an engine, in a graph that is traced."""
+    encoded = encode(engine)
+    if encoded is None:
+        raise RuntimeError(f"{type(engine).__name__} has a part that no operator can take")
+    return Rows(*torch.ops.regard.attend_with_gradient(list(x), *encoded))
 
 
-def _attend(*args: Any) -> tuple[Tensor, ...]:
-    """The fields of Rows, (L, H, N, …)."""
-    x = Inputs(*args[:_INPUTS])
-    rows = _engine(x, Settings(*args[_INPUTS:])).forward(x)
+def encodable(p: Problem) -> Problem:
+    """The problem with a mask and a bias that can be encoded; any other is written out, n × m numbers, in the graph."""
+    if p.mask is not None and encode(p.mask) is None:
+        p = p._replace(mask=dense(p.mask.dense(p.rows, p.keys, p.device)))
+    if isinstance(p.bias, Bias) and encode(p.bias) is None:
+        p = p._replace(bias=p.bias.dense(p.rows, p.keys)[None])
+    return p
+
+
+def zero_unseen(p: Problem) -> Problem:
+    """The problem with rows and keys zeroed that take no part, if a NaN or inf is among them; as a score needs it."""
+    if p.mask is None and p.bias is None:
+        return p
+    encoded = encode(replace(Spec.of(p), read=None))
+    if encoded is None:
+        raise RuntimeError("a spec of an encodable problem can be encoded")
+    bias = p.bias if isinstance(p.bias, Tensor) else None
+    rows, keys = torch.ops.regard.visible(p.query, p.key, p.value, bias, *encoded)
+    rows, keys = rows[..., None], keys[..., None]
+    query, key, value = torch.where(rows, p.query, 0.0), torch.where(keys, p.key, 0.0), torch.where(keys, p.value, 0.0)
+    return p._replace(query=query, key=key, value=value)
+
+
+def _engine(device: torch.device, encoded: tuple[Any, ...]) -> Engine:
+    engine: Engine = decode(*encoded)
+    spec: Spec = engine.spec  # type: ignore[attr-defined]
+    if spec.mask is not None and any(t.device != device for t in spec.mask.tensors):
+        spec = replace(spec, mask=spec.mask.to(device))
+        engine = replace(engine, spec=spec)  # type: ignore[type-var]
+    if isinstance(engine, TritonEngine):
+        mask = block_mask(spec.mask, spec.n, spec.m, device, spec.inner)
+        engine = replace(engine, block_mask=mask)
+    return engine
+
+
+@not_compiled
+@torch.no_grad()
+def _attend(inputs: list[Tensor | None], *encoded: Any) -> tuple[Tensor, ...]:
+    engine = _engine(_first(inputs).device, encoded)
+    if isinstance(engine, ChunkedEngine):
+        return nonfinite.forward(engine, tuple(inputs))
+    rows = engine.forward(tuple(inputs))
     return rows if rows.entropy is not None else rows._replace(entropy=torch.zeros_like(rows.lse))
 
 
-attend = torch.library.custom_op(
-    "regard::attend", _attend, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+def _fake_attend(inputs: list[Tensor | None], *encoded: Any) -> tuple[Tensor, ...]:
+    query, value = _first(inputs), _first(inputs[2:])
+    shape = query.shape[:-1]
+    statistics = (query.new_empty(shape, dtype=arithmetic_dtype(query.dtype)) for _ in range(4))
+    return value.new_empty(*shape, value.shape[-1]), *statistics
 
 
-@attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = query.shape[:3]
-    stats = [query.new_empty(rows, dtype=torch.float32) for _ in range(4)]
-    return value.new_empty(*rows, value.shape[3]), stats[0], stats[1], stats[2], stats[3]
+@not_compiled
+def _attend_backward(
+    inputs: list[Tensor | None],
+    rows: list[Tensor],
+    cotangents: list[Tensor | None],
+    needs: list[bool],
+    *encoded: Any,
+) -> list[Tensor]:
+    """The gradients of the inputs that need one."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *cotangents)):
+        raise RuntimeError(
+            "attention: a compiled call has no second derivative. Differentiate twice outside of torch.compile."
+        )
+    with torch.no_grad():
+        engine = _engine(_first(inputs).device, encoded)
+        x, g, wanted = tuple(inputs), tuple(cotangents), tuple(needs)
+        if isinstance(engine, ChunkedEngine):
+            found = nonfinite.vjp(engine, x, Rows(*rows), g, wanted)
+        else:
+            found = engine.vjp(x, Rows(*rows), g, wanted)
+    grads = []
+    for t, d, need in zip(inputs, found, needs, strict=True):
+        if need and t is not None:
+            grads.append(torch.zeros_like(t) if d is None else d.to(t.dtype).contiguous())
+    return grads
 
 
-def _attend_backward(*args: Any) -> list[Tensor]:
-    """The gradients of the inputs, empty where none is needed."""
-    given, rows, cotangents, needs = args[:_GIVEN], args[_GIVEN : _GIVEN + 5], args[_GIVEN + 5 : -1], args[-1]
-    x = Inputs(*given[:_INPUTS])
-    grads = _engine(x, Settings(*given[_INPUTS:])).vjp(x, Rows(*rows), cotangents, tuple(needs))
-    return [x.query.new_empty(0) if g is None else g for g in grads]
-
-
-attend_backward = torch.library.custom_op(
-    "regard::attend_backward",
-    _attend_backward,
-    mutates_args=(),
-    schema=f"({_ARGUMENTS}, {_ROWS}, {_COTANGENTS}, bool[] needs) -> Tensor[]",
-)
-
-
-@attend_backward.register_fake
-def _(*args: Any) -> list[Tensor]:
-    tensors, needs = args[:_INPUTS], args[-1]
+def _fake_attend_backward(
+    inputs: list[Tensor | None], rows: Any, cotangents: Any, needs: list[bool], *encoded: Any
+) -> list[Tensor]:
     return [
-        tensors[0].new_empty(0) if t is None or not need else torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t, need in zip(tensors, needs, strict=True)
+        torch.empty_like(t, memory_format=torch.contiguous_format)
+        for t, need in zip(inputs, needs, strict=True)
+        if need and t is not None
     ]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:_SAVED], *output)
-    ctx.rest = inputs[_SAVED:]
-    ctx.mark_non_differentiable(*output[3:])
+class _Attend(torch.autograd.Function):
+    """The two operators joined, while a graph is traced."""
+
+    @staticmethod
+    def forward(ctx: Any, encoded: tuple[Any, ...], *x: Tensor | None) -> tuple[Tensor, ...]:
+        rows: tuple[Tensor, ...] = torch.ops.regard.attend(list(x), *encoded)
+        ctx.rest, ctx.count = encoded[:3], len(x)
+        ctx.save_for_backward(*x, *rows, *encoded[3])
+        ctx.mark_non_differentiable(*rows[WITH_GRAD:])
+        ctx.set_materialize_grads(False)
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = list(ctx.needs_input_grad[1:])
+        if all(t is None for t in g):
+            return None, *(None for _ in needs)
+        saved, after = ctx.saved_tensors, ctx.count + len(Rows._fields)
+        inputs, rows, tensors = list(saved[: ctx.count]), list(saved[ctx.count : after]), list(saved[after:])
+        grads = iter(
+            torch.ops.regard.attend_backward(inputs, rows, list(g[:WITH_GRAD]), needs, *ctx.rest, tensors)
+        )
+        return None, *(next(grads) if need else None for need in needs)
 
 
-def _vjp(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-    saved, observed = ctx.saved_tensors, ctx.rest[-1]
-    d_output, d_lse, d_entropy = cotangents[:3]
-    needs = list(ctx.needs_input_grad[:_INPUTS])
-    of_statistics = (d_lse, d_entropy) if observed else (None, None)
-    grads = attend_backward(*saved[:_SAVED], *ctx.rest, *saved[_SAVED:], d_output, *of_statistics, needs)
-    some = [g if need else None for g, need in zip(grads, needs, strict=True)]
-    return *some, *(None,) * (2 + len(ctx.rest))
+def _attend_with_gradient(inputs: list[Tensor | None], *encoded: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        found: tuple[Tensor, ...] = call_function(_Attend, encoded, *inputs)
+        return found
+    rows: tuple[Tensor, ...] = torch.ops.regard.attend(inputs, *encoded)
+    return rows
 
 
-attend.register_autograd(_vjp, setup_context=_save)
+@not_compiled
+@torch.no_grad()
+def _visible(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *encoded: Any) -> tuple[Tensor, Tensor]:
+    if query.is_cpu and all_finite(query, key, value):  # a GPU would have to be waited for
+        return _fake_visible(query, key)
+    spec: Spec = decode(*encoded)
+    if spec.mask is not None and any(t.device != query.device for t in spec.mask.tensors):
+        spec = replace(spec, mask=spec.mask.to(query.device))
+    return visible_rows_and_keys(spec, query, key, group_bias(bias, key.shape[1]))
+
+
+def _fake_visible(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return query.new_ones(query.shape[:3], dtype=torch.bool), key.new_ones(key.shape[:3], dtype=torch.bool)
+
+
+def _first(tensors: Sequence[Tensor | None]) -> Tensor:
+    if tensors[0] is None:
+        raise RuntimeError("a problem has queries, keys and values")
+    return tensors[0]
+
+
+for _name, _kernel, _fake in (
+    ("attend", _attend, _fake_attend),
+    ("attend_backward", _attend_backward, _fake_attend_backward),
+    ("visible", _visible, _fake_visible),
+):
+    _LIBRARY.define(_name + _SCHEMAS[_name], tags=_TAGS)
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"regard::{_name}", _fake, lib=_LIBRARY)
+_LIBRARY.define("attend_with_gradient" + _SCHEMAS["attend"])
+_LIBRARY.impl("attend_with_gradient", _attend_with_gradient, "CompositeImplicitAutograd")

@@ -173,6 +173,8 @@ def predicate(f: MaskMod) -> Mask:
         raise DtypeError(
             f"predicate: f must be a function f(batch, head, i, j); got {type(f).__name__}. dense() takes a tensor."
         )
+    if torch.compiler.is_compiling():  # which cannot read the signature of a function made inside of what it traces
+        return Predicate(f)
     try:
         inspect.signature(f).bind(0, 0, 0, 0)
     except ValueError:  # some built-in functions have no signature

@@ -41,6 +41,8 @@ def refusals(p: Problem) -> list[str]:
         reasons.append(f"the score {type(p.score).__name__} is no dot product")
     if not isinstance(p.scale, Tensor) and abs(p.scale) > LARGEST_SCALE:
         reasons.append(f"torch's kernels lose the digits of logits with a scale beyond {LARGEST_SCALE:g}")
+    if torch.compiler.is_compiling() and not is_traced() and p.query.shape[-1] != p.value.shape[-1]:
+        reasons.append("under torch.compile torch may take its matrix path where the dims of key and value differ")
     if p.bias is not None:
         reasons += _about_bias(p)
     if p.mask is not None:
@@ -63,12 +65,14 @@ def _about_mask(p: Problem) -> list[str]:
     batch, heads = mask.lead
     if batch not in (1, p.query.shape[0]):
         reasons.append("the mask is shared by several leading dimensions")
-    if not isinstance(mask, Dense | Padding | Keep) and (pairs := batch * heads * p.rows * p.keys) > SMALL:
-        reasons.append(f"torch would need the mask as {pairs:,} numbers")
+    written = isinstance(mask, Dense | Padding | Keep)
     if torch.compiler.is_compiling() or is_traced() or lacks_values(p.query):
-        if not isinstance(mask, Dense | Padding | Keep):
+        if not written:  # whatever their number: sizes may be symbols, and a question about one would be a guard
             reasons.append("where values cannot be read, as under torch.compile, only padding and tensors are laid out")
-    elif not reasons and not all_finite(p.query, p.key, p.value):
+        return reasons
+    if not written and (pairs := batch * heads * p.rows * p.keys) > SMALL:
+        reasons.append(f"torch would need the mask as {pairs:,} numbers")
+    if not reasons and not all_finite(p.query, p.key, p.value):
         reasons.append("a NaN or inf behind the mask would leak through torch's kernels")
     return reasons
 
