@@ -21,12 +21,13 @@ from ..core.folded import FoldedProblem
 from ..core.formula import kept
 from ..core.rows import Rows
 from ..core.spec import Spec
-from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes, strips
+from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes
 from ..softmax import Partial, lowest, merge
 from .double_backward import RowTangents, double_backward
 from .jvp import LogitTangents
 from .tile_ops import Workspace, below_row_max, exp_below_max, masked_logits
 from .vjp import vjp
+from .workers import Turn, for_each_strip
 
 __all__ = ["ChunkedEngine"]
 
@@ -102,10 +103,8 @@ def _forward(
         if moving is None
         else (torch.zeros_like(output), torch.zeros_like(log_row_sum), torch.zeros_like(log_row_sum))
     )
-    workspace = Workspace()
-    for strip in strips(x.spec, x.query.shape, tile_sizes):
-        if not strip.runs:
-            continue
+
+    def attend(strip: Strip, workspace: Workspace, turn: Turn) -> None:
         state, e, c = _fold(x, strip, observed, moving, workspace)
         hull = strip.tile(strip.runs[0])
         l = state.denominator  # noqa: E741
@@ -124,6 +123,8 @@ def _forward(
             A.sub_(u[..., None] * O)
             if e is not None and c is not None:
                 torch.div(u * e - c, l, out=ROW.part(tangents[2], hull))  # −Cov(t, S)
+
+    for_each_strip(x, tile_sizes, attend)
     return Rows(output, lse, entropy, row_max, log_row_sum), tangents
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import NamedTuple
 
 import torch
@@ -26,9 +27,11 @@ _INF_BITS = {  # the integer dtype of the same size, and −inf in it
 class Workspace:
     """Buffers by name, reused from tile to tile: fresh memory for every tile would cost a tenth of the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Workspace | None = None) -> None:
+        """`beside` is the workspace of another thread, with which this one shares the transposed keys."""
         self._held: dict[str, Tensor] = {}
-        self._transposed: dict[str, Tensor] = {}
+        self._transposed: dict[str, Tensor] = {} if beside is None else beside._transposed
+        self._lock = threading.Lock() if beside is None else beside._lock
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised tensor of this shape in the buffer of this name."""
@@ -44,7 +47,9 @@ class Workspace:
     def transposed(self, name: str, x: Tensor, rows: int) -> Tensor:
         """Keys (L, K, M, D) as (L, K, D, M), copied if enough rows read them: most BLAS libraries prefer a copy."""
         if name not in self._transposed:
-            self._transposed[name] = x.mT if rows < _ROWS_WORTH_A_COPY else _transposed_copy(x)
+            with self._lock:
+                if name not in self._transposed:
+                    self._transposed[name] = x.mT if rows < _ROWS_WORTH_A_COPY else _transposed_copy(x)
         return self._transposed[name]
 
     def product(self, name: str, rows: Tensor, transposed: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from ..autograd.strip_map import vjp_of
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, kept, products
 from ..core.rows import Rows
-from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, Tile, TileSizes, strips
+from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, Strip, Tile, TileSizes
 from .tile_ops import RowStats, Workspace, logits_and_weights
+from .workers import Turn, for_each_strip
 
 __all__ = ["GradSums", "add_to", "rows_of", "vjp"]
 
@@ -49,6 +50,16 @@ class GradSums:
     def wants_tables(self) -> bool:
         return any(g is not None for g in self.tables)
 
+    @property
+    def each_strip_has_its_own(self) -> bool:
+        """Whether strips share no sum but those of their keys."""
+        return all(g is None for g in (self.bias, *self.score, *self.tables))
+
+    def add_keys(self, tile: Tile, key: Tensor | None, value: Tensor | None) -> None:
+        for total, g in ((self.key, key), (self.value, value)):
+            if total is not None and g is not None:
+                KEY.part(total, tile).add_(g)
+
     def add_bias(self, tile: Tile, dS: Tensor) -> None:
         if self.bias is not None:
             part = BIAS.part(self.bias, tile)
@@ -71,8 +82,8 @@ def vjp(
     stats = RowStats.at(rows.max_logit, rows.log_row_sum)
     mean = rows.log_row_sum - rows.entropy  # E[S] above the row max
     sums = GradSums.zeros(x, needs)
-    workspace = Workspace()
-    for strip in strips(x.spec, x.query.shape, tile_sizes):
+
+    def pull(strip: Strip, workspace: Workspace, turn: Turn) -> None:
         for run in strip.runs:
             tile = strip.tile(run)
             X, P = logits_and_weights(x, tile, run, stats, workspace)  # (l, k, g, r, c)
@@ -84,18 +95,22 @@ def vjp(
                 keep = kept(x.spec, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.spec.dropout)
                 dP.mul_(keep)
                 Pd = P * keep
-            if sums.value is not None:
-                KEY.part(sums.value, tile).add_(rows_of(Pd).mT @ dO_tile)
+            d_value = None if sums.value is None else rows_of(Pd).mT @ dO_tile
             dS = dP.add_(ROW.part(delta, tile)[..., None]).mul_(P)
             if g_H is not None:
                 surprise = X.sub_(ROW.part(mean, tile)[..., None]).mul_(P)
                 dS.sub_(surprise.mul_(ROW.part(g_H, tile)[..., None]))
-            _add_tile(x, tile, dS, sums)
+            d_key = _add_tile(x, tile, dS, sums)
+            turn.wait(run)
+            sums.add_keys(tile, d_key, d_value)
+            turn.done(run)
+
+    for_each_strip(x, tile_sizes, pull, together=sums.each_strip_has_its_own)
     return sums.cast(x)
 
 
-def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums) -> None:
-    """Add what the cotangent of a tile's logits gives to bias, queries, keys and parameters."""
+def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums) -> Tensor | None:
+    """Add what the cotangent of a tile's logits gives to bias, queries and parameters; return what it gives to keys."""
     spec = x.spec
     groups = dS.shape[2]
     of_score, tables = x.shared[: spec.paired], x.shared[spec.paired :]
@@ -116,8 +131,7 @@ def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums) -> None:
         d_key = rows_of(dS).mT @ rows_of(query) if sums.key is not None else None
     if sums.query is not None and d_query is not None:
         QUERY.part(sums.query, tile).add_(d_query)
-    if sums.key is not None and d_key is not None:
-        KEY.part(sums.key, tile).add_(d_key)
+    return d_key
 
 
 def rows_of(x: Tensor) -> Tensor:
