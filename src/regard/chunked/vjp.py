@@ -13,7 +13,7 @@ from ..autograd.strip_map import vjp_of
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, kept, products
 from ..core.rows import Rows
-from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, Strip, Tile, TileSizes
+from ..core.tiling import BIAS, KEY, QUERY, ROW, Strip, Tile, TileSizes
 from .tile_ops import RowStats, Workspace, logits_and_weights
 from .workers import Turn, for_each_strip
 
@@ -88,7 +88,7 @@ def vjp(
             tile = strip.tile(run)
             X, P = logits_and_weights(x, tile, run, stats, workspace)  # (l, k, g, r, c)
             dO_tile = rows_of(QUERY.part(dO, tile))  # (l, k, g·r, E)
-            values = TRANSPOSED.part(workspace.transposed("values", x.value, x.spec.n), tile)
+            values = workspace.transposed("values", x.value, x.spec.n, tile)
             dP = workspace.product("dP", QUERY.part(dO, tile), values)
             Pd = P
             if x.spec.dropout:
