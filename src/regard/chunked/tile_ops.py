@@ -228,20 +228,16 @@ def exp_below_max(x: FoldedProblem, X: Tensor, run: KeyRun, out: Tensor, clamped
 
 def weights(x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace) -> Tensor:
     """The weights (l, k, g, r, c) of a tile."""
-    X = _shifted_logits(x, tile, run, stats, workspace)
-    return _weights_of(x, X, tile, run, stats, out=X)
+    S = masked_logits(x, tile, run, workspace)
+    return _weights_of(x, S.sub_(ROW.part(stats.row_max, tile)[..., None]), tile, run, stats, out=S)
 
 
 def logits_and_weights(
     x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
     """The logits of a tile minus the row max, and its weights, in two buffers: (l, k, g, r, c) each."""
-    X = _shifted_logits(x, tile, run, stats, workspace)
+    X = below_row_max(x, masked_logits(x, tile, run, workspace), ROW.part(stats.row_max, tile), run)
     return X, _weights_of(x, X, tile, run, stats, out=workspace.like("weights", X))
-
-
-def _shifted_logits(x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace) -> Tensor:
-    return below_row_max(x, masked_logits(x, tile, run, workspace), ROW.part(stats.row_max, tile), run)
 
 
 def _weights_of(x: FoldedProblem, X: Tensor, tile: Tile, run: KeyRun, stats: RowStats, out: Tensor) -> Tensor:

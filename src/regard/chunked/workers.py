@@ -46,7 +46,8 @@ Work = Callable[[Strip, Workspace, Turn], None]
 
 def for_each_strip(x: FoldedProblem, tile_sizes: TileSizes, work: Work, together: bool = True) -> None:
     """Call `work` for every strip that sees a key; side by side if `together` and if that pays."""
-    found = [strip for strip in strips(x.spec, x.query.shape, tile_sizes) if strip.runs]
+    sizes = tile_sizes.per_thread if x.query.device.type == "cpu" else tile_sizes
+    found = [strip for strip in strips(x.spec, x.query.shape, sizes) if strip.runs]
     threads = _threads(x) if together else 1
     if threads > 1:
         groups = x.query.shape[2]
@@ -95,7 +96,7 @@ def _asks_the_user(mask: Mask | None) -> bool:
     return any(_asks_the_user(part) for part in parts if isinstance(part, Mask))
 
 
-class _Stopped(Exception):
+class _StoppedError(Exception):
     """Another strip failed, or the call was interrupted."""
 
 
@@ -119,7 +120,7 @@ class _Queue:
             while (place := self._take()) is not None:
                 try:
                     self._work(place.strip, workspace, place)
-                except _Stopped:
+                except _StoppedError:
                     pass
                 except BaseException as error:  # noqa: BLE001  (raised again in the thread of the call)
                     self._fail(place.index, error)
@@ -154,7 +155,7 @@ class _Queue:
         with self._changed:
             while any(other.precedes(place, run) for other in self._active.values()):
                 if self._stopped:
-                    raise _Stopped
+                    raise _StoppedError
                 self._changed.wait()
 
     def move(self, place: _Place, run: KeyRun) -> None:
@@ -251,7 +252,7 @@ def _in_a_thread(work: Callable[[], object]) -> None:
 
 def _forget_the_pool() -> None:
     """A forked process has no thread but its own."""
-    global _LOCK  # noqa: PLW0603
+    global _LOCK
     _LOCK = threading.Lock()
     _POOLS.clear()
 

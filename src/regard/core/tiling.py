@@ -33,6 +33,7 @@ __all__ = [
 
 _BUDGET = 2**21  # logits in flight: two such buffers of float32 are 16 MiB, which stays in a last-level cache
 _BUDGET_PER_ROW = 2**13  # logits in flight per row of a strip, if there are few rows
+_THREAD_ROWS, _THREAD_BUDGET = 128, 2**19  # the same for one thread of a CPU: a buffer of float32 is 2 MiB
 _BLOCK = 128  # keys that are skipped or computed together
 _SHORTEST_FULL_RUN = 512  # a shorter run of fully visible keys joins its masked neighbours
 
@@ -120,11 +121,17 @@ class TileSizes:
     """Sizes of tiles. They depend on the lengths, never on the batch size, so that batching changes no bits."""
 
     rows: int = 512
+    most: int = _BUDGET
 
     @property
     def budget(self) -> int:
         """How many logits are in flight: in proportion to the rows, up to what a cache holds; heads do not matter."""
-        return min(_BUDGET, self.rows * _BUDGET_PER_ROW)
+        return min(self.most, self.rows * _BUDGET_PER_ROW)
+
+    @property
+    def per_thread(self) -> TileSizes:
+        """The sizes for one of several threads, which has a smaller cache; narrow masks hide more of smaller tiles."""
+        return TileSizes(min(self.rows, _THREAD_ROWS), _THREAD_BUDGET)
 
     def chunk(self, groups: int) -> int:
         return max(1, self.rows // max(groups, 1))
