@@ -13,7 +13,7 @@ from ..autograd.strip_map import jvp_of, vjp_of
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, kept, products
 from ..core.rows import Rows
-from ..core.tiling import KEY, QUERY, ROW, TRANSPOSED, Tile, TileSizes, strips
+from ..core.tiling import KEY, QUERY, ROW, Tile, TileSizes, strips
 from .jvp import LogitTangents, filled, tanh_tile
 from .tile_ops import RowStats, Workspace, logits_and_weights
 from .vjp import GradSums, add_to, rows_of
@@ -100,14 +100,12 @@ def _slopes(
     workspace: Workspace,
 ) -> tuple[Tensor, Tensor]:
     """B and its tangent, (l, k, g, r, c)."""
-    values = TRANSPOSED.part(workspace.transposed("values", x.value, x.spec.n), tile)
+    values = workspace.transposed("values", x.value, x.spec.n, tile)
     dO = QUERY.part(b.dO, tile)
     B = workspace.product("dP", dO, values)
     B_dot = torch.zeros_like(B)
     if moving.value is not None:
-        B_dot += workspace.product(
-            "dP_dot", dO, TRANSPOSED.part(workspace.transposed("moving values", moving.value, x.spec.n), tile)
-        )
+        B_dot += workspace.product("dP_dot", dO, workspace.transposed("moving values", moving.value, x.spec.n, tile))
     if b.dO_dot is not None:
         B_dot += workspace.product("dP_dot", QUERY.part(b.dO_dot, tile), values)
     if keep is not None:

@@ -21,12 +21,13 @@ from ..core.folded import FoldedProblem
 from ..core.formula import kept
 from ..core.rows import Rows
 from ..core.spec import Spec
-from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes, strips
+from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes
 from ..softmax import Partial, lowest, merge
 from .double_backward import RowTangents, double_backward
 from .jvp import LogitTangents
-from .tile_ops import Workspace, below_row_max, exp_below_max, masked_logits
+from .tile_ops import Workspace, below_row_max, exp_below_max, hides_nothing, masked_logits
 from .vjp import vjp
+from .workers import Turn, for_each_strip
 
 __all__ = ["ChunkedEngine"]
 
@@ -93,38 +94,44 @@ def _forward(
     shape = x.query.shape[:-1]
     dim = x.value.shape[-1]
     output = x.query.new_zeros(*shape, dim)
-    lse = x.query.new_full(shape, -torch.inf)
-    row_max = torch.full_like(lse, -torch.inf)
-    entropy, log_row_sum = torch.zeros_like(lse), torch.zeros_like(lse)
-    still = (output, lse, entropy)
-    tangents = (
-        still
-        if moving is None
-        else (torch.zeros_like(output), torch.zeros_like(log_row_sum), torch.zeros_like(log_row_sum))
-    )
-    workspace = Workspace()
-    for strip in strips(x.spec, x.query.shape, tile_sizes):
-        if not strip.runs:
-            continue
+    totals = x.query.new_zeros(3, *shape)  # row max, row sum, and e of `StripSums`
+    tangents = None
+    if moving is not None:
+        tangents = torch.zeros_like(output), torch.zeros_like(totals[0]), torch.zeros_like(totals[0])
+
+    def attend(strip: Strip, workspace: Workspace, turn: Turn) -> None:
         state, e, c = _fold(x, strip, observed, moving, workspace)
-        hull = strip.tile(strip.runs[0])
-        l = state.denominator  # noqa: E741
-        empty = l == 0
-        l = torch.where(empty, 1.0, l)  # noqa: E741
-        scale = 1.0 / (l * (1 - x.spec.dropout)) if x.spec.dropout else 1.0 / l
-        O = torch.mul(state.numerator[..., :dim], scale[..., None], out=QUERY.part(output, hull))  # noqa: E741
-        above = torch.log(l, out=ROW.part(log_row_sum, hull))
-        ROW.part(lse, hull).copy_((state.max + above).masked_fill_(empty, -torch.inf))
-        ROW.part(row_max, hull).copy_(state.max.masked_fill(empty, -torch.inf))
+        m, l, sum_e = totals[:, strip.batch, strip.heads, :, strip.rows].unbind()
+        m.copy_(state.max)
+        l.copy_(state.denominator)
         if e is not None:
-            torch.sub(above, e / l, out=ROW.part(entropy, hull))
-        if moving is not None:
+            sum_e.copy_(e)
+        l = state.denominator.clamp(min=1.0)  # noqa: E741  (the largest logit adds 1; a row that sees nothing has 0)
+        scale = (l * (1 - x.spec.dropout) if x.spec.dropout else l)[..., None]
+        hull = strip.tile(strip.runs[0])
+        numerator = state.numerator if moving is None else state.numerator[..., :dim]
+        O = torch.div(numerator, scale, out=QUERY.part(output, hull))  # noqa: E741
+        if tangents is not None:
             u = torch.div(state.numerator[..., -1], l, out=ROW.part(tangents[1], hull))  # Σ P t
-            A = torch.mul(state.numerator[..., dim:-1], scale[..., None], out=QUERY.part(tangents[0], hull))
+            A = torch.div(state.numerator[..., dim:-1], scale, out=QUERY.part(tangents[0], hull))
             A.sub_(u[..., None] * O)
             if e is not None and c is not None:
                 torch.div(u * e - c, l, out=ROW.part(tangents[2], hull))  # −Cov(t, S)
-    return Rows(output, lse, entropy, row_max, log_row_sum), tangents
+
+    for_each_strip(x, tile_sizes, attend)
+    rows = _rows(output, totals, observed)
+    return rows, (rows.output, rows.lse, rows.entropy) if tangents is None else tangents
+
+
+def _rows(output: Tensor, totals: Tensor, observed: bool) -> Rows:
+    """The results of all rows."""
+    row_max, l, e = totals.unbind()
+    empty = l == 0
+    l = l.masked_fill(empty, 1.0)  # noqa: E741
+    log_row_sum = l.log()
+    row_max = row_max.masked_fill(empty, -torch.inf)
+    entropy = log_row_sum - e / l if observed else torch.zeros_like(l)
+    return Rows(output, row_max + log_row_sum, entropy, row_max, log_row_sum)
 
 
 class StripSums(NamedTuple):
@@ -143,16 +150,21 @@ def _fold(
     for run in strip.runs:
         tile = strip.tile(run)
         S = masked_logits(x, tile, run, workspace)  # (l, k, g, r, c)
-        m = S.amax(-1).clamp_(min=lowest(S.dtype))  # (l, k, g, r)
+        m = S.amax(-1)  # (l, k, g, r)
+        if not hides_nothing(x, run):
+            m.clamp_(min=lowest(S.dtype))
         X = below_row_max(x, S, m, run)
-        P = exp_below_max(x, X, run, out=workspace.like("weights", X))
+        P = exp_below_max(x, X, run, workspace.like("weights", X) if observed else X, clamped=True)
         l = P.sum(-1)  # noqa: E741
         XP = X.mul_(P) if observed else None
         e = None if XP is None else XP.sum(-1)
         c = None
         keep = kept(x.spec, tile, S.shape[2], S.device) if x.spec.dropout else None
         if moving is None:
-            O = _weighted_sum(P if keep is None else P.mul_(keep), KEY.part(x.value, tile))  # noqa: E741
+            P = P if keep is None else P.mul_(keep)
+            values = workspace.matrices("value rows", x.value, tile)
+            O = torch.bmm(P.view(len(values), -1, P.shape[-1]), values)  # noqa: E741
+            O = O.view(*P.shape[:-1], values.shape[-1])  # noqa: E741
         else:
             T = moving.logits(tile, moving.scores(tile, workspace), S.shape[2])
             c = torch.zeros_like(l) if XP is None or T is None else (XP * T).sum(-1)

@@ -13,7 +13,7 @@ from ..autograd.strip_map import jvp_of
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, products
 from ..core.nonfinite import all_finite, visible_rows_and_keys
-from ..core.tiling import BIAS, KEY, QUERY, TRANSPOSED, Tile
+from ..core.tiling import BIAS, KEY, QUERY, Tile
 from .tile_ops import Workspace
 
 __all__ = ["LogitTangents", "filled", "tanh_tile"]
@@ -65,7 +65,7 @@ class LogitTangents:
         return workspace.product(
             "tangents",
             QUERY.part(rows, tile),
-            TRANSPOSED.part(workspace.transposed("tangents of keys", keys, spec.n), tile),
+            workspace.transposed("tangents of keys", keys, spec.n, tile),
         )
 
     def logits(self, tile: Tile, scores: Tensor | None, groups: int) -> Tensor | None:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..compat.torch import has_thread_state, lacks_values
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, hidden, products
-from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, KeyRun, Tile
+from ..core.spec import Spec
+from ..core.tiling import BIAS, KEY, QUERY, ROW, KeyRun, Tile
 
-__all__ = ["RowStats", "Workspace", "below_row_max", "exp_below_max", "logits_and_weights", "masked_logits", "weights"]
+__all__ = [
+    "RowStats",
+    "Workspace",
+    "below_row_max",
+    "exp_below_max",
+    "hides_nothing",
+    "logits_and_weights",
+    "masked_logits",
+    "weights",
+]
 
 _ROWS_WORTH_A_COPY = 64  # from here a transposed copy of the keys pays; 16 rows take a third of the time without
 _HIDDEN_LOGIT = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
@@ -26,43 +39,117 @@ _INF_BITS = {  # the integer dtype of the same size, and −inf in it
 class Workspace:
     """Buffers by name, reused from tile to tile: fresh memory for every tile would cost a tenth of the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Workspace | None = None) -> None:
+        """`beside` is the workspace of another thread, with which this one shares keys and values."""
         self._held: dict[str, Tensor] = {}
-        self._transposed: dict[str, Tensor] = {}
+        self._views: dict[str, dict[tuple[int, ...], Tensor]] = {}
+        self._matrices: dict[str, Tensor | None] = {} if beside is None else beside._matrices
+        self._intervals: list[Intervals | None] = [] if beside is None else beside._intervals
+        self._lock = threading.Lock() if beside is None else beside._lock
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised tensor of this shape in the buffer of this name."""
-        size = math.prod(shape)
-        held = self._held.get(name)
-        if held is None or held.numel() < size:
-            held = self._held[name] = like.new_empty(size)
-        return held[:size].view(shape)
+        views = self._views.setdefault(name, {})
+        if shape not in views:
+            size = math.prod(shape)
+            held = self._held.get(name)
+            if held is None or held.numel() < size:
+                held = self._held[name] = like.new_empty(size)
+                views.clear()
+            views[shape] = held[:size].view(shape)
+        return views[shape]
 
     def like(self, name: str, x: Tensor) -> Tensor:
         return self.take(name, tuple(x.shape), x)
 
-    def transposed(self, name: str, x: Tensor, rows: int) -> Tensor:
-        """Keys (L, K, M, D) as (L, K, D, M), copied if enough rows read them: most BLAS libraries prefer a copy."""
-        if name not in self._transposed:
-            self._transposed[name] = x.mT if rows < _ROWS_WORTH_A_COPY else _transposed_copy(x)
-        return self._transposed[name]
+    def matrices(self, name: str, x: Tensor, tile: Tile) -> Tensor:
+        """The tile's keys or values (l·k, c, D), out of (L, K, M, D)."""
+        whole = self._whole(name, x, lambda: _flat(x))
+        return KEY.part(x, tile).flatten(0, 1) if whole is None else _part(whole, x.shape[1], tile, -2)
+
+    def transposed(self, name: str, x: Tensor, rows: int, tile: Tile) -> Tensor:
+        """The same, transposed (l·k, D, c), copied if enough rows read them: most BLAS libraries prefer a copy."""
+        copy = rows >= _ROWS_WORTH_A_COPY
+        whole = self._whole(name, x, lambda: _transposed_copy(x) if copy else _transposed(_flat(x)))
+        return KEY.part(x, tile).flatten(0, 1).mT if whole is None else _part(whole, x.shape[1], tile, -1)
+
+    def _whole(self, name: str, x: Tensor, make: Callable[[], Tensor | None]) -> Tensor | None:
+        if name not in self._matrices:
+            with self._lock:
+                if name not in self._matrices:
+                    self._matrices[name] = make()
+        return self._matrices[name]
+
+    def intervals(self, spec: Spec) -> Intervals | None:
+        """The keys of every row, if each row sees one interval and all items and heads see the same."""
+        if not self._intervals:
+            with self._lock:
+                if not self._intervals:
+                    self._intervals.append(_intervals(spec))
+        return self._intervals[0]
 
     def product(self, name: str, rows: Tensor, transposed: Tensor) -> Tensor:
-        """Dot products (l, k, g, r, c) of rows (l, k, g, r, D) and transposed keys (l, k, D, c)."""
+        """Dot products (l, k, g, r, c) of rows (l, k, g, r, D) and transposed keys (l·k, D, c)."""
         batch, heads, groups, count, dim = rows.shape
-        cols = transposed.shape[3]
+        cols = transposed.shape[2]
         S = self.take(name, (batch * heads, groups * count, cols), rows)
-        keys = transposed.mT.flatten(0, 1).mT if transposed.stride(2) == 1 else transposed.flatten(0, 1)
-        torch.bmm(rows.reshape(batch * heads, groups * count, dim), keys, out=S)
-        return S.view(batch, heads, groups, count, cols)
+        torch.bmm(rows.reshape(batch * heads, groups * count, dim), transposed, out=S)
+        return self.take(name, (batch, heads, groups, count, cols), rows)
+
+
+class Intervals(NamedTuple):
+    """Row i sees keys j with lo[i] ≤ j < hi[i]; int32, which is compared twice as fast as int64."""
+
+    lo: Tensor  # (N, 1)
+    hi: Tensor
+    keys: Tensor  # (M,)
+
+    def visible(self, tile: Tile) -> Tensor:
+        """Which pairs of a tile are visible: bool (r, c)."""
+        first, count = tile.rows.start, tile.rows.stop - tile.rows.start
+        keys = self.keys.narrow(0, tile.cols.start, tile.cols.stop - tile.cols.start)
+        return (keys >= self.lo.narrow(0, first, count)).bitwise_and_(keys < self.hi.narrow(0, first, count))
+
+
+@torch.no_grad()
+def _intervals(spec: Spec) -> Intervals | None:
+    mask = spec.mask
+    if mask is None or mask.lead != (1, 1) or has_thread_state() or lacks_values(*mask.tensors):
+        return None
+    if any(t.device.type != "cpu" or t.numel() > spec.n + spec.m for t in mask.tensors):  # a table is read tile by tile
+        return None
+    spec.check_unchanged()
+    lo, hi, exact = mask.span(torch.arange(spec.n, device="cpu"), spec.n, spec.m)
+    if not exact:
+        return None
+    ends = (end.to(torch.int32).reshape(-1, 1).expand(spec.n, 1) for end in (lo, hi))
+    return Intervals(*ends, torch.arange(spec.m, dtype=torch.int32, device="cpu"))
+
+
+def _flat(x: Tensor) -> Tensor | None:
+    """(L, K, M, D) as (L·K, M, D); None if that takes a copy."""
+    return x.flatten(0, 1) if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) else None
+
+
+def _transposed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.mT
 
 
 def _transposed_copy(x: Tensor) -> Tensor:
     """The transposed keys, so that products with tiles of them copy nothing. MKL is as fast with either layout."""
     if x.device.type == "cpu" and torch.backends.mkl.is_available():
-        whole: Tensor = x.flatten(0, 1).unflatten(0, x.shape[:2])
-        return whole.mT
-    return x.mT.contiguous()
+        return x.flatten(0, 1).mT
+    return x.mT.contiguous().flatten(0, 1)
+
+
+def _part(whole: Tensor, heads: int, tile: Tile, keys: int) -> Tensor:
+    """The tile's part of all matrices (L·K, …) whose dimension `keys` counts keys; a tile of items has all heads."""
+    first = tile.batch.start * heads + tile.heads.start
+    count = (tile.batch.stop - tile.batch.start) * (tile.heads.stop - tile.heads.start)
+    if count != whole.shape[0]:
+        whole = whole.narrow(0, first, count)
+    start, stop = tile.cols.start, tile.cols.stop
+    return whole if stop - start == whole.shape[keys] else whole.narrow(keys, start, stop - start)
 
 
 class RowStats(NamedTuple):
@@ -81,7 +168,7 @@ def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspac
     spec = x.spec
     query = QUERY.part(x.query, tile)
     if spec.pair is None:
-        S = workspace.product("logits", query, TRANSPOSED.part(workspace.transposed("keys", x.key, spec.n), tile))
+        S = workspace.product("logits", query, workspace.transposed("keys", x.key, spec.n, tile))
     else:
         S = products(spec, query, KEY.part(x.key, tile), x.shared)
     if spec.softcap is not None:
@@ -90,59 +177,67 @@ def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspac
     added = bias_tile(spec, tile, S.shape[2], bias, x.shared)
     if added is not None:
         S.add_(added)
-    if not run.full and (hide := hidden(spec, tile, S.shape[2], S.device)) is not None:
+    if run.full:
+        return S
+    intervals = workspace.intervals(spec) if S.device.type == "cpu" and S.dtype in _INF_BITS else None
+    if intervals is not None:
+        spec.check_unchanged()
+        _show_only(S, intervals.visible(tile))
+    elif (hide := hidden(spec, tile, S.shape[2], S.device)) is not None:
         _hide(S, hide)
     return S
 
 
 def _hide(S: Tensor, hide: Tensor) -> None:
-    """Put −inf where pairs are hidden. Branch prediction fails half the time on random masks, so bits select."""
-    bits = _INF_BITS.get(S.dtype)
-    if S.device.type != "cpu" or bits is None:
+    """Put −inf where pairs are hidden."""
+    if S.device.type != "cpu" or S.dtype not in _INF_BITS:
         S.masked_fill_(hide, -torch.inf)
-        return
-    kind, low = bits
-    keep = hide.to(kind).sub_(1)  # all ones where a pair is visible, else 0
+    else:
+        _show_only(S, ~hide)
+
+
+def _show_only(S: Tensor, visible: Tensor) -> None:
+    """Put −inf where pairs are not visible. Branch prediction fails half the time on random masks, so bits select."""
+    kind, low = _INF_BITS[S.dtype]
+    keep = visible.to(kind).neg_()  # all ones where a pair is visible, else 0
     S.view(kind).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(low))
 
 
 def below_row_max(x: FoldedProblem, S: Tensor, row_max: Tensor, run: KeyRun) -> Tensor:
     """Logits minus the row max, in place; hidden pairs get a finite value whose exp is exactly 0."""
     S.sub_(row_max[..., None])
-    return S if _hides_nothing(x, run) else S.clamp_(min=_HIDDEN_LOGIT)
+    return S if hides_nothing(x, run) else S.clamp_(min=_FLOOR.get(S.dtype, _HIDDEN_LOGIT))
 
 
-def _hides_nothing(x: FoldedProblem, run: KeyRun) -> bool:
+def hides_nothing(x: FoldedProblem, run: KeyRun) -> bool:
     return run.full and x.bias is None and x.spec.bias is None
 
 
-def exp_below_max(x: FoldedProblem, X: Tensor, run: KeyRun, out: Tensor) -> Tensor:
+def exp_below_max(x: FoldedProblem, X: Tensor, run: KeyRun, out: Tensor, clamped: bool = False) -> Tensor:
     """exp(X) for X ≤ 0; where pairs may be hidden, 0 for results below the smallest normal number.
 
-    Intel's exp takes a hundred times as long for those, so it is not called.
+    Intel's exp takes a hundred times as long for those, so it is not called. `clamped` says that X is from
+    `below_row_max`, which has no such numbers.
     """
     floor = _FLOOR.get(X.dtype)
-    if floor is None or _hides_nothing(x, run):
+    if floor is None or hides_nothing(x, run):
         return torch.exp(X, out=out)
-    return torch.threshold_(torch.clamp(X, min=floor, out=out).exp_(), math.exp(floor + 1e-3), 0.0)
+    P = torch.exp(X, out=out) if clamped else torch.clamp(X, min=floor, out=out).exp_()
+    return torch.threshold_(P, math.exp(floor + 1e-3), 0.0)
 
 
 def weights(x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace) -> Tensor:
     """The weights (l, k, g, r, c) of a tile."""
-    X = _shifted_logits(x, tile, run, stats, workspace)
-    return _weights_of(x, X, tile, run, stats, out=X)
+    S = masked_logits(x, tile, run, workspace)
+    return _weights_of(x, S.sub_(ROW.part(stats.row_max, tile)[..., None]), tile, run, stats, out=S)
 
 
 def logits_and_weights(
     x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace
 ) -> tuple[Tensor, Tensor]:
     """The logits of a tile minus the row max, and its weights, in two buffers: (l, k, g, r, c) each."""
-    X = _shifted_logits(x, tile, run, stats, workspace)
+    X = below_row_max(x, masked_logits(x, tile, run, workspace), ROW.part(stats.row_max, tile), run)
     return X, _weights_of(x, X, tile, run, stats, out=workspace.like("weights", X))
-
-
-def _shifted_logits(x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace) -> Tensor:
-    return below_row_max(x, masked_logits(x, tile, run, workspace), ROW.part(stats.row_max, tile), run)
 
 
 def _weights_of(x: FoldedProblem, X: Tensor, tile: Tile, run: KeyRun, stats: RowStats, out: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from ..autograd.strip_map import vjp_of
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, kept, products
 from ..core.rows import Rows
-from ..core.tiling import BIAS, KEY, QUERY, ROW, TRANSPOSED, Tile, TileSizes, strips
-from .tile_ops import RowStats, Workspace, logits_and_weights
+from ..core.tiling import BIAS, KEY, QUERY, ROW, Strip, Tile, TileSizes
+from .tile_ops import RowStats, Workspace, logits_and_weights, weights
+from .workers import Turn, for_each_strip
 
 __all__ = ["GradSums", "add_to", "rows_of", "vjp"]
 
@@ -49,6 +50,17 @@ class GradSums:
     def wants_tables(self) -> bool:
         return any(g is not None for g in self.tables)
 
+    @property
+    def each_strip_has_its_own(self) -> bool:
+        """Whether strips share no sum but those of their keys."""
+        return all(g is None for g in (self.bias, *self.score, *self.tables))
+
+    def add_keys(self, tile: Tile, key: Tensor | None, value: Tensor | None) -> None:
+        for total, g in ((self.key, key), (self.value, value)):
+            if total is not None and g is not None:
+                part = KEY.part(total, tile)
+                part.add_(g.view(part.shape))
+
     def add_bias(self, tile: Tile, dS: Tensor) -> None:
         if self.bias is not None:
             part = BIAS.part(self.bias, tile)
@@ -71,31 +83,38 @@ def vjp(
     stats = RowStats.at(rows.max_logit, rows.log_row_sum)
     mean = rows.log_row_sum - rows.entropy  # E[S] above the row max
     sums = GradSums.zeros(x, needs)
-    workspace = Workspace()
-    for strip in strips(x.spec, x.query.shape, tile_sizes):
+
+    def pull(strip: Strip, workspace: Workspace, turn: Turn) -> None:
         for run in strip.runs:
             tile = strip.tile(run)
-            X, P = logits_and_weights(x, tile, run, stats, workspace)  # (l, k, g, r, c)
-            dO_tile = rows_of(QUERY.part(dO, tile))  # (l, k, g·r, E)
-            values = TRANSPOSED.part(workspace.transposed("values", x.value, x.spec.n), tile)
-            dP = workspace.product("dP", QUERY.part(dO, tile), values)
+            X: Tensor | None = None
+            if g_H is None:
+                P = weights(x, tile, run, stats, workspace)  # (l, k, g, r, c)
+            else:
+                X, P = logits_and_weights(x, tile, run, stats, workspace)
+            dO_tile = QUERY.part(dO, tile)
+            dP = workspace.product("dP", dO_tile, workspace.transposed("values", x.value, x.spec.n, tile))
             Pd = P
             if x.spec.dropout:
-                keep = kept(x.spec, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.spec.dropout)
+                keep = kept(x.spec, tile, P.shape[2], P.device).to(P.dtype) / (1 - x.spec.dropout)
                 dP.mul_(keep)
                 Pd = P * keep
-            if sums.value is not None:
-                KEY.part(sums.value, tile).add_(rows_of(Pd).mT @ dO_tile)
+            d_value = None if sums.value is None else torch.bmm(matrices_of(Pd).mT, matrices_of(dO_tile))
             dS = dP.add_(ROW.part(delta, tile)[..., None]).mul_(P)
-            if g_H is not None:
+            if g_H is not None and X is not None:
                 surprise = X.sub_(ROW.part(mean, tile)[..., None]).mul_(P)
                 dS.sub_(surprise.mul_(ROW.part(g_H, tile)[..., None]))
-            _add_tile(x, tile, dS, sums)
+            d_key = _add_tile(x, tile, dS, sums, workspace)
+            turn.wait(run)
+            sums.add_keys(tile, d_key, d_value)
+            turn.done(run)
+
+    for_each_strip(x, tile_sizes, pull, together=sums.each_strip_has_its_own)
     return sums.cast(x)
 
 
-def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums) -> None:
-    """Add what the cotangent of a tile's logits gives to bias, queries, keys and parameters."""
+def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums, workspace: Workspace) -> Tensor | None:
+    """Add what the cotangent of a tile's logits gives to bias, queries and parameters; return what it gives to keys."""
     spec = x.spec
     groups = dS.shape[2]
     of_score, tables = x.shared[: spec.paired], x.shared[spec.paired :]
@@ -103,21 +122,27 @@ def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums) -> None:
     if spec.bias is not None and sums.wants_tables:
         added, pull = vjp_of(lambda *t: bias_tile(spec, tile, groups, None, (*of_score, *t)), *tables)
         add_to(sums.tables, pull(dS.sum_to_size(added.shape)))
-    query, key = QUERY.part(x.query, tile), KEY.part(x.key, tile)
+    query = QUERY.part(x.query, tile)
     if spec.softcap is not None:
-        raw = products(spec, query, key, x.shared)
+        raw = products(spec, query, KEY.part(x.key, tile), x.shared)
         dS = dS.mul_(1 - (raw / spec.softcap).tanh_().square_())
     if spec.pair is not None:
+        key = KEY.part(x.key, tile)
         _, pull = vjp_of(lambda q, k, *w: products(spec, q, k, w), query, key, *of_score)
         d_query, d_key, *d_score = pull(dS)
         add_to(sums.score, d_score)
     else:
-        d_query = (rows_of(dS) @ key).unflatten(2, dS.shape[2:4]) if sums.query is not None else None
-        d_key = rows_of(dS).mT @ rows_of(query) if sums.key is not None else None
+        D = matrices_of(dS)
+        d_query = None if sums.query is None else torch.bmm(D, workspace.matrices("key rows", x.key, tile))
+        d_key = None if sums.key is None else torch.bmm(D.mT, matrices_of(query))
     if sums.query is not None and d_query is not None:
-        QUERY.part(sums.query, tile).add_(d_query)
-    if sums.key is not None and d_key is not None:
-        KEY.part(sums.key, tile).add_(d_key)
+        QUERY.part(sums.query, tile).add_(d_query.view(query.shape))
+    return d_key
+
+
+def matrices_of(x: Tensor) -> Tensor:
+    """(l, k, g, r, …) as (l·k, g·r, …)."""
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3], x.shape[4])
 
 
 def rows_of(x: Tensor) -> Tensor:

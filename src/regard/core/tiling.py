@@ -33,6 +33,7 @@ __all__ = [
 
 _BUDGET = 2**21  # logits in flight: two such buffers of float32 are 16 MiB, which stays in a last-level cache
 _BUDGET_PER_ROW = 2**13  # logits in flight per row of a strip, if there are few rows
+_THREAD_ROWS, _THREAD_BUDGET = 128, 2**19  # the same for one thread of a CPU: a buffer of float32 is 2 MiB
 _BLOCK = 128  # keys that are skipped or computed together
 _SHORTEST_FULL_RUN = 512  # a shorter run of fully visible keys joins its masked neighbours
 
@@ -120,11 +121,17 @@ class TileSizes:
     """Sizes of tiles. They depend on the lengths, never on the batch size, so that batching changes no bits."""
 
     rows: int = 512
+    most: int = _BUDGET
 
     @property
     def budget(self) -> int:
         """How many logits are in flight: in proportion to the rows, up to what a cache holds; heads do not matter."""
-        return min(_BUDGET, self.rows * _BUDGET_PER_ROW)
+        return min(self.most, self.rows * _BUDGET_PER_ROW)
+
+    @property
+    def per_thread(self) -> TileSizes:
+        """The sizes for one of several threads, which has a smaller cache; narrow masks hide more of smaller tiles."""
+        return TileSizes(min(self.rows, _THREAD_ROWS), _THREAD_BUDGET)
 
     def chunk(self, groups: int) -> int:
         return max(1, self.rows // max(groups, 1))
@@ -161,23 +168,40 @@ def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool =
         width = max(spec.m, 1)
     else:
         width = max(_BLOCK, tile_sizes.budget // (groups * chunk * spec.cost) // _BLOCK * _BLOCK)
-    together = max(1, tile_sizes.budget // (groups * chunk * min(width, max(spec.m, 1)) * spec.cost))
-    shared: list[tuple[slice, list[KeyRun]]] | None = None  # computed once if all items and heads share the mask
-    for items, some in _batch_and_heads(spec, batch, heads, together):
-        if shared is None or (spec.mask is not None and spec.mask.lead != (1, 1)):
-            shared = list(_rows(spec, Tile(items, some, slice(0, 0), slice(0, 0)), groups, chunk, width))
-        for rows, runs in shared:
-            yield Strip(items, some, rows, runs)
+
+    def together(keys: int) -> int:
+        """How many heads with so many keys per row fit into the budget."""
+        return max(1, tile_sizes.budget // (groups * chunk * max(keys, 1) * spec.cost))
+
+    some = together(min(width, spec.m))
+    for items, those in _sharing_a_mask(spec, batch, heads, some):
+        for rows, runs in list(_rows(spec, Tile(items, those, slice(0, 0), slice(0, 0)), groups, chunk, width)):
+            fit = some if whole else together(max((run.stop - run.start for run in runs), default=0))
+            for part, own in _split(items, those, fit):
+                yield Strip(part, own, rows, runs)
 
 
-def _batch_and_heads(spec: Spec, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
-    """Split batch and heads so that each tile stays within the budget."""
-    items = max(1, together // heads)
-    if spec.mask is not None and spec.mask.lead[0] > 1 and (spec.m > _BLOCK or spec.inner > 1 or spec.period != batch):
-        items = 1  # the runs of an item follow its own mask, and adjacent items may not be adjacent in the mask
+def _sharing_a_mask(spec: Spec, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
+    """Batch items and heads for which the mask is covered at once."""
+    lead = (1, 1) if spec.mask is None else spec.mask.lead
+    apart = lead[0] > 1 and (spec.m > _BLOCK or spec.inner > 1 or spec.period != batch)
+    items = 1 if apart else batch  # the runs of an item follow its mask; adjacent items may not be adjacent in the mask
+    if lead[1] > 1:  # the runs of a head follow its mask too
+        items, heads_at_once = max(1, min(items, together // heads)), min(together, heads)
+    else:
+        heads_at_once = heads
     for b in range(0, batch, items):
-        for h in range(0, heads, min(together, heads)):
-            yield slice(b, min(b + items, batch)), slice(h, min(h + min(together, heads), heads))
+        yield from ((slice(b, min(b + items, batch)), own) for own in _slices(slice(0, heads), heads_at_once))
+
+
+def _split(items: slice, heads: slice, together: int) -> Iterator[tuple[slice, slice]]:
+    """Split batch items and heads so that each tile stays within the budget."""
+    for part in _slices(items, max(1, together // (heads.stop - heads.start))):
+        yield from ((part, own) for own in _slices(heads, together))
+
+
+def _slices(whole: slice, size: int) -> Iterator[slice]:
+    yield from (slice(at, min(at + size, whole.stop)) for at in range(whole.start, whole.stop, size))
 
 
 def _rows(spec: Spec, probe: Tile, groups: int, chunk: int, width: int) -> Iterator[tuple[slice, list[KeyRun]]]:
