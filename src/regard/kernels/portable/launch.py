@@ -58,6 +58,7 @@ __all__ = [
 
 _FEW_ROWS = 64  # that share a key head and fit one tile
 _MANY_KEYS = 1024  # for which splitting them pays
+_TWO_PER_SM = {"maxnreg": 128}  # registers of a thread with which two programs of eight warps share a multiprocessor
 _BIAS_BLOCK = 64  # rows and keys of a tile of the bias's gradient
 
 
@@ -376,7 +377,7 @@ def row_survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, first: Tenso
     out = RowSurvey(health, distance, on_first, own, previous, largest, row_max.new_empty(w.rows, dtype=torch.int64))
     statistics_kernels.row_survey[(triton.cdiv(N, c.BM) * L * H,)](
         w.query, w.key, out, first, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c), w.strides()), **w.sizes,
-        C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c),
+        C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c), **(_TWO_PER_SM if torch.version.hip is None else {}),
     )  # fmt: skip
     return out
 
