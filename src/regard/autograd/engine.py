@@ -58,6 +58,9 @@ class Engine(ABC):
     output_alone: bool = False
     """Whether nobody reads the statistics of the rows apart from the engine's own passes."""
 
+    def expect_vjp(self, x: MaybeTensors, needs: Needs) -> None:  # noqa: B027  (most engines need not)
+        """Get ready for `vjp`, which may be asked for after the forward pass."""
+
     @abstractmethod
     def forward(self, x: MaybeTensors) -> Rows:
         """The forward pass."""
@@ -169,6 +172,7 @@ class EagerForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, engine: Engine, *x: Tensor | None) -> Rows | Tensor:
+        engine.expect_vjp(x, ctx.needs_input_grad[1:])
         rows = engine.forward(x)
         ctx.engine = engine
         ctx.set_materialize_grads(False)

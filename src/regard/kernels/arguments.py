@@ -273,6 +273,13 @@ class KernelArgs:
             made += (scales is None, drop[1:], drop.keys is None, self.vector is None)
         return made if q.dtype != torch.float32 else (*made, torch.backends.cuda.matmul.allow_tf32)
 
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What kernels are compiled for, about: sizes are left out."""
+        q, k, v = self.query, self.key, self.value
+        kinds = self.block_mask.kind, self.softcap is None, self.sink is None, self.scales is None, self.groups > 1
+        return q.device, q.dtype, q.shape[3], v.shape[3], *kinds, *(x.stride(3) == 1 for x in (q, k, v))
+
     def new_rows(self, entropy: bool) -> Rows:
         """Uninitialised results."""
         shape = self.query.shape[:3]

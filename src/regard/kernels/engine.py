@@ -22,14 +22,16 @@ from ..autograd.engine import (
     jvp_of_formula,
 )
 from ..autograd.strip_map import MapStrips, attention_strips, jvp_of
-from ..compat.torch import call_function, not_compiled, without_autocast
+from ..compat.torch import call_function, is_capturing, not_compiled, without_autocast
+from ..compat.triton import INTERPRETED
 from ..core.dropout import keep_threshold, row_keys, shift_keys
 from ..core.folded import FoldedProblem, add_sink, group_bias
 from ..core.nonfinite import zero_unseen
 from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import TileSizes
-from .arguments import BIAS_ALIBI, BIAS_RELATIVE, BIAS_TENSOR, BiasArgs, DropoutArgs
+from . import ahead
+from .arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR, BiasArgs, DropoutArgs
 from .block_mask import BlockMask
 from .launch_cache import Shortcuts
 
@@ -101,6 +103,24 @@ class TritonEngine(Engine):
             if rows is not None:
                 return rows
         return self._forward(x)
+
+    def expect_vjp(self, x: MaybeTensors, needs: Needs) -> None:
+        """Let the kernels of the first backward compile in the background while those of the forward do."""
+        usual = needs == _QUERY_KEY_VALUE and self.bias_kind == BIAS_NONE and not self.spec.dropout
+        if usual and (self.shortcuts is None or self.shortcuts.forward is None):
+            self._compile_vjp(_inputs(x), needs)
+
+    @not_compiled
+    @without_autocast
+    def _compile_vjp(self, x: Inputs, needs: Needs) -> None:
+        if INTERPRETED or not x.query.is_cuda or x.vector is not None or is_capturing():
+            return
+        args = self.kernel_args(x)
+        if not ahead.is_new(args.variant):
+            return
+        with ahead.collecting(args.query.device):
+            rows = args.new_rows(self.observed)
+            self._vjp(x, rows, (torch.empty_like(rows.output), None, None), Needed(*needs))
 
     @not_compiled
     @without_autocast

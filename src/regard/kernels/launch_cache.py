@@ -18,6 +18,7 @@ from torch import Tensor
 from ..compat.torch import is_capturing_cuda, raw_stream
 from ..compat.triton import INTERPRETED, starter
 from ..core.rows import Rows
+from . import ahead
 
 __all__ = ["Launch", "Shortcuts", "clear", "find", "start", "store", "zeros"]
 
@@ -77,6 +78,9 @@ def start(
     about: Any = None,
 ) -> None:
     """Start a kernel the first time, and keep the launch; `changing` names the arguments that hold tensors of a call."""
+    if ahead.collect(kernel, arguments, options):
+        return
+    ahead.wait_for(kernel)
     compiled = kernel[(programs,)](**arguments, **options)
     if key is None or compiled is None or INTERPRETED:
         return
