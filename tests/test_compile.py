@@ -320,15 +320,18 @@ def test_fifty_lengths_compile_at_most_three_times() -> None:
 def test_a_nan_stays_with_the_rows_that_see_it_in_a_compiled_call() -> None:
     score = regard.scores.Bilinear(8, 8)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    written = regard.window(2).dense(12, 12)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         seen = regard.attention(q, k, v, mask=regard.window(2), softcap=3.0)
-        return seen, regard.attention(q, k, v, mask=regard.window(2, offset=6), score=score, softcap=3.0)
+        hidden = regard.attention(q, k, v, mask=regard.window(2, offset=6), score=score, softcap=3.0)
+        return seen, hidden, regard.attention(q, k, v, mask=written)
 
     dirty = [x.detach().clone() for x in inputs()]
     dirty[1][0, :, 3] = math.nan
     leaves = [x.requires_grad_() for x in dirty]
     found, expected = compiled(call)(*leaves), call(*leaves)
-    assert found[0].isnan().any(-1).sum() == 6  # three rows, in two heads
+    assert found[0].isnan().any(-1).sum() == found[2].isnan().any(-1).sum() == 6  # three rows, in two heads
     wanted = [*leaves, *score.parameters()]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)

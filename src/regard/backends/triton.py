@@ -216,7 +216,8 @@ def _traced(p: Problem) -> Rows:
 
     p = custom_ops.encodable(p)
     engine, inputs = _engine(p, None)
-    return custom_ops.attend(replace(engine, spec=replace(engine.spec, read=None), block_mask=None), inputs)
+    unread = replace(engine.spec, read=None)
+    return custom_ops.attend(replace(engine, spec=unread, block_mask=None), inputs)  # type: ignore[arg-type]
 
 
 def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = None) -> tuple[TritonEngine, Inputs]:

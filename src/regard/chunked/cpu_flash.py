@@ -1,6 +1,7 @@
 """Torch's CPU kernel for small masked problems in compiled graphs: eager mode takes it for them too, and it is faster.
 
-The mask is written out, which is allowed up to a constant number of pairs, and remembered with the mask.
+The mask is written out, which is allowed up to a constant number of pairs, and remembered with the mask. A mask
+that is a tensor is written out already, whatever its size.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..autograd.engine import MaybeTensors
 from ..compat.torch import cpu_flash_attention, cpu_flash_attention_backward, fused_sdpa_kernel
 from ..core.rows import Rows
+from ..masks.dense import Dense
 from .engine import ChunkedEngine
 
 __all__ = ["forward", "takes", "vjp"]
@@ -31,7 +33,8 @@ def takes(engine: ChunkedEngine, x: MaybeTensors) -> bool:
         return False
     items, heads = mask.lead
     pairs = items * heads * spec.n * spec.m
-    if not (query.is_cpu and 0 < pairs <= _MOST_PAIRS and query.numel() and key.shape[-1] == value.shape[-1]):
+    laid_out = isinstance(mask, Dense) or pairs <= _MOST_PAIRS
+    if not (query.is_cpu and laid_out and pairs and query.numel() and key.shape[-1] == value.shape[-1]):
         return False
     grouped = query.shape[2] != 1
     return fused_sdpa_kernel(query.flatten(1, 2), key, value, None, False, 1.0, grouped) == _FLASH
@@ -74,5 +77,6 @@ def _added(engine: ChunkedEngine, like: Tensor) -> Tensor:
         added = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, -torch.inf)
         return added if added.dim() == 4 else added[None, None]
 
-    found: Tensor = mask.remembered(("added", n, m, like.dtype), make) if mask.constant or mask.tensors else make()
+    kept = (mask.constant or mask.tensors) and n * m <= _MOST_PAIRS
+    found: Tensor = mask.remembered(("added", n, m, like.dtype), make) if kept else make()
     return found

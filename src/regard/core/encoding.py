@@ -107,8 +107,7 @@ def _encoded_function(f: Any, integers: list[int], floats: list[float], tensors:
     return _name(f) + "(" + ", ".join(codes) + ")"
 
 
-@torch.compiler.assume_constant_result
-def _name(x: Any) -> str:
+def _name_of(x: Any) -> str:
     """A name for a class, or for the code of a function: the compiler guards both, but not what a function captures."""
     wanted = "".join(c if c.isalnum() else "_" for c in x.__name__)
     for number in count():
@@ -119,10 +118,13 @@ def _name(x: Any) -> str:
     raise AssertionError
 
 
-@torch.compiler.assume_constant_result
-def _fields(kind: Any) -> tuple[str, ...]:
+def _fields_of(kind: Any) -> tuple[str, ...]:
     """The names of the arguments of a dataclass."""
     return tuple(field.name for field in fields(kind) if field.init)
+
+
+_name: Callable[[Any], str] = torch.compiler.assume_constant_result(_name_of)
+_fields: Callable[[Any], tuple[str, ...]] = torch.compiler.assume_constant_result(_fields_of)
 
 
 class _Values(NamedTuple):

@@ -65,16 +65,21 @@ def _about_mask(p: Problem) -> list[str]:
     batch, heads = mask.lead
     if batch not in (1, p.query.shape[0]):
         reasons.append("the mask is shared by several leading dimensions")
-    written = isinstance(mask, Dense | Padding | Keep)
+    written = isinstance(mask, Padding | Keep) or (isinstance(mask, Dense) and not _reads_when_run())
     if torch.compiler.is_compiling() or is_traced() or lacks_values(p.query):
         if not written:  # whatever their number: sizes may be symbols, and a question about one would be a guard
-            reasons.append("where values cannot be read, as under torch.compile, only padding and tensors are laid out")
+            reasons.append("where values cannot be read, as under torch.compile, a NaN behind the mask might leak")
         return reasons
     if not written and (pairs := batch * heads * p.rows * p.keys) > SMALL:
         reasons.append(f"torch would need the mask as {pairs:,} numbers")
     if not reasons and not all_finite(p.query, p.key, p.value):
         reasons.append("a NaN or inf behind the mask would leak through torch's kernels")
     return reasons
+
+
+def _reads_when_run() -> bool:
+    """Whether an operator of a compiled graph will read the values that decide about torch's kernel."""
+    return torch.compiler.is_compiling() and not is_traced()
 
 
 def _about_device(p: Problem) -> list[str]:
