@@ -18,7 +18,7 @@ from .spans import CHUNK, INNER, spans
 
 __all__ = ["KeyOrder", "SpanLists", "launch_spans"]
 
-
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 _MOST_LENGTHS = 256  # documents whose lengths each program sums up itself
 _TICKETS: dict[tuple[int | None, int], Tensor] = {}  # by device and stream: launches on a stream follow one another
 _COMPILED: dict[tuple[int | None, bool], Any] = {}  # by device, and by whether blocks are listed by keys
@@ -158,6 +158,6 @@ def _launch(programs: int, device: torch.device, values: tuple[int, ...]) -> Non
         start = compiled[programs, 1, 1]
         start(*values)
         return
-    compiled = spans[(programs,)](**dict(zip(spans.arg_names, values, strict=True)), num_warps=4)
+    compiled = spans[(programs,)](**dict(zip(spans.arg_names, values, strict=True)), **_OPTIONS)
     if not INTERPRETED and compiled is not None:
         _COMPILED[key] = compiled.result() if hasattr(compiled, "result") else compiled
