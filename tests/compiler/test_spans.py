@@ -40,5 +40,6 @@ def test_it_compiles_once_by_rows_and_once_by_keys(hopper: None, monkeypatch: py
     assert len(found) == 2
     for kernel in found.values():
         used = usage(kernel)
-        assert (used["STACK"], used["LOCAL"]) == (0, 0)
+        assert used["STACK"] <= 16
+        assert used["LOCAL"] == 0
         assert used["REG"] <= 128
