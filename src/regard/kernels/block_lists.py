@@ -36,7 +36,7 @@ class MaskBits(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """A block mask for the blocks of one kernel; None where its kind has no such field.
+    """A block mask for the blocks of one kernel; None where its kind has no such field. Kernels read by strides, so tensors may be flat.
 
     Strides are multiples of 16, and other numbers are in tensors: Triton compiles once more for integers that are, or are
     not, multiples of 16, and must not compile for a mask.

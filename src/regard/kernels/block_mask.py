@@ -174,7 +174,7 @@ class BlockMask:
         lists = self._known if self._known.lo is not None else self.by_rows(MASK_BLOCK, MASK_BLOCK)
         if lists.lo is None or lists.hi is None:
             raise RuntimeError("spans have two ends")
-        return lists.lo, lists.hi
+        return lists.lo.view(*self.lead, -1), lists.hi.view(*self.lead, -1)
 
     def _compute(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
         if self.mask_bits is not None:

@@ -53,7 +53,7 @@ def dq_order(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
         return cached[BM, BN]
     made = block_mask.key_order(BM, BN)
     if made is not None:
-        order = _with_strides(made.base, made.rank, made.begin, made.end)
+        order = _with_strides(*(x.view(*block_mask.lead, -1) for x in (made.base, made.rank, made.begin, made.end)))
         if not is_capturing():
             cached[BM, BN] = order
         return order

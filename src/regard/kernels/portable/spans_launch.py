@@ -18,19 +18,19 @@ from .spans import CHUNK, INNER, spans
 
 __all__ = ["KeyOrder", "SpanLists", "launch_spans"]
 
-
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 _MOST_LENGTHS = 256  # documents whose lengths each program sums up itself
 _TICKETS: dict[tuple[int | None, int], Tensor] = {}  # by device and stream: launches on a stream follow one another
 _COMPILED: dict[tuple[int | None, bool], Any] = {}  # by device, and by whether blocks are listed by keys
 
 
 class KeyOrder(NamedTuple):
-    """The rows that see each key, and the order in which key blocks add to dQ; see `hopper.dq_order.DqOrder`."""
+    """The rows that see each key, and the order in which key blocks add to dQ, flat; see `hopper.dq_order.DqOrder`."""
 
-    begin: Tensor  # int32 (items, heads, m)
+    begin: Tensor  # int32 (items · heads · m, padded)
     end: Tensor
-    rank: Tensor  # int32 (items, heads, key blocks)
-    base: Tensor  # int32 (items, heads, row blocks)
+    rank: Tensor  # of key blocks
+    base: Tensor  # of row blocks
 
 
 class SpanLists(NamedTuple):
@@ -44,10 +44,10 @@ class _Plan(NamedTuple):
     """A launch for some sizes, whatever the mask. Places are counted in int32; −1 for what is not wanted."""
 
     size: int
+    counts: list[int]  # of lo, hi, bounds, seen, the flag, `inner`, begin, end, rank and base; 0 for what is not wanted
     places: tuple[int, ...]  # of lo, hi, bounds, seen, the flag, begin, end, rank and base
     programs: tuple[int, int, int, int]
     strides: dict[str, int]  # fields of BlockLists
-    padded: tuple[int, int, int, int, int]  # rows, keys, numbers of bounds, key blocks and row blocks
 
 
 @lru_cache(maxsize=512)
@@ -58,23 +58,24 @@ def _plan(sizes: Sizes, needs_spans: bool, needs_seen: bool) -> _Plan:
     blocks = key_blocks if by_keys else row_blocks
     N, M, B, K, R = (-(-x // MULTIPLE) * MULTIPLE for x in (n, m, 4 * blocks, key_blocks, row_blocks))
     counts = [
-        *([leads * N] * 2 if needs_spans else [0] * 2), leads * B, *([-(-leads * M // 64) * MULTIPLE, MULTIPLE] if needs_seen else [0] * 2),
+        *([leads * N] * 2 if needs_spans else [0] * 2), leads * B, *([-(-leads * M // 64) * MULTIPLE, INNER, INNER] if needs_seen else [0] * 3),
         *([leads * M, leads * M, leads * K, leads * R] if by_keys else [0] * 4),
     ]
     *places, size = accumulate(counts, initial=0)
+    wanted = [place if count else -1 for place, count in zip(places, counts, strict=True)]
     programs = [-(-x // CHUNK) for x in (N if needs_spans else 0, M if needs_seen or by_keys else 0, B // 2, key_blocks, row_blocks)]
     item, head = int(items > 1), int(heads > 1)
     strides = {"block_item": item * heads * B, "block_head": head * B}
     strides |= {"item": item * heads * N, "head": head * N} if needs_spans else {}
     strides |= {"seen_item": item * heads * M, "seen_head": head * M} if needs_seen else {}
     return _Plan(
-        size, tuple(place if count else -1 for place, count in zip(places, counts, strict=True)),
-        (programs[0], programs[1], programs[2], programs[3] + programs[4] if by_keys else 0), strides, (N, M, B, K, R),
+        size, counts, (*wanted[:5], *wanted[6:]),
+        (programs[0], programs[1], programs[2], programs[3] + programs[4] if by_keys else 0), strides,
     )
 
 
 def launch_spans(terms: SpanTerms, sizes: Sizes, device: torch.device, known: BlockLists) -> SpanLists:
-    """The lists of these sizes; what `known` lists of the same mask have already is not computed again.
+    """The lists of these sizes, flat; what `known` lists of the same mask have already is not computed again.
 
     Lists by keys take lo and hi from there.
     """
@@ -82,7 +83,7 @@ def launch_spans(terms: SpanTerms, sizes: Sizes, device: torch.device, known: Bl
     by_keys, needs_spans, needs_seen = before is None, known.lo is None, known.seen is None
     if by_keys and needs_spans:
         raise RuntimeError("lists by keys follow those by rows")
-    size, places, programs, strides, (N, M, B, K, R) = _plan(sizes, needs_spans, needs_seen)
+    size, counts, places, programs, strides = _plan(sizes, needs_spans, needs_seen)
     memory = torch.empty(size, dtype=torch.int32, device=device)
     ticket = _ticket(device) if needs_seen else None
     kept, numbers = _numbers(terms)
@@ -91,18 +92,13 @@ def launch_spans(terms: SpanTerms, sizes: Sizes, device: torch.device, known: Bl
         n, m, max(n, m, numbers[-2]).bit_length(), inner, BM, BN, before or 0, items * heads, *programs, by_keys,
     ))
     del kept, ticket  # the kernel is in the queue, and memory is used again in the order of the queue
-
-    def part(place: int, width: int) -> Tensor:
-        return memory.as_strided((items, heads, width), (heads * width, width, 1), place)
-
-    new: dict[str, Any] = {"bounds": part(places[2], B), **strides}
+    lo, hi, bounds, seen, flag, inner_, begin, end, rank, base = memory.split_with_sizes(counts)
+    new: dict[str, Any] = {"bounds": bounds, **strides}
     if needs_spans:
-        new["lo"], new["hi"] = part(places[0], N), part(places[1], N)
+        new |= {"lo": lo, "hi": hi}
     if needs_seen:
-        new["seen"] = memory.view(torch.int8).as_strided((items, heads, M), (heads * M, M, 1), 4 * places[3])
-        new["all_keys_visible"], new["inner"] = (memory.as_strided((1,), (1,), place) for place in (places[4], places[4] + INNER))
-    order = KeyOrder(*map(part, places[5:], (M, M, K, R))) if by_keys else None
-    return SpanLists(known._replace(**new), order)
+        new |= {"seen": seen.view(torch.int8), "inner": inner_, "all_keys_visible": flag}
+    return SpanLists(known._replace(**new), KeyOrder(begin, end, rank, base) if by_keys else None)
 
 
 def _numbers(terms: SpanTerms) -> tuple[list[Tensor], tuple[int, ...]]:
@@ -158,6 +154,6 @@ def _launch(programs: int, device: torch.device, values: tuple[int, ...]) -> Non
         start = compiled[programs, 1, 1]
         start(*values)
         return
-    compiled = spans[(programs,)](**dict(zip(spans.arg_names, values, strict=True)), num_warps=4)
+    compiled = spans[(programs,)](**dict(zip(spans.arg_names, values, strict=True)), **_OPTIONS)
     if not INTERPRETED and compiled is not None:
         _COMPILED[key] = compiled.result() if hasattr(compiled, "result") else compiled
