@@ -30,10 +30,11 @@ from ..core.rows import Rows
 from ..core.spec import Spec
 from ..masks import dense
 from ..softmax import arithmetic_dtype
+from .arguments import BIAS_NONE, BIAS_TENSOR
 from .block_mask import block_mask
-from .engine import TritonEngine
+from .engine import Inputs, TritonEngine
 
-__all__ = ["attend", "encodable", "zero_unseen"]
+__all__ = ["attend", "encodable", "problem_of", "zero_unseen"]
 
 _ENGINE = "str code, SymInt[] integers, float[] floats, Tensor[] tensors"
 _ROWS = "(Tensor output, Tensor lse, Tensor entropy, Tensor max_logit, Tensor log_row_sum)"
@@ -76,6 +77,24 @@ def zero_unseen(p: Problem) -> Problem:
     rows, keys = rows[..., None], keys[..., None]
     query, key, value = torch.where(rows, p.query, 0.0), torch.where(keys, p.key, 0.0), torch.where(keys, p.value, 0.0)
     return p._replace(query=query, key=key, value=value)
+
+
+def problem_of(inputs: list[Tensor | None], *encoded: Any) -> Problem | None:
+    """The problem that a call of `regard::attend` computes, for those who watch a graph; None where parts are elsewhere.
+
+    `chunked` adds the sink after the operator, and a structured bias or an additive score has become a tensor.
+    """
+    engine = _engine(_first(inputs).device, encoded)
+    if not isinstance(engine, TritonEngine) or engine.bias_kind not in (BIAS_NONE, BIAS_TENSOR):
+        return None
+    x, spec = Inputs(*inputs), engine.spec  # type: ignore[arg-type]
+    if x.vector is not None:
+        return None
+    scale = engine.scale if x.scale is None else x.scale
+    lead = (x.query.shape[0], x.query.shape[1])
+    return Problem(
+        x.query, x.key, x.value, spec.mask, x.bias, None, scale, spec.softcap, x.sink, 0.0, lead, True, "attention"
+    )
 
 
 def _engine(device: torch.device, encoded: tuple[Any, ...]) -> Engine:

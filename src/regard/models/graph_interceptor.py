@@ -18,6 +18,7 @@ __all__ = ["GraphInterceptor"]
 
 _FUSED = "aten::_scaled_dot_product_"  # what the names of torch's fused attention begin with
 _BACKWARD = "_backward"
+_OURS = "regard::attend"  # the same of our kernels
 
 
 class GraphInterceptor(OperatorMode):
@@ -37,9 +38,21 @@ class GraphInterceptor(OperatorMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         name = func.name()
-        if name.startswith(_FUSED) and _BACKWARD not in name and not (CallInterceptor.is_suspended() or is_capturing()):
-            self._observe(operator_arguments(func, args, kwargs or {}))
+        fused = name.startswith(_FUSED) and _BACKWARD not in name
+        if (fused or name == _OURS) and not (CallInterceptor.is_suspended() or is_capturing()):
+            if fused:
+                self._observe(operator_arguments(func, args, kwargs or {}))
+            else:
+                self._observe_ours(args)
         return found
+
+    def _observe_ours(self, args: tuple[Any, ...]) -> None:
+        from ..kernels.custom_ops import problem_of
+
+        with CallInterceptor.suspend(), torch.no_grad():
+            p = problem_of(*args)
+            if p is not None:
+                self._on_call(observed(p).kept())
 
     def _observe(self, given: dict[str, Any]) -> None:
         query, key, value = (given[name].detach() for name in ("query", "key", "value"))

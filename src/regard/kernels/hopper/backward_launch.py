@@ -188,7 +188,7 @@ def backward_arguments(
     lse, delta, g_entropy = (vector_descriptor(x, BM) for x in _padded_row_stats(w, s, tile))
     arguments = {
         "q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "g_entropy": g_entropy, "dq_sums": matrix_descriptor(workspace.dq_sums, BM),
-        "dk_desc": dk_desc, "dv_desc": dv_desc, "dk": dk, "dv": dv, "dk_strides": dk.stride()[:3], "dv_strides": dv.stride()[:3],
+        "dk_desc": dk_desc, "dv_desc": dv_desc, "dk": dk, "dv": dv, "dk_strides": (0, 0, 0) if tma_store else dk.stride()[:3], "dv_strides": (0, 0, 0) if tma_store else dv.stride()[:3],
         "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "bias": w.bias, "lists": w.block_mask.by_keys(BM, BN),
         "dq_order": dq_order(w.block_mask, BM, BN), "drop": w.drop, "seen": seen, "semaphores": workspace.semaphores,
         "n": N, "M": w.m, "D": D, "E": E, "padded_n": padded_n, "key_blocks": cdiv(w.m, BN), "batch_kv_heads": L * H // w.groups,

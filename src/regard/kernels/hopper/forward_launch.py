@@ -142,7 +142,7 @@ def forward_arguments(
     arguments = {
         "q": q, "qb": qb, "k": k, "kb": kb, "v": v, "vb": vb, "o": o, "ob": ob, "output": found.output, "lse": found.lse,
         "row_max": found.max_logit, "log_row_sum": found.log_row_sum, "entropy": found.entropy,
-        "strides": found.output.stride()[:3], "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "sinks": w.sink, "bias": w.bias,
+        "strides": (0, 0, 0) if tma_store else found.output.stride()[:3], "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "sinks": w.sink, "bias": w.bias,
         "lists": _block_lists(w, tile), "drop": w.drop, "n": N, "M": w.m, "E": E, "row_blocks": cdiv(N, tile.BM), "batch_heads": L * H,
         "num_heads": H, "heads_per_kv": w.groups, "swizzle": swizzle or heads_in_l2(w), "counters": _counters(w, tile),
         "DA": DA, "DB": DB, "EA": EA, "EB": EB, "BN": tile.BN, "STAGES": tile.stages, "GROUPS": tile.groups, "REGISTERS": tile.registers,
