@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import regard
-from folded_cases import CASES, FEW_ROWS, engine_of, folded, formula_of, tensors_of
 from attention_inputs import gradients, inputs
+from folded_cases import CASES, FEW_ROWS, engine_of, folded, formula_of, tensors_of
 from regard.chunked.engine import ChunkedEngine
 from regard.core.tiling import TileSizes
 
@@ -103,7 +103,9 @@ def test_the_bits_are_the_same_for_every_number_of_threads(name: str, heads: int
     try:
         for threads in (1, 2, 16):
             torch.set_num_threads(threads)
-            leaves = [x.requires_grad_() for x in inputs(1, heads, n=n, m=max(n, 300) if name == "no mask" else n, d=64)]
+            leaves = [
+                x.requires_grad_() for x in inputs(1, heads, n=n, m=max(n, 300) if name == "no mask" else n, d=64)
+            ]
             seen = regard.observe(*leaves, mask=MASKED[name](n), backend="chunked")
             grads = gradients((seen.output.square() + seen.entropy[..., None]).sum(), leaves)
             found.append([seen.output, seen.lse, seen.entropy, seen.max_logit, *grads])

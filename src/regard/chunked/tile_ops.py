@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.torch import has_thread_state, lacks_values
+from ..compat.torch import is_traced, lacks_values, transforms_are_active
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, hidden, products
 from ..core.spec import Spec
@@ -131,7 +131,7 @@ class Intervals(NamedTuple):
 @torch.no_grad()
 def _intervals(spec: Spec) -> Intervals | None:
     mask = spec.mask
-    if mask is None or mask.lead != (1, 1) or has_thread_state() or lacks_values(*mask.tensors):
+    if mask is None or mask.lead != (1, 1) or transforms_are_active() or is_traced() or lacks_values(*mask.tensors):
         return None
     if any(t.device.type != "cpu" or t.numel() > spec.n + spec.m for t in mask.tensors):  # a table is read tile by tile
         return None
@@ -139,8 +139,8 @@ def _intervals(spec: Spec) -> Intervals | None:
     lo, hi, exact = mask.span(torch.arange(spec.n, device="cpu"), spec.n, spec.m)
     if not exact:
         return None
-    ends = (end.to(torch.int32).reshape(-1, 1).expand(spec.n, 1) for end in (lo, hi))
-    return Intervals(*ends, torch.arange(spec.m, dtype=torch.int32, device="cpu"))
+    lo, hi = (end.to(torch.int32).reshape(-1, 1).expand(spec.n, 1) for end in (lo, hi))
+    return Intervals(lo, hi, torch.arange(spec.m, dtype=torch.int32, device="cpu"))
 
 
 def _flat(x: Tensor) -> Tensor | None:

@@ -115,6 +115,8 @@ def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums, workspac
         added, pull = vjp_of(lambda *t: bias_tile(spec, tile, groups, None, (*of_score, *t)), *tables)
         add_to(sums.tables, pull(dS.sum_to_size(added.shape)))
     query = QUERY.part(x.query, tile)
+    d_query: Tensor | None
+    d_key: Tensor | None
     if spec.softcap is not None:
         raw = products(spec, query, KEY.part(x.key, tile), x.shared)
         dS = dS.mul_(1 - (raw / spec.softcap).tanh_().square_())

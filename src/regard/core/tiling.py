@@ -181,7 +181,8 @@ def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool =
     else:
         width = max(_BLOCK, tile_sizes.budget // (groups * chunk * spec.cost) // _BLOCK * _BLOCK)
 
-    if tile_sizes.blocks and spec.mask is None and groups == 1 and spec.n >= tile_sizes.threads * chunk:
+    enough = tile_sizes.threads > 1 and spec.n >= tile_sizes.threads * tile_sizes.rows  # rows for every thread
+    if tile_sizes.blocks and enough and spec.mask is None and groups == 1 and not whole:
         yield from _blocks_of_rows(spec, batch, heads, chunk, tile_sizes.threads, width)
         return
 
@@ -260,8 +261,10 @@ def _runs(states: list[int], edges: list[int], width: int) -> Iterator[KeyRun]:
     merged: list[list[int]] = []
     for first, last, state in joined:
         before = merged[-1] if merged and merged[-1][1] == first else None
-        short = edges[last] - edges[first] < _SHORTEST_FULL_RUN
-        thin = before is not None and edges[before[1]] - edges[before[0]] < _SHORTEST_FULL_RUN
+        short = state == FULL and edges[last] - edges[first] < _SHORTEST_FULL_RUN
+        thin = before is not None and (
+            before[2] == state or (before[2] == FULL and edges[before[1]] - edges[before[0]] < _SHORTEST_FULL_RUN)
+        )
         if before is not None and (short or thin):
             before[1], before[2] = last, PARTIAL
         else:
