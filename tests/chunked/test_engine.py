@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import regard
+from attention_inputs import gradients, inputs
 from folded_cases import CASES, FEW_ROWS, engine_of, folded, formula_of, tensors_of
 from regard.chunked.engine import ChunkedEngine
 from regard.core.tiling import TileSizes
@@ -83,3 +84,32 @@ def test_without_statistics_the_output_keeps_its_bits() -> None:
     bare = ChunkedEngine(x.spec, FEW_ROWS, observed=False).forward(given)
     assert torch.equal(bare.output, engine_of(x).forward(given).output)
     assert not bare.entropy.any()
+
+
+MASKED = {
+    "no mask": lambda n: None,
+    "causal": lambda n: regard.causal(),
+    "a window": lambda n: regard.window(100),
+    "documents": lambda n: regard.documents(torch.arange(n) // 200),
+    "padding": lambda n: regard.padding(torch.tensor([n - n // 5])),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize(("heads", "n"), [(1, 389), (1, 512), (3, 300), (1, 1)])
+def test_the_bits_are_the_same_for_every_number_of_threads(name: str, heads: int, n: int) -> None:
+    before = torch.get_num_threads()
+    found: list[list[torch.Tensor]] = []
+    try:
+        for threads in (1, 2, 16):
+            torch.set_num_threads(threads)
+            leaves = [
+                x.requires_grad_() for x in inputs(1, heads, n=n, m=max(n, 300) if name == "no mask" else n, d=64)
+            ]
+            seen = regard.observe(*leaves, mask=MASKED[name](n), backend="chunked")
+            grads = gradients((seen.output.square() + seen.entropy[..., None]).sum(), leaves)
+            found.append([seen.output, seen.lse, seen.entropy, seen.max_logit, *grads])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))

@@ -21,13 +21,12 @@ from ..core.folded import FoldedProblem
 from ..core.formula import kept
 from ..core.rows import Rows
 from ..core.spec import Spec
-from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes
+from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes, strips
 from ..softmax import Partial, lowest, merge
 from .double_backward import RowTangents, double_backward
 from .jvp import LogitTangents
-from .tile_ops import Workspace, below_row_max, exp_below_max, hides_nothing, masked_logits
+from .tile_ops import Workspace, below_row_max, exp_below_max, hides_nothing, masked_logits, multiply
 from .vjp import vjp
-from .workers import Turn, for_each_strip
 
 __all__ = ["ChunkedEngine"]
 
@@ -99,13 +98,15 @@ def _forward(
     if moving is not None:
         tangents = torch.zeros_like(output), torch.zeros_like(totals[0]), torch.zeros_like(totals[0])
 
-    def attend(strip: Strip, workspace: Workspace, turn: Turn) -> None:
+    workspace = Workspace()
+    sizes = tile_sizes.on(x.query.device, masked=x.spec.mask is not None, independent=True)
+    for strip in strips(x.spec, x.query.shape, sizes):
+        if not strip.runs:
+            continue
         state, e, c = _fold(x, strip, observed, moving, workspace)
-        m, l, sum_e = totals[:, strip.batch, strip.heads, :, strip.rows].unbind()
-        m.copy_(state.max)
-        l.copy_(state.denominator)
-        if e is not None:
-            sum_e.copy_(e)
+        found = (state.max, state.denominator) if e is None else (state.max, state.denominator, e)
+        for total, own in zip(totals[:, strip.batch, strip.heads, :, strip.rows].unbind(), found, strict=False):
+            total.copy_(own)
         l = state.denominator.clamp(min=1.0)  # noqa: E741  (the largest logit adds 1; a row that sees nothing has 0)
         scale = (l * (1 - x.spec.dropout) if x.spec.dropout else l)[..., None]
         hull = strip.tile(strip.runs[0])
@@ -118,16 +119,15 @@ def _forward(
             if e is not None and c is not None:
                 torch.div(u * e - c, l, out=ROW.part(tangents[2], hull))  # −Cov(t, S)
 
-    for_each_strip(x, tile_sizes, attend)
     rows = _rows(output, totals, observed)
     return rows, (rows.output, rows.lse, rows.entropy) if tangents is None else tangents
 
 
 def _rows(output: Tensor, totals: Tensor, observed: bool) -> Rows:
     """The results of all rows."""
-    row_max, l, e = totals.unbind()
-    empty = l == 0
-    l = l.masked_fill(empty, 1.0)  # noqa: E741
+    row_max, row_sum, e = totals.unbind()
+    empty = row_sum == 0
+    l = row_sum.masked_fill(empty, 1.0)  # noqa: E741
     log_row_sum = l.log()
     row_max = row_max.masked_fill(empty, -torch.inf)
     entropy = log_row_sum - e / l if observed else torch.zeros_like(l)
@@ -163,7 +163,7 @@ def _fold(
         if moving is None:
             P = P if keep is None else P.mul_(keep)
             values = workspace.matrices("value rows", x.value, tile)
-            O = torch.bmm(P.view(len(values), -1, P.shape[-1]), values)  # noqa: E741
+            O = multiply(P.view(len(values), -1, P.shape[-1]), values)  # noqa: E741
             O = O.view(*P.shape[:-1], values.shape[-1])  # noqa: E741
         else:
             T = moving.logits(tile, moving.scores(tile, workspace), S.shape[2])

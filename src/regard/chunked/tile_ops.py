@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..compat.torch import has_thread_state, lacks_values
+from ..compat.torch import is_traced, lacks_values, transforms_are_active
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, hidden, products
 from ..core.spec import Spec
@@ -28,6 +26,8 @@ __all__ = [
 ]
 
 _ROWS_WORTH_A_COPY = 64  # from here a transposed copy of the keys pays; 16 rows take a third of the time without
+_BLOCK_ROWS = 128  # of a matrix that is multiplied in blocks
+_FEWEST_ROWS = 8  # of a block: the bits of fewer rows depend on how many there are
 _HIDDEN_LOGIT = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
 _FLOOR = {dtype: math.log(torch.finfo(dtype).tiny) + 0.01 for dtype in (torch.float32, torch.float64)}
 _INF_BITS = {  # the integer dtype of the same size, and −inf in it
@@ -39,13 +39,11 @@ _INF_BITS = {  # the integer dtype of the same size, and −inf in it
 class Workspace:
     """Buffers by name, reused from tile to tile: fresh memory for every tile would cost a tenth of the time."""
 
-    def __init__(self, beside: Workspace | None = None) -> None:
-        """`beside` is the workspace of another thread, with which this one shares keys and values."""
+    def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
         self._views: dict[str, dict[tuple[int, ...], Tensor]] = {}
-        self._matrices: dict[str, Tensor | None] = {} if beside is None else beside._matrices
-        self._intervals: list[Intervals | None] = [] if beside is None else beside._intervals
-        self._lock = threading.Lock() if beside is None else beside._lock
+        self._matrices: dict[str, Tensor | None] = {}
+        self._intervals: list[Intervals | None] = []
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised tensor of this shape in the buffer of this name."""
@@ -64,28 +62,26 @@ class Workspace:
 
     def matrices(self, name: str, x: Tensor, tile: Tile) -> Tensor:
         """The tile's keys or values (l·k, c, D), out of (L, K, M, D)."""
-        whole = self._whole(name, x, lambda: _flat(x))
+        if name not in self._matrices:
+            self._matrices[name] = _flat(x)
+        whole = self._matrices[name]
         return KEY.part(x, tile).flatten(0, 1) if whole is None else _part(whole, x.shape[1], tile, -2)
 
     def transposed(self, name: str, x: Tensor, rows: int, tile: Tile) -> Tensor:
         """The same, transposed (l·k, D, c), copied if enough rows read them: most BLAS libraries prefer a copy."""
-        copy = rows >= _ROWS_WORTH_A_COPY
-        whole = self._whole(name, x, lambda: _transposed_copy(x) if copy else _transposed(_flat(x)))
-        return KEY.part(x, tile).flatten(0, 1).mT if whole is None else _part(whole, x.shape[1], tile, -1)
-
-    def _whole(self, name: str, x: Tensor, make: Callable[[], Tensor | None]) -> Tensor | None:
         if name not in self._matrices:
-            with self._lock:
-                if name not in self._matrices:
-                    self._matrices[name] = make()
-        return self._matrices[name]
+            flat = _flat(x)
+            few = x.mT if flat is None else flat.mT
+            self._matrices[name] = _transposed_copy(x) if rows >= _ROWS_WORTH_A_COPY else few
+        whole = self._matrices[name]
+        if whole is not None and whole.dim() == 4:
+            whole = None
+        return KEY.part(x, tile).flatten(0, 1).mT if whole is None else _part(whole, x.shape[1], tile, -1)
 
     def intervals(self, spec: Spec) -> Intervals | None:
         """The keys of every row, if each row sees one interval and all items and heads see the same."""
         if not self._intervals:
-            with self._lock:
-                if not self._intervals:
-                    self._intervals.append(_intervals(spec))
+            self._intervals.append(_intervals(spec))
         return self._intervals[0]
 
     def product(self, name: str, rows: Tensor, transposed: Tensor) -> Tensor:
@@ -93,8 +89,29 @@ class Workspace:
         batch, heads, groups, count, dim = rows.shape
         cols = transposed.shape[2]
         S = self.take(name, (batch * heads, groups * count, cols), rows)
-        torch.bmm(rows.reshape(batch * heads, groups * count, dim), transposed, out=S)
+        multiply(rows.reshape(batch * heads, groups * count, dim), transposed, out=S)
         return self.take(name, (batch, heads, groups, count, cols), rows)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """The products of matrices (B, r, k) and (B, k, c), with the same bits for every number of threads.
+
+    BLAS libraries divide one product among their threads, by its sums too. Several products they compute side by
+    side, with one thread for each; so the rows of a single matrix are multiplied as several matrices.
+    """
+    if len(a) != 1 or a.device.type != "cpu":
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    rows = a.shape[1]
+    blocks = rows // _BLOCK_ROWS if rows % _BLOCK_ROWS == 0 and rows > _BLOCK_ROWS else 2
+    if rows % blocks or rows < 2 * _FEWEST_ROWS:  # twice, at the same time, is as fast as once
+        twice = torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
+        return twice if out is None else out.copy_(twice)
+    split = a.reshape(blocks, rows // blocks, a.shape[2])
+    whole = b.expand(blocks, -1, -1)
+    if out is None:
+        return torch.bmm(split, whole).view(1, rows, b.shape[2])
+    torch.bmm(split, whole, out=out.view(blocks, rows // blocks, b.shape[2]))
+    return out
 
 
 class Intervals(NamedTuple):
@@ -114,7 +131,7 @@ class Intervals(NamedTuple):
 @torch.no_grad()
 def _intervals(spec: Spec) -> Intervals | None:
     mask = spec.mask
-    if mask is None or mask.lead != (1, 1) or has_thread_state() or lacks_values(*mask.tensors):
+    if mask is None or mask.lead != (1, 1) or transforms_are_active() or is_traced() or lacks_values(*mask.tensors):
         return None
     if any(t.device.type != "cpu" or t.numel() > spec.n + spec.m for t in mask.tensors):  # a table is read tile by tile
         return None
@@ -122,17 +139,13 @@ def _intervals(spec: Spec) -> Intervals | None:
     lo, hi, exact = mask.span(torch.arange(spec.n, device="cpu"), spec.n, spec.m)
     if not exact:
         return None
-    ends = (end.to(torch.int32).reshape(-1, 1).expand(spec.n, 1) for end in (lo, hi))
-    return Intervals(*ends, torch.arange(spec.m, dtype=torch.int32, device="cpu"))
+    lo, hi = (end.to(torch.int32).reshape(-1, 1).expand(spec.n, 1) for end in (lo, hi))
+    return Intervals(lo, hi, torch.arange(spec.m, dtype=torch.int32, device="cpu"))
 
 
 def _flat(x: Tensor) -> Tensor | None:
     """(L, K, M, D) as (L·K, M, D); None if that takes a copy."""
     return x.flatten(0, 1) if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) else None
-
-
-def _transposed(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.mT
 
 
 def _transposed_copy(x: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from ..autograd.strip_map import vjp_of
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, kept, products
 from ..core.rows import Rows
-from ..core.tiling import BIAS, KEY, QUERY, ROW, Strip, Tile, TileSizes
-from .tile_ops import RowStats, Workspace, logits_and_weights, weights
-from .workers import Turn, for_each_strip
+from ..core.tiling import BIAS, KEY, QUERY, ROW, Tile, TileSizes, strips
+from .tile_ops import RowStats, Workspace, logits_and_weights, multiply, weights
 
 __all__ = ["GradSums", "add_to", "rows_of", "vjp"]
 
@@ -50,11 +49,6 @@ class GradSums:
     def wants_tables(self) -> bool:
         return any(g is not None for g in self.tables)
 
-    @property
-    def each_strip_has_its_own(self) -> bool:
-        """Whether strips share no sum but those of their keys."""
-        return all(g is None for g in (self.bias, *self.score, *self.tables))
-
     def add_keys(self, tile: Tile, key: Tensor | None, value: Tensor | None) -> None:
         for total, g in ((self.key, key), (self.value, value)):
             if total is not None and g is not None:
@@ -84,7 +78,9 @@ def vjp(
     mean = rows.log_row_sum - rows.entropy  # E[S] above the row max
     sums = GradSums.zeros(x, needs)
 
-    def pull(strip: Strip, workspace: Workspace, turn: Turn) -> None:
+    workspace = Workspace()
+    sizes = tile_sizes.on(x.query.device, masked=x.spec.mask is not None, independent=False)
+    for strip in strips(x.spec, x.query.shape, sizes):
         for run in strip.runs:
             tile = strip.tile(run)
             X: Tensor | None = None
@@ -105,11 +101,7 @@ def vjp(
                 surprise = X.sub_(ROW.part(mean, tile)[..., None]).mul_(P)
                 dS.sub_(surprise.mul_(ROW.part(g_H, tile)[..., None]))
             d_key = _add_tile(x, tile, dS, sums, workspace)
-            turn.wait(run)
             sums.add_keys(tile, d_key, d_value)
-            turn.done(run)
-
-    for_each_strip(x, tile_sizes, pull, together=sums.each_strip_has_its_own)
     return sums.cast(x)
 
 
@@ -123,6 +115,8 @@ def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums, workspac
         added, pull = vjp_of(lambda *t: bias_tile(spec, tile, groups, None, (*of_score, *t)), *tables)
         add_to(sums.tables, pull(dS.sum_to_size(added.shape)))
     query = QUERY.part(x.query, tile)
+    d_query: Tensor | None
+    d_key: Tensor | None
     if spec.softcap is not None:
         raw = products(spec, query, KEY.part(x.key, tile), x.shared)
         dS = dS.mul_(1 - (raw / spec.softcap).tanh_().square_())
@@ -133,7 +127,7 @@ def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums, workspac
         add_to(sums.score, d_score)
     else:
         D = matrices_of(dS)
-        d_query = None if sums.query is None else torch.bmm(D, workspace.matrices("key rows", x.key, tile))
+        d_query = None if sums.query is None else multiply(D, workspace.matrices("key rows", x.key, tile))
         d_key = None if sums.key is None else torch.bmm(D.mT, matrices_of(query))
     if sums.query is not None and d_query is not None:
         QUERY.part(sums.query, tile).add_(d_query.view(query.shape))

@@ -33,7 +33,6 @@ __all__ = [
     "dynamo_is_loaded",
     "forward_mode_is_active",
     "fused_sdpa_kernel",
-    "has_thread_state",
     "in_backward",
     "innermost_transform_is_jvp",
     "is_batched",
@@ -224,16 +223,6 @@ def forward_mode_is_active() -> bool:
 def transforms_are_active() -> bool:
     """Whether a transform of torch.func (grad, jvp, vmap, …) is at work."""
     return torch._C._are_functorch_transforms_active()
-
-
-def has_thread_state() -> bool:
-    """Whether something is at work in this thread that other threads would not see: a transform, mode or profiler."""
-    return bool(
-        transforms_are_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch.autograd._profiler_enabled()  # type: ignore[no-untyped-call]
-        or is_traced()
-    )
 
 
 def innermost_transform_is_jvp() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,9 @@ __all__ = [
 
 _BUDGET = 2**21  # logits in flight: two such buffers of float32 are 16 MiB, which stays in a last-level cache
 _BUDGET_PER_ROW = 2**13  # logits in flight per row of a strip, if there are few rows
-_THREAD_ROWS, _THREAD_BUDGET = 128, 2**19  # the same for one thread of a CPU: a buffer of float32 is 2 MiB
+_CPU_ROWS = 128  # of a strip on a CPU
+_THREAD_BUDGET = 2**19  # logits in flight per thread of a CPU: a buffer of float32 is 2 MiB
+_MOST_THREADS = 32  # for which memory is taken
 _BLOCK = 128  # keys that are skipped or computed together
 _SHORTEST_FULL_RUN = 512  # a shorter run of fully visible keys joins its masked neighbours
 
@@ -122,16 +125,25 @@ class TileSizes:
 
     rows: int = 512
     most: int = _BUDGET
+    threads: int = 1  # how many such tiles are in flight together
+    blocks: bool = False  # whether those may be blocks of rows of one head
 
     @property
     def budget(self) -> int:
-        """How many logits are in flight: in proportion to the rows, up to what a cache holds; heads do not matter."""
+        """How many logits a tile has: in proportion to the rows, up to what a cache holds; heads do not matter."""
         return min(self.most, self.rows * _BUDGET_PER_ROW)
 
-    @property
-    def per_thread(self) -> TileSizes:
-        """The sizes for one of several threads, which has a smaller cache; narrow masks hide more of smaller tiles."""
-        return TileSizes(min(self.rows, _THREAD_ROWS), _THREAD_BUDGET)
+    def on(self, device: torch.device, masked: bool, independent: bool) -> TileSizes:
+        """The sizes for a device. On a CPU, tiles are small, and as many are in flight as there are threads.
+
+        Tiles in flight together are of different heads. If the rows are `independent`, so that nothing is summed over
+        them, and no mask tells them apart, they are blocks of rows.
+        """
+        if device.type != "cpu":
+            return self
+        few = masked or independent  # masks hide more of short strips; sums over rows are faster over many
+        threads = min(torch.get_num_threads(), _MOST_THREADS)
+        return TileSizes(min(self.rows, _CPU_ROWS if few else self.rows), _THREAD_BUDGET, threads, independent)
 
     def chunk(self, groups: int) -> int:
         return max(1, self.rows // max(groups, 1))
@@ -169,9 +181,15 @@ def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool =
     else:
         width = max(_BLOCK, tile_sizes.budget // (groups * chunk * spec.cost) // _BLOCK * _BLOCK)
 
+    enough = tile_sizes.threads > 1 and spec.n >= tile_sizes.threads * tile_sizes.rows  # rows for every thread
+    if tile_sizes.blocks and enough and spec.mask is None and groups == 1 and not whole:
+        yield from _blocks_of_rows(spec, batch, heads, chunk, tile_sizes.threads, width)
+        return
+
     def together(keys: int) -> int:
         """How many heads with so many keys per row fit into the budget."""
-        return max(1, tile_sizes.budget // (groups * chunk * max(keys, 1) * spec.cost))
+        fit = tile_sizes.threads * tile_sizes.budget // (groups * chunk * max(keys, 1) * spec.cost)
+        return max(1, fit)
 
     some = together(min(width, spec.m))
     for items, those in _sharing_a_mask(spec, batch, heads, some):
@@ -179,6 +197,15 @@ def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool =
             fit = some if whole else together(max((run.stop - run.start for run in runs), default=0))
             for part, own in _split(items, those, fit):
                 yield Strip(part, own, rows, runs)
+
+
+def _blocks_of_rows(spec: Spec, batch: int, heads: int, chunk: int, threads: int, width: int) -> Iterator[Strip]:
+    """Yield strips with a block of rows for each thread; the rows that are left over are a strip of their own."""
+    runs = [KeyRun(j, min(j + width, spec.m), True) for j in range(0, spec.m, width)]
+    whole = spec.n // chunk * chunk
+    rows = [*_slices(slice(0, whole), threads * chunk), *([slice(whole, spec.n)] if whole < spec.n else [])]
+    for b, h in product(range(batch), range(heads)):
+        yield from (Strip(slice(b, b + 1), slice(h, h + 1), some, runs) for some in rows)
 
 
 def _sharing_a_mask(spec: Spec, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
@@ -234,8 +261,10 @@ def _runs(states: list[int], edges: list[int], width: int) -> Iterator[KeyRun]:
     merged: list[list[int]] = []
     for first, last, state in joined:
         before = merged[-1] if merged and merged[-1][1] == first else None
-        short = edges[last] - edges[first] < _SHORTEST_FULL_RUN
-        thin = before is not None and edges[before[1]] - edges[before[0]] < _SHORTEST_FULL_RUN
+        short = state == FULL and edges[last] - edges[first] < _SHORTEST_FULL_RUN
+        thin = before is not None and (
+            before[2] == state or (before[2] == FULL and edges[before[1]] - edges[before[0]] < _SHORTEST_FULL_RUN)
+        )
         if before is not None and (short or thin):
             before[1], before[2] = last, PARTIAL
         else:
