@@ -91,8 +91,8 @@ def attention(
     if known is None:
         return _answer(problem, backend)
     refuse_in_context(problem.who)
-    remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
-    return run(problem, chosen).output
+    call = remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
+    return (run(problem, chosen) if call is None else call.run(problem)).output
 
 
 def observe(
@@ -140,8 +140,8 @@ def observe(
     if known is None:
         return _observe(problem, backend)
     refuse_in_context(problem.who)
-    remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
-    return _notified(Observation(problem, chosen, run(problem, chosen)))
+    call = remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
+    return _notified(Observation(problem, chosen, run(problem, chosen) if call is None else call.run(problem)))
 
 
 def why(

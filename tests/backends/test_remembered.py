@@ -44,7 +44,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mask": {"mask": regard.causal()},
     "another mask": {"mask": regard.window(3)},
     "mask with tensors": {"mask": KEPT},
-    "an equal mask with other tensors": {"mask": regard.padding(LENGTHS.clone())},
+    "a mask with other tensors": {"mask": regard.padding(torch.tensor([3]))},
+    "documents": {"mask": regard.documents(torch.tensor([0, 0, 1, 0, 2, 2]))},
     "scale": {"scale": 0.5},
     "softcap": {"softcap": 9.0},
     "sink": {"sink": torch.zeros(4)},
@@ -68,11 +69,20 @@ def test_masks_made_anew_are_the_same_if_they_hold_no_tensor() -> None:
     )
 
 
-def test_a_mask_whose_tensor_was_changed_is_another() -> None:
-    lengths = torch.tensor([3, 5])
-    mask = regard.padding(lengths)
+def test_intervals_made_anew_are_the_same_if_their_tensors_differ_by_values_alone() -> None:
+    first, second = (regard.packed(torch.tensor(lengths)) & regard.causal() for lengths in ([2, 4], [5, 1]))
+    assert key_of(**call(mask=first)) == key_of(**call(mask=second))
+    wrong = regard.packed(torch.tensor([5, 2])) & regard.causal()
+    assert key_of(**call(mask=wrong)) is None  # the whole road ends in an error
+
+
+def test_other_masks_are_the_same_while_their_tensors_are_not_changed() -> None:
+    ids = torch.tensor([0, 0, 1, 0, 2, 2])
+    mask = regard.documents(ids)
     before = key_of(**call(mask=mask))
-    lengths[0] = 4
+    assert key_of(**call(mask=mask)) == before
+    assert key_of(**call(mask=regard.documents(ids))) != before
+    ids[0] = 4
     assert key_of(**call(mask=mask)) != before
 
 

@@ -7,6 +7,7 @@ be refused never has such a key, and takes the whole road to its error.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ..compat.torch import (
 )
 from ..core.problem import Problem
 from ..core.rows import Rows
+from ..kernels.block_mask import traceable
 from ..masks import Mask
 from ..masks.causal import Causal
 from .base import Backend, Prepared
@@ -67,17 +69,41 @@ class _ByValue:
         return isinstance(other, _ByValue) and self.hash == other.hash and self.mask == other.mask
 
 
-def _mask_key(mask: Mask) -> object:
-    """Equal for equal masks without tensors; for others, this mask while its tensors are known not to change."""
+def _mask_key(mask: Mask, n: int, m: int) -> object:
+    """Equal for equal masks without tensors, and for intervals that differ by the values of their tensors alone.
+
+    For others, it stands for this mask while its tensors are known not to change. None needs the whole road.
+    """
     memory = mask.__dict__.setdefault("_memory", {})
-    found = memory.get("key")
-    if found is None:
-        found = memory["key"] = (_ByValue(mask), ()) if mask.constant else (object(), mask.sources)
-    name, tensors = found
+    known = memory.get("key")
+    if known is None:
+        name = _ByValue(mask) if mask.constant else _structure(mask) if traceable(mask) else object()
+        known = memory["key"] = name, mask.sources
+    name, tensors = known
     if not tensors:
         return name
     versions = [version_of(t) for t in tensors]
-    return None if -1 in versions else (name, *versions)
+    if -1 in versions:  # of inference mode
+        return None
+    if not isinstance(name, tuple):
+        return name, *versions
+    if memory.get("fits") != (n, m, versions):
+        if mask.misfit(n, m) is not None:
+            return None
+        memory["fits"] = (n, m, versions)
+    return name
+
+
+def _structure(mask: Mask) -> tuple[object, ...]:
+    """A mask without the values of its tensors."""
+    made: list[object] = [type(mask)]
+    for field in fields(mask):
+        part = getattr(mask, field.name)
+        if isinstance(part, Tensor):
+            made += [part.shape, part.dtype, part.device]
+        else:
+            made.append(_structure(part) if isinstance(part, Mask) else part)
+    return tuple(made)
 
 
 def _on_gpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -126,7 +152,7 @@ def key_of(
         torch.are_deterministic_algorithms_enabled(),
     )
     if mask is not None:
-        if not isinstance(mask, Mask) or (mask_key := _mask_key(mask)) is None:
+        if not isinstance(mask, Mask) or (mask_key := _mask_key(mask, query.shape[-2], key.shape[-2])) is None:
             return None
         made += (mask_key,)
     if scale is not None or softcap is not None or sink is not None:
@@ -145,11 +171,12 @@ def recall(key: tuple[object, ...]) -> Remembered | None:
     return _CALLS.get(key)
 
 
-def remember(key: tuple[object, ...], given: tuple[object, ...], p: Problem, backend: Backend) -> None:
+def remember(key: tuple[object, ...], given: tuple[object, ...], p: Problem, backend: Backend) -> Remembered | None:
     """Remember an accepted call, if it is computed as it was given and the backend can prepare for more of it."""
     same = all(x is y for x, y in zip(given, (p.query, p.key, p.value, p.mask), strict=True))
     if not same or isinstance(p.scale, Tensor) or (prepared := backend.prepare(p)) is None:
-        return
+        return None
     if len(_CALLS) >= _SIZE:
         _CALLS.pop(next(iter(_CALLS)), None)
-    _CALLS[key] = Remembered(backend, prepared, p.scale, p.softcap, p.lead)
+    found = _CALLS[key] = Remembered(backend, prepared, p.scale, p.softcap, p.lead)
+    return found

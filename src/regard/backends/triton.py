@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -85,7 +84,7 @@ class Triton(Backend):
         shortcuts = Shortcuts()
         records = may_need_grad(*p.tensors)
         engine, _ = _engine(p, _block_mask(p), shortcuts)
-        engine_for = (lambda _: engine) if p.mask is None or p.mask.constant else _engine_for(p, engine)
+        engine_for = (lambda _: engine) if p.mask is None or p.mask.constant else _engine_for(engine)
 
         def run(p: Problem) -> Rows:
             sink = None if p.sink is None else p.sink.float()
@@ -191,20 +190,16 @@ def _block_mask(p: Problem) -> BlockMask:
     return block_mask(p.mask, p.rows, p.keys, p.device, p.items_per_mask)
 
 
-def _engine_for(p: Problem, engine: TritonEngine) -> Callable[[Problem], TritonEngine]:
-    """The engine for a mask whose tensors were not changed since; it is made anew, so that nothing keeps them alive."""
-    block = ref(engine.block_mask)
+def _engine_for(engine: TritonEngine) -> Callable[[Problem], TritonEngine]:
+    """The same engine for the mask of another problem; nothing keeps the tensors of a mask alive."""
     spec = replace(engine.spec, mask=None, read=None)
-    engine = replace(engine, spec=spec, block_mask=BlockMask(p.rows, p.keys))
+    engine = replace(engine, spec=spec, block_mask=BlockMask(spec.n, spec.m))
 
     def made(p: Problem) -> TritonEngine:
-        found = block()
-        if found is None or p.mask is None or is_capturing():
-            found = _block_mask(p)
         mine = object.__new__(Spec)
         mine.__dict__.update(spec.__dict__, mask=p.mask, read=None if p.mask is None else Versions(p.mask.sources))
         twin = object.__new__(TritonEngine)
-        twin.__dict__.update(engine.__dict__, spec=mine, block_mask=found)
+        twin.__dict__.update(engine.__dict__, spec=mine, block_mask=_block_mask(p))
         return twin
 
     return made

@@ -33,6 +33,7 @@ from ..softmax import arithmetic_dtype
 from .arguments import BIAS_NONE, BIAS_TENSOR
 from .block_mask import block_mask
 from .engine import Inputs, TritonEngine
+from .launch_cache import Shortcuts
 
 __all__ = ["attend", "encodable", "problem_of", "zero_unseen"]
 
@@ -46,6 +47,8 @@ _SCHEMAS = {
 # A block mask is kept for later calls, and memory of a CUDA graph is not: mode="reduce-overhead" leaves these ops outside.
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _LIBRARY = torch.library.Library("regard", "DEF")
+_SHORTCUTS: dict[tuple[Any, ...], Shortcuts] = {}
+_MOST_SHORTCUTS = 256
 
 
 def attend(engine: Engine, x: MaybeTensors) -> Rows:
@@ -84,7 +87,7 @@ def problem_of(inputs: list[Tensor | None], *encoded: Any) -> Problem | None:
 
     `chunked` adds the sink after the operator, and a structured bias or an additive score has become a tensor.
     """
-    engine = _engine(_first(inputs).device, encoded)
+    engine = _engine(inputs, encoded)
     if not isinstance(engine, TritonEngine) or engine.bias_kind not in (BIAS_NONE, BIAS_TENSOR):
         return None
     x, spec = Inputs(*inputs), engine.spec  # type: ignore[arg-type]
@@ -97,7 +100,8 @@ def problem_of(inputs: list[Tensor | None], *encoded: Any) -> Problem | None:
     )
 
 
-def _engine(device: torch.device, encoded: tuple[Any, ...]) -> Engine:
+def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> Engine:
+    device = _first(inputs).device
     engine: Engine = decode(*encoded)
     spec: Spec = engine.spec  # type: ignore[attr-defined]
     if spec.mask is not None and any(t.device != device for t in spec.mask.tensors):
@@ -105,18 +109,33 @@ def _engine(device: torch.device, encoded: tuple[Any, ...]) -> Engine:
         engine = replace(engine, spec=spec)  # type: ignore[type-var]
     if isinstance(engine, TritonEngine):
         mask = block_mask(spec.mask, spec.n, spec.m, device, spec.inner)
-        engine = replace(engine, block_mask=mask)
+        engine = replace(engine, block_mask=mask, shortcuts=_shortcuts(engine, inputs, encoded))
     return engine
+
+
+def _shortcuts(engine: TritonEngine, inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> Shortcuts | None:
+    """Those of calls with the same code, numbers, shapes and strides."""
+    if engine.bias_kind != BIAS_NONE or engine.spec.dropout or any(t is not None for t in (inputs[4], inputs[6])):
+        return None
+    code, integers, floats = encoded[:3]
+    layouts = ((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs if t is not None)
+    key = (code, *integers, *floats, *layouts)
+    found = _SHORTCUTS.get(key)
+    if found is None:
+        if len(_SHORTCUTS) >= _MOST_SHORTCUTS:
+            _SHORTCUTS.clear()
+        found = _SHORTCUTS[key] = Shortcuts()
+    return found
 
 
 @not_compiled
 @torch.no_grad()
 def _attend(inputs: list[Tensor | None], *encoded: Any) -> tuple[Tensor, ...]:
-    engine = _engine(_first(inputs).device, encoded)
+    engine = _engine(inputs, encoded)
     if isinstance(engine, ChunkedEngine):
         return nonfinite.forward(engine, tuple(inputs))
     rows = engine.forward(tuple(inputs))
-    return rows if rows.entropy is not None else rows._replace(entropy=torch.zeros_like(rows.lse))
+    return rows if rows.entropy is not None else rows._replace(entropy=torch.empty_like(rows.lse))
 
 
 def _fake_attend(inputs: list[Tensor | None], *encoded: Any) -> tuple[Tensor, ...]:
@@ -140,7 +159,7 @@ def _attend_backward(
             "attention: a compiled call has no second derivative. Differentiate twice outside of torch.compile."
         )
     with torch.no_grad():
-        engine = _engine(_first(inputs).device, encoded)
+        engine = _engine(inputs, encoded)
         x, g, wanted = tuple(inputs), tuple(cotangents), tuple(needs)
         if isinstance(engine, ChunkedEngine):
             found = nonfinite.vjp(engine, x, Rows(*rows), g, wanted)
