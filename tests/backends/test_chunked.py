@@ -49,10 +49,10 @@ def test_shapes_that_nobody_thought_of(
 def test_few_rows_at_a_time_take_less_memory_however_many_heads_there_are() -> None:
     q, k, v = torch.randn(3, 1, 16, 1024, 16).unbind()
     few, some, many = (
-        peak_bytes(lambda size=size: regard.attention(q, k, v, backend=Chunked(size))) / 2**20 for size in (16, 64, 256)
+        peak_bytes(lambda size=size: regard.attention(q, k, v, backend=Chunked(size))) / 2**20 for size in (4, 16, 64)
     )
-    assert few + 0.1 < some
-    assert some + 0.1 < many
+    assert few + 0.05 < some
+    assert some + 0.2 < many
 
 
 def test_a_chunk_size_shows_in_the_repr_and_changes_no_result() -> None:

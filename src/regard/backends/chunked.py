@@ -23,7 +23,9 @@ __all__ = ["Chunked"]
 
 
 class Chunked(Backend):
-    """Linear memory on any device; `chunk_size` rows are in flight at a time, those of grouped heads counted together.
+    """Linear memory on any device; a tile has at most `chunk_size` rows, those of grouped heads counted together.
+
+    On a CPU, tiles are smaller, and as many are in flight as torch has threads; their number changes no bits.
 
     >>> import regard
     >>> q = torch.randn(1, 2, 100, 8)

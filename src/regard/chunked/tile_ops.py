@@ -192,7 +192,8 @@ def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspac
         S.add_(added)
     if run.full:
         return S
-    intervals = workspace.intervals(spec) if S.device.type == "cpu" and S.dtype in _INF_BITS else None
+    several = spec.n > S.shape[3] and S.device.type == "cpu" and S.dtype in _INF_BITS  # strips that share the intervals
+    intervals = workspace.intervals(spec) if several else None
     if intervals is not None:
         spec.check_unchanged()
         _show_only(S, intervals.visible(tile))
