@@ -124,7 +124,7 @@ def _shortcuts(engine: TritonEngine, inputs: Sequence[Tensor | None], encoded: t
     if found is None:
         if len(_SHORTCUTS) >= _MOST_SHORTCUTS:
             _SHORTCUTS.clear()
-        found = _SHORTCUTS[key] = Shortcuts()
+        found = _SHORTCUTS[key] = Shortcuts(apart=True)
     return found
 
 

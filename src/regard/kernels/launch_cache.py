@@ -43,8 +43,9 @@ class Shortcuts:
     A shortcut returns None where something is not as it was then, such as the strides or the address of a tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool = False) -> None:
         _SHORTCUTS.add(self)
+        self.apart = apart  # whether results must not share memory, as those of operators
         self.forward: Callable[..., Rows | None] | None = None
         self.backward: Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None = None
 

@@ -82,16 +82,16 @@ def launch_forward(w: KernelArgs, entropy: bool, tile: Tile | None = None, swizz
         programs = min(programs, multiprocessors(w.query.device))
     launch_cache.start(key, forward, programs, arguments, options, CHANGING, tile)
     if w.shortcuts is not None and (launch := launch_cache.find(key)) is not None:
-        w.shortcuts.forward = _shortcut(w, entropy, launch)
+        w.shortcuts.forward = _shortcut(w, entropy, launch, w.shortcuts.apart)
     return found
 
 
-def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch) -> Callable[..., Rows | None]:
+def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch, apart: bool) -> Callable[..., Rows | None]:
     """The forward pass from tensors to results, for calls whose sizes, strides and numbers are these."""
     shape, device, tile = w.query.shape[:3], w.query.device, launch.about
     output_shape, before, counters = (*shape, w.value.shape[3]), tile.rows_before(w.n), 1 + shape[0] * shape[1]
     again, bias, drop = launch.again, w.bias, w.drop
-    together = not entropy and not math.prod(shape) % 4  # nobody changes one of them in place, and all are aligned
+    together = not (apart or entropy or math.prod(shape) % 4)  # nobody changes one of them in place, and all are aligned
 
     def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, block_mask: BlockMask) -> Rows | None:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if sink is None else sink.data_ptr())
