@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..autograd.engine import WITH_GRAD, Engine, MaybeTensors
 from ..biases import Bias
 from ..chunked import nonfinite
 from ..chunked.engine import ChunkedEngine
-from ..compat.torch import call_function, not_compiled
+from ..compat.torch import call_function, is_capturing, not_compiled
 from ..core.encoding import decode, encode
 from ..core.folded import group_bias
 from ..core.nonfinite import all_finite, visible_rows_and_keys
@@ -48,7 +48,9 @@ _SCHEMAS = {
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _LIBRARY = torch.library.Library("regard", "DEF")
 _SHORTCUTS: dict[tuple[Any, ...], Shortcuts] = {}
-_MOST_SHORTCUTS = 256
+_ENGINES: dict[tuple[Any, ...], Engine] = {}
+_MOST = 256
+T = TypeVar("T")
 
 
 def attend(engine: Engine, x: MaybeTensors) -> Rows:
@@ -101,31 +103,40 @@ def problem_of(inputs: list[Tensor | None], *encoded: Any) -> Problem | None:
 
 
 def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> Engine:
-    device = _first(inputs).device
+    """The engine of a call; one without tensors is kept, with its block mask, for calls with the same shapes and strides."""
+    code, integers, floats, tensors = encoded
+    layouts = (None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs)
+    key = (code, *integers, *floats, *layouts)
+    known = None if tensors or is_capturing() else _ENGINES.get(key)
+    if known is not None:
+        return known
     engine: Engine = decode(*encoded)
     spec: Spec = engine.spec  # type: ignore[attr-defined]
+    device = _first(inputs).device
     if spec.mask is not None and any(t.device != device for t in spec.mask.tensors):
         spec = replace(spec, mask=spec.mask.to(device))
         engine = replace(engine, spec=spec)  # type: ignore[type-var]
     if isinstance(engine, TritonEngine):
         mask = block_mask(spec.mask, spec.n, spec.m, device, spec.inner)
-        engine = replace(engine, block_mask=mask, shortcuts=_shortcuts(engine, inputs, encoded))
+        engine = replace(engine, block_mask=mask, shortcuts=_shortcuts(engine, inputs, key))
+    if not tensors and (spec.mask is None or spec.mask.constant) and not is_capturing():
+        _keep(_ENGINES, key, engine)
     return engine
 
 
-def _shortcuts(engine: TritonEngine, inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> Shortcuts | None:
+def _shortcuts(engine: TritonEngine, inputs: Sequence[Tensor | None], key: tuple[Any, ...]) -> Shortcuts | None:
     """Those of calls with the same code, numbers, shapes and strides."""
     if engine.bias_kind != BIAS_NONE or engine.spec.dropout or any(t is not None for t in (inputs[4], inputs[6])):
         return None
-    code, integers, floats = encoded[:3]
-    layouts = ((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs if t is not None)
-    key = (code, *integers, *floats, *layouts)
     found = _SHORTCUTS.get(key)
-    if found is None:
-        if len(_SHORTCUTS) >= _MOST_SHORTCUTS:
-            _SHORTCUTS.clear()
-        found = _SHORTCUTS[key] = Shortcuts(apart=True)
-    return found
+    return _keep(_SHORTCUTS, key, Shortcuts(apart=True)) if found is None else found
+
+
+def _keep(things: dict[tuple[Any, ...], T], key: tuple[Any, ...], thing: T) -> T:
+    if len(things) >= _MOST:
+        things.clear()
+    things[key] = thing
+    return thing
 
 
 @not_compiled
@@ -201,9 +212,7 @@ class _Attend(torch.autograd.Function):
             return None, *(None for _ in needs)
         saved, after = ctx.saved_tensors, ctx.count + len(Rows._fields)
         inputs, rows, tensors = list(saved[: ctx.count]), list(saved[ctx.count : after]), list(saved[after:])
-        grads = iter(
-            torch.ops.regard.attend_backward(inputs, rows, list(g[:WITH_GRAD]), needs, *ctx.rest, tensors)
-        )
+        grads = iter(torch.ops.regard.attend_backward(inputs, rows, list(g[:WITH_GRAD]), needs, *ctx.rest, tensors))
         return None, *(next(grads) if need else None for need in needs)
 
 
