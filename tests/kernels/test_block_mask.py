@@ -259,6 +259,7 @@ def test_a_stream_waits_for_what_another_has_made(mask: regard.Mask, monkeypatch
     one, two = Stream(1, told), Stream(2, told)
     now = [one]
     monkeypatch.setattr(BlockMask, "_current", lambda self: now[0])
+    monkeypatch.setattr(BlockMask, "_current_stream", lambda self: now[0].cuda_stream)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: told.append(f"{stream.cuda_stream} keeps"))
     made = _compute(mask, 300, 333, torch.device("cpu"), 1)
     first = made.by_rows(64, 64)

@@ -32,7 +32,8 @@ def test_kernels_are_started_on_the_device_of_their_tensors(name: str, monkeypat
             pass
 
     monkeypatch.setattr(torch.cuda, "device_of", Guard)
-    w = SimpleNamespace(query=object())
+    monkeypatch.setattr(launch, "is_current_device", lambda device: False)
+    w = SimpleNamespace(query=SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1)))
     with pytest.raises(StoppedError):
         getattr(launch, name)(w)
     assert asked == [w.query]

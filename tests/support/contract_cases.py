@@ -91,6 +91,7 @@ MASKS: list[Case] = [
     Case("documents", lambda s: {"mask": regard.documents(torch.arange(s.n) // 9)}, SQUARE),
     Case("documents mixed", lambda s: {"mask": regard.documents(torch.arange(s.n) % 5, torch.arange(s.m) % 7)}),
     Case("packed", lambda s: {"mask": regard.packed([10, 20, 11])}, SQUARE),
+    Case("cumulative lengths", lambda s: {"mask": regard.packed(cu_seqlens=torch.tensor([0, 10, 30, 41]))}, SQUARE),
     Case("blocks", lambda s: {"mask": regard.blocks(8)}),
     Case("prefix", lambda s: {"mask": regard.prefix(6)}),
     Case("prefix per item", lambda s: {"mask": regard.prefix(torch.tensor([0, 9]))}),

@@ -80,8 +80,7 @@ class BlockMask:
         self._orders: dict[tuple[int, int], KeyOrder] = {}
         self._seen: Tensor | None = None
         self._stream: int | None = None  # the stream that computed its last part …
-        self._there: torch.cuda.Event | None = None  # … and the event after it …
-        self._there_device = torch.device("cpu")  # … on this device
+        self._there: torch.cuda.Event | None = None  # … and the event after it
         if terms is None:
             self.record()
 
@@ -118,23 +117,31 @@ class BlockMask:
         """Record an event on the current stream, which computed a part, so that other streams can wait for it."""
         stream = self._current()
         if stream is not None:
-            self._stream, self._there, self._there_device = stream.cuda_stream, stream.record_event(), stream.device
+            self._stream, self._there = stream.cuda_stream, stream.record_event()
 
     def wait(self, *parts: BlockLists | NamedTuple) -> None:
         """Let the current stream wait for the one that computed this, and keep the parts alive while it reads them."""
-        if self._there is None or raw_stream(self._there_device) == self._stream or (stream := self._current()) is None:
+        if self._there is None or self._current_stream() == self._stream or (stream := self._current()) is None:
             return
         stream.wait_event(self._there)
         for x in (self._lo, self._hi, self._seen, *self._known, *(self.mask_bits or ()), *(x for part in parts for x in part)):
             if isinstance(x, Tensor):
                 x.record_stream(stream)
 
+    def _where(self) -> torch.device | None:
+        if self._device is not None:
+            return self._device
+        tensor = self._lo if self.mask_bits is None else self.mask_bits.bits
+        return None if tensor is None else tensor.device
+
+    def _current_stream(self) -> int | None:
+        """The number of the current stream, without an object for it."""
+        device = self._where()
+        return None if device is None else raw_stream(device)
+
     def _current(self) -> torch.cuda.Stream | None:
         """The current stream; None on a CPU and in a graph capture, which starts after all other work is done."""
-        device = self._device
-        if device is None:
-            tensor = self._lo if self.mask_bits is None else self.mask_bits.bits
-            device = None if tensor is None else tensor.device
+        device = self._where()
         return None if device is None or device.type != "cuda" or is_capturing() else torch.cuda.current_stream(device)
 
     def _cached(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ...compat.torch import is_current_device
 from ...core.rows import Rows
 from .. import launch_cache
-from ..arguments import BIAS_RELATIVE, BIAS_TENSOR, BackwardRows, KernelArgs
+from ..arguments import BIAS_RELATIVE, BIAS_TENSOR, NO_ENTROPY, BackwardRows, KernelArgs
 from ..block_mask import BlockMask
 from ..portable.configs import padded
 from ..portable.launch import preprocess_key
@@ -145,7 +145,7 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
         if addresses & 15 or not contiguous or not is_current_device(device):
             return None
         delta, lse = row_max.new_empty(2, L, H, N).unbind()  # N is a multiple of BM, so both are aligned
-        preprocess.again(do=dO, g_lse=None, out=rows, delta=delta, lse=lse)
+        preprocess.again(do=dO, g_lse=None, out=rows._replace(entropy=NO_ENTROPY), delta=delta, lse=lse)
         dk, dv, dq = k.new_empty(key_shape), v.new_empty(value_shape), q.new_empty(dq_shape)
         sums = q.new_empty(sums_shape, dtype=torch.float32)
         semaphores = launch_cache.zeros(blocks * tile.semaphores, device)

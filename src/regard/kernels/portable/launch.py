@@ -16,6 +16,7 @@ from ..arguments import (
     BIAS_ALIBI,
     BIAS_NONE,
     BIAS_RELATIVE,
+    NO_ENTROPY,
     BackwardRows,
     BackwardStrides,
     DoubleBackwardRows,
@@ -159,7 +160,7 @@ def backward_preprocess(w: KernelArgs, found: Rows, dO: Tensor, g_lse: Tensor | 
     """δ = Σ dO ∘ O − g_lse of each row, and lse in the units of the kernels' exponents."""
     L, H, N = w.rows
     delta, lse = torch.empty_like(found.lse), torch.empty_like(found.lse)
-    tensors = {"do": dO, "g_lse": g_lse, "out": found, "delta": delta, "lse": lse}
+    tensors = {"do": dO, "g_lse": g_lse, "out": found._replace(entropy=NO_ENTROPY), "delta": delta, "lse": lse}
     key = preprocess_key(w, dO, found.output, g_lse)
     launch = launch_cache.find(key)
     if launch is not None:
