@@ -57,7 +57,8 @@ class TritonBlockAttention(BlockAttention):
 
     def forward(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> Rows:
         rows = super().forward(x, block, kv)
-        return rows._replace(output=rows.output.float())  # merged in float32, and rounded once, at the end
+        entropy = torch.zeros_like(rows.lse) if rows.entropy is None else rows.entropy
+        return rows._replace(output=rows.output.float(), entropy=entropy)  # merged in float32, rounded once at the end
 
     def vjp(
         self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs, block: Block, kv: Sequence[Tensor]
