@@ -130,7 +130,7 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
     main, postprocess = launch_cache.find(key), launch_cache.find(("dq postprocess", tile, w.signature))
     if s.dO.data_ptr() & 15 or preprocess is None or main is None or postprocess is None:
         return None
-    device, dtype, bias, drop = w.query.device, w.query.dtype, w.bias, w.drop
+    device, dtype, bias, drop, kind = w.query.device, w.query.dtype, w.bias, w.drop, w.block_mask.kind
     (L, H, N), D = w.rows, w.query.shape[3]
     blocks = L * H * cdiv(N, tile.BM)
     sums_shape, dq_shape, BM, BN = (blocks * tile.parts * tile.BM, tile.widths(w)[0] // tile.parts), (L, H, N, D), tile.BM, tile.BN
@@ -142,7 +142,7 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
         output, _, _, row_max, log_row_sum = rows
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | dO.data_ptr() | output.data_ptr() | row_max.data_ptr() | log_row_sum.data_ptr()
         contiguous = output.is_contiguous() and row_max.is_contiguous() and log_row_sum.is_contiguous()
-        if addresses & 15 or not contiguous or not is_current_device(device):
+        if addresses & 15 or not contiguous or block_mask.kind != kind or not is_current_device(device):
             return None
         delta, lse = row_max.new_empty(2, L, H, N).unbind()  # N is a multiple of BM, so both are aligned
         preprocess.again(do=dO, g_lse=None, out=rows._replace(entropy=NO_ENTROPY), delta=delta, lse=lse)

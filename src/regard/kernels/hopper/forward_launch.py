@@ -90,12 +90,12 @@ def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch, apart: 
     """The forward pass from tensors to results, for calls whose sizes, strides and numbers are these."""
     shape, device, tile = w.query.shape[:3], w.query.device, launch.about
     output_shape, before, counters = (*shape, w.value.shape[3]), tile.rows_before(w.n), 1 + shape[0] * shape[1]
-    again, bias, drop = launch.again, w.bias, w.drop
+    again, bias, drop, kind = launch.again, w.bias, w.drop, w.block_mask.kind
     together = not (apart or entropy or math.prod(shape) % 4)  # nobody changes one of them in place, and all are aligned
 
     def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, block_mask: BlockMask) -> Rows | None:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if sink is None else sink.data_ptr())
-        if addresses & 15 or not is_current_device(device) or not (sink is None or sink.is_contiguous()):
+        if addresses & 15 or block_mask.kind != kind or not is_current_device(device) or not (sink is None or sink.is_contiguous()):
             return None
         output = q.new_empty(output_shape)
         if together:
