@@ -216,3 +216,43 @@ def test_few_launches_are_kept() -> None:
 
 def test_zeros_are_zeros() -> None:
     assert launch_cache.zeros(5, CPU).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("mask", [None, regard.causal(), regard.strided(5)], ids=repr)
+def test_a_shortcut_passes_the_arguments_of_a_first_launch(
+    mask: Any, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward_launch, "is_current_device", lambda device: True)
+    shortcuts = launch_cache.Shortcuts()
+    first = work(mask=mask, shortcuts=shortcuts, sink=torch.zeros(4))
+    forward_launch.launch_forward(first, entropy)
+    run = shortcuts.forward
+    assert run is not None
+    w = work(mask=mask, shortcuts=shortcuts, sink=torch.ones(4))
+    found = run(w.query, w.key, w.value, w.sink, w.block_mask)
+    assert found is not None
+    arguments, _ = forward_launch.forward_arguments(w, found, entropy, forward_launch.tile_for(w))
+    assert hows() == ["first", "again"]
+    expected = tuple(arguments[name] for name in Kernel.arg_names)
+    assert tuple(map(comparable, STARTS[1][2])) == tuple(map(comparable, expected))
+    assert (found.entropy is None) is not entropy
+
+
+def test_a_shortcut_is_not_taken_where_something_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [True]
+    monkeypatch.setattr(forward_launch, "is_current_device", lambda device: here[0])
+    shortcuts = launch_cache.Shortcuts()
+    w = work(mask=regard.causal(), shortcuts=shortcuts)
+    forward_launch.launch_forward(w, True)
+    run, q, k, v = shortcuts.forward, w.query, w.key, w.value
+    assert run is not None
+    assert run(q, k, v, None, w.block_mask) is not None
+    beside = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
+    assert run(beside, k, v, None, w.block_mask) is None  # at another address than a multiple of 16
+    assert run(q, k, v, None, work(mask=regard.strided(5)).block_mask) is None  # another kind of mask
+    here[0] = False
+    assert run(q, k, v, None, w.block_mask) is None  # another current device
+    here[0] = True
+    launch_cache.clear()
+    assert shortcuts.forward is None
