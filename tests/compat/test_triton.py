@@ -35,7 +35,7 @@ def gluon() -> ModuleType:
 
 
 def test_every_name_has_a_test() -> None:
-    tested = ["INTERPRETED", "starter", "with_base"]  # the last two in tests/kernels/test_launch_cache.py
+    tested = ["INTERPRETED", "load", "starter", "with_base"]  # the last two in tests/kernels/test_launch_cache.py
     assert compat.__all__ == tested, "write a test here for each new name of compat.triton"
     assert sorted(gluon().__all__) == sorted(GLUON_NEEDED_FOR), "say in GLUON_NEEDED_FOR why each name is needed"
 
@@ -77,3 +77,12 @@ def test_a_tensor_descriptor_is_made_from_a_tensor_and_a_block() -> None:
     why = f"TensorDescriptor changed; it is needed because {GLUON_NEEDED_FOR['TensorDescriptor']}"
     names = set(inspect.signature(gluon().TensorDescriptor).parameters)
     assert {"base", "shape", "strides", "block_shape", "layout"} <= names, why
+
+
+def test_load() -> None:
+    """A kernel's `run` builds its launcher when it is read; a kernel that compiles elsewhere is waited for first."""
+    from types import SimpleNamespace
+
+    kernel = SimpleNamespace(run="its launcher")
+    assert compat.load(kernel) == "its launcher"
+    assert compat.load(SimpleNamespace(result=lambda: kernel)) == "its launcher"

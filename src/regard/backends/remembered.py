@@ -123,13 +123,13 @@ def key_of(
 ) -> tuple[object, ...] | None:
     """The key of a call on a GPU; None where torch's modes, or parts of it, need the whole road."""
     if (
-        not type(query) is type(key) is type(value) is Tensor
+        torch.compiler.is_compiling()
+        or not type(query) is type(key) is type(value) is Tensor
         or not _on_gpu(query, key, value)
         or type(backend) is not str
         or any_autocast_enabled()
         or forward_mode_is_active()
         or transforms_are_active()
-        or torch.compiler.is_compiling()
         or modes_are_active()
     ):
         return None

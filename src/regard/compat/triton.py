@@ -6,11 +6,16 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["INTERPRETED", "starter", "with_base"]
+__all__ = ["INTERPRETED", "load", "starter", "with_base"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels in Python; it reads this once, too
 _MOST_MAPS = 256  # addresses whose TMA descriptors are kept for each argument
 _BASE = 13  # arguments of Triton 3.6's launcher before those of the kernel
+
+
+def load(compiled: Any) -> Any:
+    """Build a kernel's launcher, for which Triton 3.6 calls a C compiler, and load its code onto the current device."""
+    return (compiled.result() if hasattr(compiled, "result") else compiled).run
 
 
 def with_base(descriptor: Any, x: Any) -> Any:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compat.triton import load
+
 __all__ = ["collect", "collecting", "is_new", "wait_for"]
 
 _LOG = logging.getLogger(__name__)
@@ -86,7 +88,9 @@ def _compile(launch: _Launch, device: torch.device) -> None:
     on_device: AbstractContextManager[object] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
         with on_device:
-            launch.kernel.warmup(**launch.arguments, grid=(1,), **launch.options)
+            compiled = launch.kernel.warmup(**launch.arguments, grid=(1,), **launch.options)
+            if device.type == "cuda" and compiled is not None:
+                load(compiled)
     except Exception:  # noqa: BLE001  the launch compiles again and raises it
         _LOG.debug("a kernel could not be compiled ahead", exc_info=True)
 
