@@ -35,6 +35,7 @@ SDPA_TAKES = {
     "one-sided window",
     "documents",
     "packed",
+    "cumulative lengths",
 }
 
 

@@ -15,7 +15,16 @@ __all__ = ["BY_ROWS", "CHECKED", "SMALL", "checkable", "small"]
 
 SMALL = Shape(batch=2, heads=2, kv_heads=1, n=3, m=5, d=2, dv=3)
 BY_ROWS = Chunked(chunk_size=2)
-SIZED = {"causal offset per item", "padding", "padding by keep", "prefix per item", "composed", "packed", "documents"}
+SIZED = {
+    "causal offset per item",
+    "padding",
+    "padding by keep",
+    "prefix per item",
+    "composed",
+    "packed",
+    "cumulative lengths",
+    "documents",
+}
 RESIZED = [
     Case("causal offset per item, small", lambda s: {"mask": regard.causal(offset=torch.tensor([0, 2]))}),
     Case("padding, small", lambda s: {"mask": regard.padding([4, 0])}),
