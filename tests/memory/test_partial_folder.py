@@ -55,7 +55,7 @@ def test_only_own_folders_that_nobody_writes_are_removed(tmp_path: Path) -> None
 def test_one_of_many_threads_saves_to_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(2, 1)
     memory.write(*numbered(0, 20))
-    all_have_begun, save_index = threading.Barrier(4, timeout=20), disk_store.save_index
+    all_have_begun, save_index = threading.Barrier(4, timeout=120), disk_store.save_index
 
     def meet(index: Index, folder: Folder) -> None:
         all_have_begun.wait()
