@@ -177,6 +177,7 @@ def remember(key: tuple[object, ...], given: tuple[object, ...], p: Problem, bac
     if not same or isinstance(p.scale, Tensor) or (prepared := backend.prepare(p)) is None:
         return None
     if len(_CALLS) >= _SIZE:
-        _CALLS.pop(next(iter(_CALLS)), None)
+        for oldest in list(_CALLS)[:1]:  # a list, since other threads may change it meanwhile
+            _CALLS.pop(oldest, None)
     found = _CALLS[key] = Remembered(backend, prepared, p.scale, p.softcap, p.lead)
     return found

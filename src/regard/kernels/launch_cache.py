@@ -58,7 +58,8 @@ def find(key: Hashable) -> Any:
 def store(key: Hashable, thing: Any) -> None:
     """Keep something under a key, and drop the oldest of too many."""
     if len(_LAUNCHES) >= _SIZE:
-        _LAUNCHES.pop(next(iter(_LAUNCHES)), None)
+        for oldest in list(_LAUNCHES)[:1]:  # a list, since other threads may change it meanwhile
+            _LAUNCHES.pop(oldest, None)
     _LAUNCHES[key] = thing
 
 
