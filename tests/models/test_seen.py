@@ -68,7 +68,7 @@ def test_findings_are_computed_again_after_another_call_and_for_other_tokens() -
 
 def test_long_texts_keep_only_the_strongest_keys_that_a_report_can_hold() -> None:
     with regard.watch(nn.Module()) as seen:
-        regard.attention(*torch.randn(3, 1, 300, 1000, 1).unbind())
+        regard.attention(torch.randn(1, 300, 1000, 1), *torch.randn(2, 1, 300, 8, 1).unbind())
     assert seen.strongest("")[0].shape == (1, 300, 1000, 3)
     assert seen.look().layers[0].heads[0].strongest[1].shape == (1000, 3)
 
