@@ -47,18 +47,20 @@ class Observation:
     max_logit: Tensor
 
     def __init__(self, problem: Problem, backend: Backend, rows: Rows) -> None:
-        if not torch.compiler.is_compiling() and any(t.is_inference() for t in problem.tensors):
+        read = _read(problem)
+        if not torch.compiler.is_compiling() and (problem.value.is_inference() or any(map(Tensor.is_inference, read))):
             # Changes of inference tensors are not counted, so late passes read copies.
             problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _READ_LATER})
-        self._store(problem, backend, rows)
+            read = _read(problem)
+        self._store(problem, backend, rows, read)
 
-    def _store(self, problem: Problem, backend: Backend, rows: Rows) -> None:
+    def _store(self, problem: Problem, backend: Backend, rows: Rows, read: list[Tensor]) -> None:
         if any(t is None for t in rows):
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
         self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = rows
         self._problem, self._backend, self._rows = problem, backend, rows
         self._computed_moments: tuple[Tensor, Tensor] | None = None
-        self._versions = Versions(self._read)
+        self._versions = Versions(read)
 
     def __repr__(self) -> str:
         p = self._problem
@@ -160,7 +162,8 @@ class Observation:
         detached: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
         rows = Rows(*(x.detach().reshape(lead + x.shape[len(p.lead) :]) for x in self._rows))
         twin = object.__new__(Observation)
-        twin._store(p._replace(**detached, lead=lead), self._backend, rows)
+        p = p._replace(**detached, lead=lead)
+        twin._store(p, self._backend, rows, _read(p))
         return twin
 
     def _moments(self, member: str) -> tuple[Tensor, Tensor]:
@@ -168,13 +171,6 @@ class Observation:
         if self._computed_moments is None:
             self._computed_moments = self._backend.moments(self._plain_problem(member), self._rows)
         return self._computed_moments
-
-    @property
-    def _read(self) -> list[Tensor]:
-        """Every tensor that late passes read: all but the values."""
-        query, key, _, *others = self._problem.tensors
-        mask = self._problem.mask
-        return [query, key, *others, *(() if mask is None else mask.sources)]
 
     def _indices(self, member: str, rows: Index, cols: Index) -> tuple[Tensor, Tensor]:
         p = self._problem
@@ -191,7 +187,7 @@ class Observation:
         return self._unchanged(member)
 
     def _unchanged(self, member: str) -> Problem:
-        if self._versions.differ_from(self._read):
+        if self._versions.differ_from(_read(self._problem)):
             raise ChangedError(
                 f"{member}: an input of observe was changed in place, or replaced, since; its weights can no longer "
                 f"be computed. Ask for {member} before the change, or observe again."
@@ -204,6 +200,18 @@ def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
     problem = problem if problem.observed else problem._replace(observed=True)
     chosen = choose(problem, backend)
     return Observation(problem, chosen, run(problem, chosen))
+
+
+def _read(p: Problem) -> list[Tensor]:
+    """Every tensor that late passes read: all but the values."""
+    found = [p.query, p.key]
+    if p.mask is not None:
+        found += p.mask.sources
+    if p.bias is not None or p.score is not None:
+        found += p._replace(mask=None).tensors[3:]
+    else:
+        found += [t for t in (p.scale, p.sink) if isinstance(t, Tensor)]
+    return found
 
 
 def _copy(x: Any) -> Any:

@@ -25,7 +25,8 @@ class Versions:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._then = [(t, _version(t)) for t in tensors]
+        counted = not torch.compiler.is_compiling()
+        self._then = [(t, version_of(t) if counted else -1) for t in tensors]
 
     def changed(self) -> bool:
         """Whether one of them was changed in place since."""
