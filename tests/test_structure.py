@@ -176,7 +176,8 @@ def positional_arguments(file: Path, call: ast.Call) -> float:
     """How many arguments of a launch have no name; if one is starred, the parameters that get none by name."""
     if not any(isinstance(argument, ast.Starred) for argument in call.args):
         return len(call.args)
-    kernels = [(other.parent, node) for other, node in jit_functions() if node.name == launched(file, call)]
+    name = launched(file, call)
+    kernels = [(other.parent, node) for other, node in jit_functions() if node.name == name]
     near = [node for parent, node in kernels if parent == file.parent] or [node for _, node in kernels]
     named = {keyword.arg for keyword in call.keywords}
     for keyword in call.keywords:  # **w.sizes names the fields of Sizes
@@ -185,6 +186,7 @@ def positional_arguments(file: Path, call: ast.Call) -> float:
     return max((parameters_of(node) - len(named & parameter_names(node)) for node in near), default=math.inf)
 
 
+@cache
 def fields_of(name: str) -> set[str]:
     """The fields of a named tuple or dataclass among the kernels' modules."""
     nodes = [node for file in KERNEL_FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)]
