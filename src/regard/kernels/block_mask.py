@@ -42,7 +42,7 @@ from .span_terms import Sizes, SpanTerms, span_terms
 if TYPE_CHECKING:
     from .portable.spans_launch import KeyOrder, SpanLists
 
-__all__ = ["BlockMask", "block_mask", "most_bytes", "traceable", "traceable_spans"]
+__all__ = ["BlockMask", "block_mask", "most_bytes", "traceable"]
 
 _AT_ONCE = 2048  # partial blocks whose bits are computed together
 _MOST_CACHED = 64  # block masks of masks without tensors
@@ -249,14 +249,6 @@ def traceable(mask: Mask) -> bool:
     if type(mask) is And:
         return traceable(mask.left) and traceable(mask.right)
     return type(mask) in _INTERVALS
-
-
-def traceable_spans(mask: Mask | None, n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The spans (items, heads, n) of such a mask, by operations that a compiler can trace."""
-    if mask is None or isinstance(mask, Everything):
-        return None, None
-    lo, hi, _ = mask.span(torch.arange(n, device=device), n, m)
-    return _spans(lo, hi, n)
 
 
 def most_bytes(mask: Mask, n: int, m: int) -> int:
