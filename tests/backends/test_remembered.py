@@ -15,6 +15,7 @@ from regard.backends import KNOWN, remembered
 from regard.backends.remembered import key_of, recall, remember
 from regard.core.validation import pose
 
+TENSORS = ("query", "key", "value")
 LENGTHS = torch.tensor([3, 5])
 KEPT = regard.padding(LENGTHS)
 
@@ -28,7 +29,7 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def call(**more: Any) -> dict[str, Any]:
     """The arguments of a call, with tensors of its own."""
     x: dict[str, Any] = dict.fromkeys(("mask", "scale", "softcap", "sink"))
-    x |= {name: torch.randn(2, 4, 6, 8) for name in ("query", "key", "value")}
+    x |= {name: torch.randn(2, 4, 6, 8) for name in TENSORS}
     return x | {"backend": "auto", "observed": False} | more
 
 
@@ -37,9 +38,10 @@ def turned() -> Tensor:
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "length": {name: torch.randn(2, 4, 7, 8) for name in ("query", "key", "value")},
-    "strides": {"key": turned()},
-    "dtype": {"value": torch.randn(2, 4, 6, 8, dtype=torch.float64)},
+    **{f"shape of {name}": {name: torch.randn(1, 1, 6, 8).expand(2, 4, 6, 8)[:, :1]} for name in TENSORS},
+    **{f"strides of {name}": {name: turned()} for name in TENSORS},
+    **{f"dtype of {name}": {name: torch.randn(2, 4, 6, 8, dtype=torch.float64)} for name in TENSORS},
+    **{f"device of {name}": {name: torch.empty(2, 4, 6, 8, device="meta")} for name in TENSORS},
     "a derivative": {"query": torch.randn(2, 4, 6, 8, requires_grad=True)},
     "mask": {"mask": regard.causal()},
     "another mask": {"mask": regard.window(3)},
@@ -53,6 +55,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a learnable sink": {"sink": torch.zeros(4, requires_grad=True)},
     "backend": {"backend": "chunked"},
     "observed": {"observed": True},
+    "a mask, observed": {"mask": regard.window(3), "observed": True},
 }
 
 
