@@ -71,7 +71,7 @@ def attention(
         if query.is_cuda:
             known = key_of(query, key, value, mask, scale, softcap, sink, backend, observed=False)
             if known is not None and (call := recall(known)) is not None:
-                return call.run(call.problem(query, key, value, mask, sink, "attention")).output
+                return call.attend(query, key, value, mask, sink)  # type: ignore[no-any-return]
         elif scale is None and softcap is None and sink is None and backend == "auto":
             answer = fast_path(query, key, value, mask)
             if answer is not None:
@@ -92,7 +92,7 @@ def attention(
         return _answer(problem, backend)
     refuse_in_context(problem.who)
     call = remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
-    return (run(problem, chosen) if call is None else call.run(problem)).output
+    return run(problem, chosen).output if call is None else call.attend(query, key, value, mask, sink)
 
 
 def observe(
@@ -134,14 +134,15 @@ def observe(
     if usual and query.is_cuda:
         known = key_of(query, key, value, mask, scale, softcap, sink, backend, observed=True)
         if known is not None and (call := recall(known)) is not None:
-            problem = call.problem(query, key, value, mask, sink, "observe")
-            return _notified(Observation(problem, call.backend, call.run(problem)))
+            problem = call.problem(query, key, value, mask, sink)
+            return _notified(Observation(problem, call.backend, call.attend(query, key, value, mask, sink)))
     problem = pose(query, key, value, **options, observed=True, who="observe")
     if known is None:
         return _observe(problem, backend)
     refuse_in_context(problem.who)
     call = remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
-    return _notified(Observation(problem, chosen, run(problem, chosen) if call is None else call.run(problem)))
+    found = run(problem, chosen) if call is None else call.attend(query, key, value, mask, sink)
+    return _notified(Observation(problem, chosen, found))
 
 
 def why(

@@ -17,7 +17,7 @@ from .backends.dispatch import choose, run
 from .chunked.statistics import Survey, logits_at
 from .compat.torch import is_wrapped, shared_with_backward
 from .core.problem import Problem
-from .core.rows import Rows
+from .core.rows import Rows, unstacked
 from .core.versions import Versions
 from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
 
@@ -42,11 +42,9 @@ class Observation:
     """
 
     output: Tensor
-    lse: Tensor
-    entropy: Tensor
-    max_logit: Tensor
 
-    def __init__(self, problem: Problem, backend: Backend, rows: Rows) -> None:
+    def __init__(self, problem: Problem, backend: Backend, rows: Rows | tuple[Tensor, Tensor]) -> None:
+        """`rows` may be the output and all statistics in one tensor, as `core.rows.unstacked` reads it."""
         read = _read(problem)
         if not torch.compiler.is_compiling() and (problem.value.is_inference() or any(map(Tensor.is_inference, read))):
             # Changes of inference tensors are not counted, so late passes read copies.
@@ -54,13 +52,35 @@ class Observation:
             read = _read(problem)
         self._store(problem, backend, rows, read)
 
-    def _store(self, problem: Problem, backend: Backend, rows: Rows, read: list[Tensor]) -> None:
+    def _store(
+        self, problem: Problem, backend: Backend, rows: Rows | tuple[Tensor, Tensor], read: list[Tensor]
+    ) -> None:
         if any(t is None for t in rows):
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
-        self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = rows
-        self._problem, self._backend, self._rows = problem, backend, rows
+        self.output = rows[0]
+        self._problem, self._backend, self._given = problem, backend, rows
         self._computed_moments: tuple[Tensor, Tensor] | None = None
         self._versions = Versions(read)
+
+    @cached_property
+    def _rows(self) -> Rows:
+        given = self._given
+        return given if isinstance(given, Rows) else unstacked(*given)
+
+    @property
+    def lse(self) -> Tensor:
+        """log Σ exp(logits) of each row, with the sink, (…, Hq, N); differentiable."""
+        return self._rows.lse
+
+    @property
+    def entropy(self) -> Tensor:
+        """−Σ p·log p of each row, (…, Hq, N); differentiable."""
+        return self._rows.entropy
+
+    @property
+    def max_logit(self) -> Tensor:
+        """The largest logit of each row, (…, Hq, N)."""
+        return self._rows.max_logit
 
     def __repr__(self) -> str:
         p = self._problem
@@ -109,7 +129,7 @@ class Observation:
         S = logits_at(p, i, j)
         shown = torch.gt(S, -torch.inf)
         lse, row_max, log_row_sum = (
-            x.index_select(-1, i)[..., None] for x in (self.lse, self.max_logit, self._log_row_sum)
+            x.index_select(-1, i)[..., None] for x in (self.lse, self.max_logit, self._rows.log_row_sum)
         )
         some = torch.gt(row_max, -torch.inf)
         lse, row_max = torch.where(some, lse, 0.0), torch.where(some, row_max, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
+from regard.backends.sdpa.derivatives import second_derivatives, with_second_derivatives
+from regard.chunked.foreign import AttentionFormula
 from regard.errors import BackendError
 
 INF = math.inf
@@ -454,3 +457,41 @@ def test_every_edge_that_torchs_kernels_accept_equals_the_reference(
     for x, y, inner in zip(got, wanted, (m, n, n), strict=True):
         margin = tolerance * max(1.0, abs(scale or 1.0)) * inner * math.sqrt(dims)
         torch.testing.assert_close(x.double(), y, rtol=10 * tolerance, atol=margin)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torchs_own_node_gets_second_derivatives_by_a_hook(causal: bool) -> None:
+    """As on a GPU, but with the node of torch's CPU kernel, which has no second derivative either."""
+    formula = AttentionFormula(regard.causal(offset=0) if causal else None, None, 0.3)
+    x = made((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), dtype=torch.float64)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+        return with_second_derivatives(output[..., :5], second_derivatives(formula))  # torch slices padded dims
+
+    def matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = regard.causal(offset=0) if causal else None
+        return regard.attention(q, k, v, mask=mask, scale=0.3, backend="reference")[..., :5]
+
+    upstream = torch.randn(1, 2, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    found: list[list[Tensor]] = []
+    for function in (ours, matrix):
+        first = torch.autograd.grad(function(*x), x, upstream, create_graph=True)
+        (alone,) = torch.autograd.grad(function(*x), x[1], upstream, create_graph=True)
+        again = torch.autograd.grad(sum(g.square().sum() for g in (*first, alone)), [*x, upstream])
+        plain = torch.autograd.grad(function(*x), x, upstream)
+        found.append([*first, alone, *again, *plain])
+    torch.testing.assert_close(*found)
+
+
+def test_the_hook_keeps_no_tensor_alive() -> None:
+    x = made((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+    query = x[0] * 2
+    kept = weakref.ref(query)
+    formula = AttentionFormula(None, None, 0.3)
+    output = F.scaled_dot_product_attention(query, x[1], x[2], scale=0.3)
+    loss = with_second_derivatives(output, second_derivatives(formula)).sum()
+    del query, output
+    assert kept() is not None
+    loss.backward()
+    assert kept() is None

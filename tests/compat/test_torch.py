@@ -34,8 +34,6 @@ NEEDED_FOR = {
     "cpu_flash_attention": "the fast path on a CPU reads the lse of torch's kernel",
     "cpu_flash_attention_backward": "first gradients of the fast path come from torch's own kernel",
     "cpu_multiplies_bfloat16": "dispatch asks whether bfloat16 is fast on this processor",
-    "cuda_attention": "torch's CUDA kernel is a node of our own, which has second derivatives",
-    "cuda_attention_backward": "its first gradients come from torch's own kernel",
     "dynamo_is_loaded": "a launch must not import the compiler, which takes seconds",
     "forward_mode_is_active": "a tangent must never be lost: the fast path and the kernels step aside",
     "fused_sdpa_kernel": "sdpa refuses what torch would compute by its matrix path",
@@ -57,6 +55,7 @@ NEEDED_FOR = {
     "may_need_grad": "without derivatives an engine runs its forward pass alone",
     "modes_are_active": "a call that is recorded or has no values is not looked up",
     "no_autocast": "statistics and derivatives are exact inside autocast",
+    "node_in_backward": "the hook of torch's own node reads the tensors that it saved",
     "not_compiled": "torch.compile must not trace a kernel launch after a graph break",
     "not_traced": "torch.compile must call the chunked passes and not trace them",
     "outside_transforms": "a cached block mask must not hold wrapped tensors",
@@ -284,22 +283,15 @@ def test_sdpa_switches() -> None:
             assert compat.sdpa_switches() != before
 
 
-@pytest.mark.parametrize("cudnn", [False, True])
-def test_cuda_attention(cudnn: bool) -> None:
-    """Without a GPU: that torch has the operators, and that they take these arguments."""
-    x = torch.empty(1, 1, 8, 8, device="meta", dtype=torch.float16)
-    with needs("cuda_attention"):
-        output, tensors, rest = compat.cuda_attention(cudnn, x, x, x, True, 0.5)
-        assert (output.shape, len(tensors), len(rest)) == (x.shape, 3, 4)
-
-
-@pytest.mark.parametrize("cudnn", [False, True])
-def test_cuda_attention_backward(cudnn: bool) -> None:
-    x = torch.empty(1, 1, 8, 8, device="meta", dtype=torch.float16)
-    with needs("cuda_attention_backward"):
-        output, tensors, rest = compat.cuda_attention(cudnn, x, x, x, True, 0.5)
-        found = compat.cuda_attention_backward(cudnn, output, (x, x, x, output), tensors, rest, True, 0.5)
-        assert [g.shape for g in found] == [x.shape] * 3
+def test_node_in_backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    assert y.grad_fn is not None
+    node, found = y.grad_fn, []
+    y.grad_fn.register_hook(lambda *_: found.append(compat.node_in_backward()))
+    y.sum().backward()
+    with needs("node_in_backward"):
+        assert found == [node]
 
 
 def test_in_backward() -> None:

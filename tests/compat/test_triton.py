@@ -35,7 +35,13 @@ def gluon() -> ModuleType:
 
 
 def test_every_name_has_a_test() -> None:
-    tested = ["INTERPRETED", "load", "starter", "with_base"]  # the last two in tests/kernels/test_launch_cache.py
+    tested = [
+        "INTERPRETED",
+        "Address",
+        "load",
+        "starter",
+        "with_base",
+    ]  # the last two in tests/kernels/test_launch_cache.py
     assert compat.__all__ == tested, "write a test here for each new name of compat.triton"
     assert sorted(gluon().__all__) == sorted(GLUON_NEEDED_FOR), "say in GLUON_NEEDED_FOR why each name is needed"
 
@@ -86,3 +92,9 @@ def test_load() -> None:
     kernel = SimpleNamespace(run="its launcher")
     assert compat.load(kernel) == "its launcher"
     assert compat.load(SimpleNamespace(result=lambda: kernel)) == "its launcher"
+
+
+def test_an_address_is_a_number_and_a_tensor_to_those_who_ask() -> None:
+    place = compat.Address(64)
+    assert (place.data_ptr(), place + 16) == (64, 80)
+    assert isinstance(place, int)

@@ -16,8 +16,9 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Trit
 
 from triton.runtime import driver
 
+from regard.core.rows import Rows
 from regard.kernels import launch_cache
-from regard.kernels.arguments import DropoutArgs, KernelArgs
+from regard.kernels.arguments import NO_ENTROPY, DropoutArgs, KernelArgs
 from regard.kernels.block_mask import block_mask
 from regard.kernels.hopper import configs, forward_launch
 
@@ -218,10 +219,11 @@ def test_zeros_are_zeros() -> None:
     assert launch_cache.zeros(5, CPU).tolist() == [0] * 5
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("mask", [None, regard.causal(), regard.strided(5)], ids=repr)
 def test_a_shortcut_passes_the_arguments_of_a_first_launch(
-    mask: Any, entropy: bool, monkeypatch: pytest.MonkeyPatch
+    mask: Any, entropy: bool, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward_launch, "is_current_device", lambda device: True)
     shortcuts = launch_cache.Shortcuts()
@@ -230,13 +232,26 @@ def test_a_shortcut_passes_the_arguments_of_a_first_launch(
     run = shortcuts.forward
     assert run is not None
     w = work(mask=mask, shortcuts=shortcuts, sink=torch.ones(4))
-    found = run(w.query, w.key, w.value, w.sink, w.block_mask)
-    assert found is not None
+    made = run(w.query, w.key, w.value, w.sink, w.block_mask, apart)
+    assert made is not None
+    output, statistics = made
+    lse, row_max, log_row_sum, *last = statistics if apart else statistics.unbind()
+    found = Rows(output, lse, last[0] if last else NO_ENTROPY, row_max, log_row_sum)
+    assert bool(last) is entropy
     arguments, _ = forward_launch.forward_arguments(w, found, entropy, forward_launch.tile_for(w))
     assert hows() == ["first", "again"]
-    expected = tuple(arguments[name] for name in Kernel.arg_names)
-    assert tuple(map(comparable, STARTS[1][2])) == tuple(map(comparable, expected))
-    assert (found.entropy is None) is not entropy
+    given, expected = dict(zip(Kernel.arg_names, STARTS[1][2], strict=True)), arguments
+    for name in ("lse", "row_max", "log_row_sum", *(["entropy"] if entropy else [])):
+        assert given.pop(name).data_ptr() == expected.pop(name).data_ptr()
+    assert all(comparable(x) == comparable(expected[name]) for name, x in given.items())
+
+
+@pytest.mark.parametrize(("heads", "n", "has"), [(4, 301, True), (2, 300, True), (2, 301, True), (1, 301, False)])
+def test_statistics_in_one_tensor_begin_at_multiples_of_16_bytes(heads: int, n: int, has: bool) -> None:
+    shortcuts = launch_cache.Shortcuts()
+    w = work(n=n, shortcuts=shortcuts)
+    forward_launch.launch_forward(replace(w, query=w.query[:, :heads], key=w.key[:, :1], value=w.value[:, :1]), False)
+    assert (shortcuts.forward is not None) is has
 
 
 def test_a_shortcut_is_not_taken_where_something_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,12 +262,12 @@ def test_a_shortcut_is_not_taken_where_something_differs(monkeypatch: pytest.Mon
     forward_launch.launch_forward(w, True)
     run, q, k, v = shortcuts.forward, w.query, w.key, w.value
     assert run is not None
-    assert run(q, k, v, None, w.block_mask) is not None
+    assert run(q, k, v, None, w.block_mask, False) is not None
     beside = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
-    assert run(beside, k, v, None, w.block_mask) is None  # at another address than a multiple of 16
-    assert run(q, k, v, None, work(mask=regard.strided(5)).block_mask) is None  # another kind of mask
+    assert run(beside, k, v, None, w.block_mask, False) is None  # at another address than a multiple of 16
+    assert run(q, k, v, None, work(mask=regard.strided(5)).block_mask, False) is None  # another kind of mask
     here[0] = False
-    assert run(q, k, v, None, w.block_mask) is None  # another current device
+    assert run(q, k, v, None, w.block_mask, False) is None  # another current device
     here[0] = True
     launch_cache.clear()
     assert shortcuts.forward is None

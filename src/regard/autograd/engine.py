@@ -35,7 +35,7 @@ from ..compat.torch import (
     may_need_grad,
     transforms_are_active,
 )
-from ..core.rows import Rows
+from ..core.rows import Rows, unstacked
 from ..errors import ArgumentError
 from .strip_map import jvp_of, vjp_of
 
@@ -64,6 +64,16 @@ class Engine(ABC):
     @abstractmethod
     def forward(self, x: MaybeTensors) -> Rows:
         """The forward pass."""
+
+    def forward_stacked(self, x: MaybeTensors) -> tuple[Tensor, Tensor] | None:
+        """The output and the statistics, which `core.rows.unstacked` reads; None where this is not quicker."""
+        return None
+
+    def vjp_stacked(
+        self, x: MaybeTensors, output: Tensor, statistics: Tensor, g: Tensor | None, needs: Needs
+    ) -> Sequence[Tensor | None] | None:
+        """`vjp` for the cotangent of the output alone, after `forward_stacked`; None where this is not quicker."""
+        return None
 
     @abstractmethod
     def jvp(self, x: MaybeTensors, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
@@ -173,24 +183,36 @@ class EagerForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, *x: Tensor | None) -> Rows | Tensor:
         engine.expect_vjp(x, ctx.needs_input_grad[1:])
-        rows = engine.forward(x)
         ctx.engine = engine
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*x, *rows)
         if engine.output_alone:
-            return rows.output
+            found = engine.forward_stacked(x) or engine.forward(x)
+            ctx.save_for_backward(*x, *found)
+            return found[0]
+        rows = engine.forward(x)
+        ctx.save_for_backward(*x, *rows)
         ctx.mark_non_differentiable(rows.max_logit, rows.log_row_sum)
         return rows
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
-        g = g[:WITH_GRAD] if len(g) > 1 else (*g, None, None)
-        if torch.is_grad_enabled() or transforms_are_active() or any(t is not None and is_legacy_batched(t) for t in g):
-            return Forward.backward(ctx, *g)
+        needs = ctx.needs_input_grad
         if _none(g):
-            return (None,) * len(ctx.needs_input_grad)
-        saved, n = ctx.saved_tensors, len(ctx.needs_input_grad) - 1
-        return None, *ctx.engine.vjp(saved[:n], Rows(*saved[n:]), g, ctx.needs_input_grad[1:])
+            return (None,) * len(needs)
+        saved, n = ctx.saved_tensors, len(needs) - 1
+        x, rows, needs = saved[:n], saved[n:], needs[1:]
+        alone = len(g) == 1
+        differentiable = (
+            torch.is_grad_enabled() or transforms_are_active() or any(t is not None and is_legacy_batched(t) for t in g)
+        )
+        if len(rows) == 2:  # stacked
+            if alone and not differentiable and (found := ctx.engine.vjp_stacked(x, *rows, g[0], needs)) is not None:
+                return None, *found
+            rows = unstacked(*rows)
+        g = (*g, None, None) if alone else g[:WITH_GRAD]
+        if differentiable:
+            return None, *_derived(Vjp, (ctx.engine, needs), (*x, *rows, *g))
+        return None, *ctx.engine.vjp(x, Rows(*rows), g, needs)
 
 
 @cached_signature

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -15,7 +15,8 @@ from ..core.tiling import TileSizes
 
 __all__ = ["Backend", "Prepared"]
 
-Prepared: TypeAlias = Callable[[Problem], Rows]
+Prepared: TypeAlias = Callable[..., Any]
+"""From query, key, value, mask and sink to the output or, of an observed problem, to `Rows` or (output, statistics)."""
 
 
 class Backend(ABC):
@@ -37,7 +38,10 @@ class Backend(ABC):
         """Compute a problem."""
 
     def prepare(self, p: Problem) -> Prepared | None:
-        """`run` for problems that differ from this one by tensors alone, and no tensor of it; None without one."""
+        """`run` for problems that differ from this one by tensors alone, and no tensor of it; None without one.
+
+        Statistics may be one tensor, as `core.rows.unstacked` reads it.
+        """
         return None
 
     def detail(self, p: Problem) -> str:

@@ -22,7 +22,6 @@ from ..compat.torch import (
     version_of,
 )
 from ..core.problem import Problem
-from ..core.rows import Rows
 from ..kernels.block_mask import traceable
 from ..masks import Mask
 from ..masks.causal import Causal
@@ -38,20 +37,16 @@ class Remembered(NamedTuple):
     """A call without its tensors, the backend that took it, and what that prepared."""
 
     backend: Backend
-    prepared: Prepared
+    attend: Prepared
     scale: float
     softcap: float | None
     lead: tuple[int, ...]
 
-    def problem(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sink: Tensor | None, who: str) -> Problem:
-        """The problem of a call with the same key."""
-        if sink is not None:
-            sink = sink.expand(query.shape[1])
-        softcap, lead, observed = self.softcap, self.lead, who == "observe"
-        return Problem(query, key, value, mask, None, None, self.scale, softcap, sink, 0.0, lead, observed, who)
-
-    def run(self, p: Problem) -> Rows:
-        return self.prepared(p)
+    def problem(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sink: Tensor | None) -> Problem:
+        """The problem of an observed call with the same key."""
+        sink = None if sink is None else sink.expand(query.shape[1])
+        softcap, lead = self.softcap, self.lead
+        return Problem(query, key, value, mask, None, None, self.scale, softcap, sink, 0.0, lead, True, "observe")
 
 
 class _ByValue:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -84,12 +84,17 @@ class Triton(Backend):
         shortcuts = Shortcuts()
         records = may_need_grad(*p.tensors)
         engine, _ = _engine(p, _block_mask(p), shortcuts)
-        engine_for = (lambda _: engine) if p.mask is None or p.mask.constant else _engine_for(engine)
+        constant, observed, heads = p.mask is None or p.mask.constant, p.observed, p.query.shape[1]
+        engine_for = _engine_for(engine, p)
 
-        def run(p: Problem) -> Rows:
-            sink = None if p.sink is None else p.sink.float()
-            x = p.query, p.key, p.value, None, None, sink, None
-            return attend(engine_for(p), x) if records else engine_for(p).forward(x)
+        def run(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, sink: Tensor | None) -> Any:
+            mine = engine if constant else engine_for(mask)
+            x = query, key, value, None, None, None if sink is None else sink.float().expand(heads), None
+            if records:
+                rows = attend(mine, x)
+                return rows if observed else rows.output
+            found = mine.forward_stacked(x) or mine.forward(x)
+            return found if observed else found[0]
 
         return run
 
@@ -190,16 +195,17 @@ def _block_mask(p: Problem) -> BlockMask:
     return block_mask(p.mask, p.rows, p.keys, p.device, p.items_per_mask)
 
 
-def _engine_for(engine: TritonEngine) -> Callable[[Problem], TritonEngine]:
-    """The same engine for the mask of another problem; nothing keeps the tensors of a mask alive."""
+def _engine_for(engine: TritonEngine, p: Problem) -> Callable[[Mask | None], TritonEngine]:
+    """The same engine for other masks; nothing keeps the tensors of a mask alive."""
     spec = replace(engine.spec, mask=None, read=None)
     engine = replace(engine, spec=spec, block_mask=BlockMask(spec.n, spec.m))
+    n, m, device, items = p.rows, p.keys, p.device, p.items_per_mask
 
-    def made(p: Problem) -> TritonEngine:
+    def made(mask: Mask | None) -> TritonEngine:
         mine = object.__new__(Spec)
-        mine.__dict__.update(spec.__dict__, mask=p.mask, read=None if p.mask is None else Versions(p.mask.sources))
+        mine.__dict__.update(spec.__dict__, mask=mask, read=None if mask is None else Versions(mask.sources))
         twin = object.__new__(TritonEngine)
-        twin.__dict__.update(engine.__dict__, spec=mine, block_mask=_block_mask(p))
+        twin.__dict__.update(engine.__dict__, spec=mine, block_mask=block_mask(mask, n, m, device, items))
         return twin
 
     return made

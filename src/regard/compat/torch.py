@@ -28,8 +28,6 @@ __all__ = [
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "cpu_multiplies_bfloat16",
-    "cuda_attention",
-    "cuda_attention_backward",
     "dynamo_is_loaded",
     "forward_mode_is_active",
     "fused_sdpa_kernel",
@@ -51,6 +49,7 @@ __all__ = [
     "may_need_grad",
     "modes_are_active",
     "no_autocast",
+    "node_in_backward",
     "not_compiled",
     "not_traced",
     "outside_transforms",
@@ -408,38 +407,9 @@ def cpu_flash_attention_backward(
     return dq, dk, dv
 
 
-def cuda_attention(
-    cudnn: bool, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, list[Tensor], list[Any]]:
-    """The output of torch's flash or cuDNN kernel, and what its backward takes: tensors and numbers."""
-    if cudnn:
-        op = torch.ops.aten._scaled_dot_product_cudnn_attention
-        found = op(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    output, lse, q_starts, k_starts, q_longest, k_longest, seed, offset = found[:8]
-    return output, [lse, seed, offset], [q_starts, k_starts, q_longest, k_longest]
-
-
-def cuda_attention_backward(
-    cudnn: bool,
-    grad: Tensor,
-    given: tuple[Tensor, ...],
-    tensors: list[Tensor],
-    rest: list[Any],
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value by the same kernel; `given` is (query, key, value, output)."""
-    lse, seed, offset = tensors
-    if cudnn:
-        op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-        found = op(grad, *given, lse, seed, offset, None, *rest, 0.0, causal, scale=scale)
-    else:
-        op = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        found = op(grad, *given, lse, *rest, 0.0, causal, seed, offset, scale=scale)
-    dq, dk, dv = found
-    return dq, dk, dv
+def node_in_backward() -> Any:
+    """The node of the graph whose backward, or whose hook, runs in this thread."""
+    return torch._C._current_autograd_node()
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -6,11 +6,18 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["INTERPRETED", "load", "starter", "with_base"]
+__all__ = ["INTERPRETED", "Address", "load", "starter", "with_base"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels in Python; it reads this once, too
 _MOST_MAPS = 256  # addresses whose TMA descriptors are kept for each argument
 _BASE = 13  # arguments of Triton 3.6's launcher before those of the kernel
+
+
+class Address(int):
+    """A place in the memory of a GPU, for a kernel that takes a tensor there; no tensor is made for it."""
+
+    def data_ptr(self) -> int:
+        return self
 
 
 def load(compiled: Any) -> Any:
@@ -30,6 +37,7 @@ def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing
 
     `arguments` are all arguments in order, of which nothing in `changing` is kept; what is None there stays None. The
     function is the kernel's own launcher; `kernel[grid]` inspects each argument first, and tells profilers about it.
+    Tensors may be given as an `Address`.
     """
     from triton import knobs
     from triton.runtime import driver
@@ -38,7 +46,7 @@ def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing
     by_grid, run = compiled[programs, 1, 1], compiled.run
     function, metadata = compiled.function, compiled.packed_metadata
     device, stream = driver.active.get_current_device, driver.active.get_current_stream
-    places = {name: at for at, name in enumerate(arguments) if name in changing and arguments[name] is not None}
+    places = {name: at for at, (name, x) in enumerate(arguments.items()) if name in changing and _holds_tensors(x)}
     described = {name: with_base(x, None) for name, x in arguments.items() if hasattr(x, "block_shape")}
     template = [None if name in places else x for name, x in arguments.items()]
     direct = _direct(compiled, programs, arguments, places, described)
@@ -58,6 +66,10 @@ def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing
             run(programs, 1, 1, stream(device()), function, metadata, None, None, None, *values)
 
     return start
+
+
+def _holds_tensors(x: Any) -> bool:
+    return any(map(_holds_tensors, x)) if isinstance(x, tuple) else hasattr(x, "data_ptr") or hasattr(x, "block_shape")
 
 
 def _set(hook: Any) -> bool:
@@ -83,7 +95,8 @@ def _direct(
             return None
         raw = inner["launcher"]
     flat: list[Any] = []
-    slots: list[tuple[str, int]] = []
+    slots: list[tuple[str, int]] = []  # of tuples
+    pointers: list[tuple[str, int]] = []  # of tensors: the launcher asks the driver about an address that is no number
     mapped: list[tuple[str, int, Any, Any, dict[int, Any]]] = []  # and the descriptors by address
     metas = iter(metas or ())
     for name, x in arguments.items():
@@ -93,7 +106,7 @@ def _direct(
             flat += [None, *driver.make_tensordesc_arg(x, meta)[1:]]
             continue
         if name in places:
-            slots.append((name, len(flat)))
+            (slots if isinstance(x, tuple) else pointers).append((name, len(flat)))
         flat.append(None if name in places else x)
     begin = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
 
@@ -101,6 +114,8 @@ def _direct(
         values = flat.copy()
         for name, at in slots:
             values[at] = given[name]
+        for name, at in pointers:
+            values[at] = given[name].data_ptr()
         for name, at, descriptor, meta, known in mapped:
             x = given[name]
             address = x.data_ptr()

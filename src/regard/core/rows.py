@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "unstacked"]
 
 _MISSING: Any = None  # in results without statistics: the call is not observed, or the backend has none
 
@@ -23,3 +23,9 @@ class Rows(NamedTuple):
     entropy: Tensor = _MISSING  # if the call is not observed: zeros in tiles, None in kernels
     max_logit: Tensor = _MISSING
     log_row_sum: Tensor = _MISSING  # lse − max_logit, to all digits even where the logits are large
+
+
+def unstacked(output: Tensor, statistics: Tensor) -> Rows:
+    """Rows from an output and one tensor of lse, max_logit, log_row_sum and, if it has four parts, entropy."""
+    lse, max_logit, log_row_sum, *entropy = statistics.unbind()
+    return Rows(output, lse, entropy[0] if entropy else _MISSING, max_logit, log_row_sum)

@@ -129,7 +129,7 @@ def _shortcuts(engine: TritonEngine, inputs: Sequence[Tensor | None], key: tuple
     if engine.bias_kind != BIAS_NONE or engine.spec.dropout or any(t is not None for t in (inputs[4], inputs[6])):
         return None
     found = _SHORTCUTS.get(key)
-    return _keep(_SHORTCUTS, key, Shortcuts(apart=True)) if found is None else found
+    return _keep(_SHORTCUTS, key, Shortcuts()) if found is None else found
 
 
 def _keep(things: dict[tuple[Any, ...], T], key: tuple[Any, ...], thing: T) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..autograd.engine import (
 )
 from ..autograd.strip_map import MapStrips, attention_strips, jvp_of
 from ..compat.torch import call_function, is_capturing, not_compiled, without_autocast
-from ..compat.triton import INTERPRETED
+from ..compat.triton import INTERPRETED, Address
 from ..core.dropout import keep_threshold, row_keys, shift_keys
 from ..core.folded import FoldedProblem, add_sink, group_bias
 from ..core.nonfinite import zero_unseen
@@ -31,7 +31,7 @@ from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import TileSizes
 from . import ahead
-from .arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR, BiasArgs, DropoutArgs
+from .arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR, NO_ENTROPY, BiasArgs, DropoutArgs
 from .block_mask import BlockMask
 from .launch_cache import Shortcuts
 
@@ -97,12 +97,37 @@ class TritonEngine(Engine):
         return not self.observed
 
     def forward(self, x: MaybeTensors) -> Rows:
+        found = self._short_forward(x, apart=True)
+        if found is None:
+            return self._forward(x)
+        output, (lse, max_logit, log_row_sum, *entropy) = found
+        return Rows(output, lse, entropy[0] if entropy else NO_ENTROPY, max_logit, log_row_sum)
+
+    def forward_stacked(self, x: MaybeTensors) -> tuple[Tensor, Tensor] | None:
+        return self._short_forward(x, apart=False)
+
+    def _short_forward(self, x: MaybeTensors, apart: bool) -> tuple[Tensor, Any] | None:
         short = self.shortcuts
-        if short is not None and short.forward is not None:
-            rows = short.forward(x[0], x[1], x[2], x[5], self.block_mask)
-            if rows is not None:
-                return rows
-        return self._forward(x)
+        if short is None or short.forward is None:
+            return None
+        return short.forward(x[0], x[1], x[2], x[5], self.block_mask, apart)
+
+    def vjp_stacked(
+        self, x: MaybeTensors, output: Tensor, statistics: Tensor, g: Tensor | None, needs: Needs
+    ) -> Sequence[Tensor | None] | None:
+        if not statistics.is_contiguous():
+            return None
+        at, step = statistics.data_ptr(), statistics.stride(0) * statistics.element_size()
+        return self._short_vjp(x, output, Address(at + step), Address(at + 2 * step), g, needs)
+
+    def _short_vjp(
+        self, x: MaybeTensors, output: Tensor, row_max: Tensor | Address, log_row_sum: Tensor | Address, g: Tensor | None, needs: Needs
+    ) -> Sequence[Tensor | None] | None:
+        short = self.shortcuts
+        if short is None or short.backward is None or needs != _QUERY_KEY_VALUE:
+            return None
+        found = short.backward(x[0], x[1], x[2], output, row_max, log_row_sum, g, self.block_mask)
+        return None if found is None else (*found, None, None, None, None)
 
     def expect_vjp(self, x: MaybeTensors, needs: Needs) -> None:
         """Let the kernels of the first backward compile in the background while those of the forward do."""
@@ -138,11 +163,10 @@ class TritonEngine(Engine):
         return self._jvp(_inputs(x), Derivatives(*w))
 
     def vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
-        short = self.shortcuts
-        if short is not None and short.backward is not None and needs == _QUERY_KEY_VALUE and g[1] is None and g[2] is None:
-            found = short.backward(x[0], x[1], x[2], rows, g[0], self.block_mask)
+        if g[1] is None and g[2] is None and rows.max_logit.is_contiguous() and rows.log_row_sum.is_contiguous():
+            found = self._short_vjp(x, rows.output, rows.max_logit, rows.log_row_sum, g[0], needs)
             if found is not None:
-                return Derivatives(*found)
+                return found
         return self._checked_vjp(x, rows, g, needs)
 
     @not_compiled

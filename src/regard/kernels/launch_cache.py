@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..compat.torch import is_capturing_cuda, raw_stream
 from ..compat.triton import INTERPRETED, starter
-from ..core.rows import Rows
 from . import ahead
 
 __all__ = ["Launch", "Shortcuts", "clear", "find", "start", "store", "zeros"]
@@ -40,13 +39,13 @@ class Launch(NamedTuple):
 class Shortcuts:
     """The passes of a remembered call, each as one function from tensors to results; None until it has run the long way.
 
-    A shortcut returns None where something is not as it was then, such as the strides or the address of a tensor.
+    The forward pass gives the output and the statistics in the order of `core.rows.unstacked`, in one tensor or apart. A shortcut returns
+    None where something is not as it was then, such as the strides or the address of a tensor.
     """
 
-    def __init__(self, apart: bool = False) -> None:
+    def __init__(self) -> None:
         _SHORTCUTS.add(self)
-        self.apart = apart  # whether results must not share memory, as those of operators
-        self.forward: Callable[..., Rows | None] | None = None
+        self.forward: Callable[..., tuple[Tensor, Any] | None] | None = None
         self.backward: Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None = None
 
 

@@ -6,7 +6,9 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from ...chunked.foreign import AttentionFormula
 from ...compat.torch import forward_mode_is_active, is_recording, may_need_grad
 from ...core.problem import Problem
 from ...core.rows import Rows
@@ -14,7 +16,7 @@ from ...masks.causal import Causal
 from ...masks.everything import Everything
 from ..base import Backend, Prepared
 from .call import KERNELS, call_of, kernel_of, probe_of
-from .derivatives import attend_with_derivatives, cuda_attention_of
+from .derivatives import attend_with_derivatives, second_derivatives, with_second_derivatives
 from .fast_path import fast_path
 from .refusals import refusals
 
@@ -54,14 +56,11 @@ class Sdpa(Backend):
         if not (p.query.is_cuda and plain and call.mask is None and call.query is p.query and call.key is p.key):
             return None
         causal, scale, grouped = call.causal, call.scale, call.grouped
-        if may_need_grad(p.query, p.key, p.value):
-            attend = cuda_attention_of(kernel_of(call), call)
-            return None if attend is None else lambda p: Rows(attend(p))
 
-        def run(p: Problem) -> Rows:
-            output = F.scaled_dot_product_attention(
-                p.query, p.key, p.value, None, 0.0, causal, scale=scale, enable_gqa=grouped
-            )
-            return Rows(output)
+        def attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
 
-        return run
+        if not may_need_grad(p.query, p.key, p.value):
+            return attend
+        hook = second_derivatives(AttentionFormula(p.mask, None, scale))
+        return lambda *tensors: with_second_derivatives(attend(*tensors), hook)

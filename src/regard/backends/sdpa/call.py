@@ -18,7 +18,6 @@ from ...masks.everything import Everything
 from ...masks.padding import Keep, Padding
 
 __all__ = [
-    "CUDNN",
     "FLASH",
     "KERNELS",
     "LARGEST_SCALE",
@@ -34,8 +33,8 @@ __all__ = [
 
 SMALL = 2**16  # pairs up to which a mask may be laid out in full: a constant, so memory stays linear
 LARGEST_SCALE = 1024.0  # beyond it, a row's largest logit less itself is no longer 0 in torch's fused multiply-add
-FLASH, CUDNN = 1, 3
-KERNELS = {FLASH: "flash", 2: "memory-efficient", CUDNN: "cuDNN", 4: "overrideable"}
+FLASH = 1
+KERNELS = {FLASH: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "overrideable"}
 
 
 class Call(NamedTuple):

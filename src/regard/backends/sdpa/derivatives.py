@@ -1,4 +1,8 @@
-"""Torch's kernels with every derivative: the first by their own backward, the others by the formula."""
+"""Torch's kernels with every derivative: the first by their own backward, the others by the formula.
+
+On a GPU, torch's node stays in the graph as it is, with a hook. On a CPU, where torch.func and forward mode are wanted
+too, the kernel is a node of ours.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...chunked.foreign import AttentionFormula, ForeignKernel
+from ...chunked.foreign import AttentionFormula
 from ...compat.torch import (
     cached_signature,
     call_function,
     cpu_flash_attention,
     cpu_flash_attention_backward,
-    cuda_attention,
-    cuda_attention_backward,
+    node_in_backward,
 )
 from ...core.problem import Problem
 from ...core.versions import Versions
-from .call import CUDNN, FLASH, Call
+from .call import Call
 
-__all__ = ["attend_with_derivatives", "cuda_attention_of"]
+__all__ = ["attend_with_derivatives", "second_derivatives", "with_second_derivatives"]
 
 
 def attend_with_derivatives(p: Problem, call: Call) -> Tensor:
@@ -29,54 +32,40 @@ def attend_with_derivatives(p: Problem, call: Call) -> Tensor:
     bias = call.mask if isinstance(p.bias, Tensor) else None
     formula = AttentionFormula(p.mask, bias, call.scale, None if p.mask is None else Versions(p.mask.sources))
     if not p.query.is_cpu:
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return call._replace(query=q, key=k, value=v).attend()
-
-        output: Tensor = call_function(ForeignKernel, formula, attend, call.query, call.key, call.value)
-        return output
+        return with_second_derivatives(call.attend(), second_derivatives(formula))
     mask = call.mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=call.query.dtype, device="cpu").masked_fill_(~mask, -torch.inf)
-    output, _ = call_function(CpuFlash, formula, mask, call.causal, call.query, call.key, call.value)
+    output: Tensor = call_function(CpuFlash, formula, mask, call.causal, call.query, call.key, call.value)[0]
     return output
 
 
-def cuda_attention_of(kernel: int, call: Call) -> Callable[[Problem], Tensor] | None:
-    """Torch's CUDA kernel with its backward for calls like this one; None if torch would change the inputs first."""
-    if kernel not in (FLASH, CUDNN) or call.grouped or any(x.shape[-1] % 8 for x in (call.query, call.value)):
-        return None
-    causal, scale = call.causal, call.scale
-
-    def attend(p: Problem) -> Tensor:
-        formula = AttentionFormula(p.mask, None, scale)
-        output: Tensor = call_function(CudaAttention, formula, kernel == CUDNN, causal, p.query, p.key, p.value)
-        return output
-
-    return attend
+Gradients = tuple[Tensor | None, ...]
 
 
-class CudaAttention(torch.autograd.Function):
-    """Torch's kernel on CUDA, and its backward; second derivatives by the formula, in strips of rows."""
+def second_derivatives(formula: AttentionFormula) -> Callable[[Gradients, Gradients], Gradients | None]:
+    """A hook of torch's node that replaces its gradients by those of the formula where a graph of them is wanted."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, formula: AttentionFormula, cudnn: bool, causal: bool, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        output, tensors, ctx.rest = cuda_attention(cudnn, q, k, v, causal, formula.scale)
-        ctx.formula, ctx.cudnn, ctx.causal = formula, cudnn, causal
-        ctx.save_for_backward(q, k, v, output, *tensors)
-        return output
+    def hook(found: Gradients, given: Gradients) -> Gradients | None:
+        grad = given[0]
+        if grad is None or not torch.is_grad_enabled():
+            return None
+        node = node_in_backward()
+        wanted = formula.vjp(node._saved_query, node._saved_key, node._saved_value, grad)
+        return *(None if x is None else y for x, y in zip(found[:3], wanted, strict=True)), *found[3:]
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, *tensors = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return None, None, None, *ctx.formula.vjp(q, k, v, grad)
-        given, scale = (q, k, v, output), ctx.formula.scale
-        found = cuda_attention_backward(ctx.cudnn, grad, given, tensors, ctx.rest, ctx.causal, scale)
-        needs = ctx.needs_input_grad[3:]
-        return None, None, None, *(x if need else None for x, need in zip(found, needs, strict=True))
+    return hook
+
+
+def with_second_derivatives(output: Tensor, hook: Callable[[Gradients, Gradients], Gradients | None]) -> Tensor:
+    """The output of torch's function, whose node gets the hook; torch may have sliced the output of a padded call."""
+    node = output.grad_fn
+    while node is not None and not type(node).__name__.startswith("ScaledDotProduct"):
+        node = node.next_functions[0][0]
+    if node is None:
+        raise RuntimeError(f"torch's attention left no node in the graph: {output.grad_fn}")
+    node.register_hook(hook)
+    return output
 
 
 @cached_signature

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...compat.torch import is_current_device
+from ...compat.triton import Address
 from ...core.rows import Rows
 from .. import launch_cache
 from ..arguments import BIAS_RELATIVE, BIAS_TENSOR, NO_ENTROPY, BackwardRows, KernelArgs
@@ -130,28 +131,32 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
     main, postprocess = launch_cache.find(key), launch_cache.find(("dq postprocess", tile, w.signature))
     if s.dO.data_ptr() & 15 or preprocess is None or main is None or postprocess is None:
         return None
-    device, dtype, bias, drop, kind = w.query.device, w.query.dtype, w.bias, w.drop, w.block_mask.kind
+    device, dtype, kind = w.query.device, w.query.dtype, w.block_mask.kind
     (L, H, N), D = w.rows, w.query.shape[3]
     blocks = L * H * cdiv(N, tile.BM)
-    sums_shape, dq_shape, BM, BN = (blocks * tile.parts * tile.BM, tile.widths(w)[0] // tile.parts), (L, H, N, D), tile.BM, tile.BN
-    key_shape, value_shape = w.key.shape, w.value.shape
+    dq_shape, key_shape, value_shape, BM, BN = (L, H, N, D), w.key.shape, w.value.shape, tile.BM, tile.BN
+    statistic = 4 * L * H * N  # bytes: N is a multiple of BM, so δ, lse and the sums are aligned
+    workspace = blocks * tile.BM * tile.widths(w)[0] + 2 * L * H * N  # numbers of all three
 
-    def run(q: Tensor, k: Tensor, v: Tensor, rows: Rows, dO: Tensor | None, block_mask: BlockMask) -> tuple[Tensor, Tensor, Tensor] | None:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, output: Tensor, row_max: Tensor | Address, log_row_sum: Tensor | Address, dO: Tensor | None,
+        block_mask: BlockMask,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
         if dO is None or dO.stride() != do_strides or dO.dtype != dtype or (q.stride(), k.stride(), v.stride()) != strides:
             return None
-        output, _, _, row_max, log_row_sum = rows
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | dO.data_ptr() | output.data_ptr() | row_max.data_ptr() | log_row_sum.data_ptr()
-        contiguous = output.is_contiguous() and row_max.is_contiguous() and log_row_sum.is_contiguous()
-        if addresses & 15 or not contiguous or block_mask.kind != kind or not is_current_device(device):
+        if addresses & 15 or not output.is_contiguous() or block_mask.kind != kind or not is_current_device(device):
             return None
-        delta, lse = row_max.new_empty(2, L, H, N).unbind()  # N is a multiple of BM, so both are aligned
-        preprocess.again(do=dO, g_lse=None, out=rows._replace(entropy=NO_ENTROPY), delta=delta, lse=lse)
+        scratch = q.new_empty(workspace, dtype=torch.float32)
+        delta = Address(scratch.data_ptr())
+        lse, sums = Address(delta + statistic), Address(delta + 2 * statistic)
+        rows = Rows(output, lse, NO_ENTROPY, row_max, log_row_sum)  # type: ignore[arg-type]
+        preprocess.again(do=dO, g_lse=None, out=rows, delta=delta, lse=lse)
         dk, dv, dq = k.new_empty(key_shape), v.new_empty(value_shape), q.new_empty(dq_shape)
-        sums = q.new_empty(sums_shape, dtype=torch.float32)
         semaphores = launch_cache.zeros(blocks * tile.semaphores, device)
         main.again(
-            q=q, k=k, v=v, do=dO, lse=lse, delta=delta, g_entropy=None, dq_sums=sums, dk_desc=dk, dv_desc=dv, dk=dk, dv=dv, scales=None,
-            bias=bias, lists=block_mask.by_keys(BM, BN), dq_order=dq_order(block_mask, BM, BN), drop=drop, seen=None, semaphores=semaphores,
+            q=q, k=k, v=v, do=dO, lse=lse, delta=delta, dq_sums=sums, dk_desc=dk, dv_desc=dv, dk=dk, dv=dv,
+            lists=block_mask.by_keys(BM, BN), dq_order=dq_order(block_mask, BM, BN), semaphores=semaphores,
         )  # fmt: skip
         postprocess.again(dq_sums=sums, semaphores=semaphores, dq=dq)
         return dq, dk, dv

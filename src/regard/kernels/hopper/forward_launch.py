@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...compat.torch import is_current_device
-from ...compat.triton import INTERPRETED
+from ...compat.triton import INTERPRETED, Address
 from ...core.rows import Rows
 from .. import launch_cache
-from ..arguments import BIAS_NONE, NO_ENTROPY, KernelArgs
+from ..arguments import BIAS_NONE, KernelArgs
 from ..block_lists import BITS, MASK_BLOCK, BlockLists
 from ..block_mask import BlockMask
 from .configs import ROWS, Tile, cdiv, chunks, config
@@ -82,35 +82,38 @@ def launch_forward(w: KernelArgs, entropy: bool, tile: Tile | None = None, swizz
         programs = min(programs, multiprocessors(w.query.device))
     launch_cache.start(key, forward, programs, arguments, options, CHANGING, tile)
     if w.shortcuts is not None and (launch := launch_cache.find(key)) is not None:
-        w.shortcuts.forward = _shortcut(w, entropy, launch, w.shortcuts.apart)
+        w.shortcuts.forward = _shortcut(w, entropy, launch)
     return found
 
 
-def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch, apart: bool) -> Callable[..., Rows | None]:
-    """The forward pass from tensors to results, for calls whose sizes, strides and numbers are these."""
+def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch) -> Callable[..., Any] | None:
+    """The forward pass from tensors to results, for calls whose sizes, strides and numbers are these; None where it has none."""
     shape, device, tile = w.query.shape[:3], w.query.device, launch.about
-    output_shape, before, counters = (*shape, w.value.shape[3]), tile.rows_before(w.n), 1 + shape[0] * shape[1]
-    again, bias, drop, kind = launch.again, w.bias, w.drop, w.block_mask.kind
-    together = not (apart or entropy or math.prod(shape) % 4)  # nobody changes one of them in place, and all are aligned
+    if math.prod(shape) % 4:  # stacked statistics would not begin at multiples of 16 bytes
+        return None
+    output_shape, count, step = (*shape, w.value.shape[3]), 4 if entropy else 3, 4 * math.prod(shape)
+    again, kind, before, counters = launch.again, w.block_mask.kind, tile.rows_before(w.n), 1 + shape[0] * shape[1]
+    BM, BN, persistent = tile.BM, tile.BN, tile.persistent
 
-    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, block_mask: BlockMask) -> Rows | None:
+    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, block_mask: BlockMask, apart: bool) -> tuple[Tensor, Any] | None:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if sink is None else sink.data_ptr())
         if addresses & 15 or block_mask.kind != kind or not is_current_device(device) or not (sink is None or sink.is_contiguous()):
             return None
         output = q.new_empty(output_shape)
-        if together:
-            lse, row_max, log_row_sum = q.new_empty((3, *shape), dtype=torch.float32).unbind()
-            found = Rows(output, lse, NO_ENTROPY, row_max, log_row_sum)
+        statistics: Any
+        places: Any
+        if apart:
+            places = statistics = [q.new_empty(shape, dtype=torch.float32) for _ in range(count)]
         else:
-            lse = q.new_empty(shape, dtype=torch.float32)
-            row_max, log_row_sum = torch.empty_like(lse), torch.empty_like(lse)
-            found = Rows(output, lse, torch.empty_like(lse) if entropy else NO_ENTROPY, row_max, log_row_sum)
+            statistics = q.new_empty((count, *shape), dtype=torch.float32)
+            at = statistics.data_ptr()
+            places = [Address(at), Address(at + step), Address(at + 2 * step), Address(at + 3 * step)]
         again(
-            q=q, qb=q, k=k, kb=k, v=v, vb=v, o=output, ob=output, output=output, lse=lse, row_max=row_max, log_row_sum=log_row_sum,
-            entropy=found.entropy, scales=None, sinks=sink, bias=bias, lists=block_mask.by_rows(tile.BM, tile.BN, before), drop=drop,
-            counters=launch_cache.zeros(counters, device) if tile.persistent else None,
+            q=q, qb=q, k=k, kb=k, v=v, vb=v, o=output, ob=output, output=output, lse=places[0], row_max=places[1], log_row_sum=places[2],
+            entropy=places[-1], sinks=sink, lists=block_mask.by_rows(BM, BN, before),
+            counters=launch_cache.zeros(counters, device) if persistent else None,
         )  # fmt: skip
-        return found
+        return output, statistics
 
     return run
 
