@@ -69,7 +69,7 @@ def attention(
     usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
     if usual and not (WATCHERS or ACTIVE):
         if query.is_cuda:
-            known = key_of(query, key, value, mask, scale, softcap, sink, backend, observed=False)
+            known = key_of(query, key, value, mask, scale, softcap, sink, backend, False)
             if known is not None and (call := recall(known)) is not None:
                 return call.attend(query, key, value, mask, sink)  # type: ignore[no-any-return]
         elif scale is None and softcap is None and sink is None and backend == "auto":
@@ -132,7 +132,7 @@ def observe(
     known = None
     usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
     if usual and query.is_cuda:
-        known = key_of(query, key, value, mask, scale, softcap, sink, backend, observed=True)
+        known = key_of(query, key, value, mask, scale, softcap, sink, backend, True)
         if known is not None and (call := recall(known)) is not None:
             problem = call.problem(query, key, value, mask, sink)
             return _notified(Observation(problem, call.backend, call.attend(query, key, value, mask, sink)))

@@ -58,14 +58,16 @@ class Observation:
         if any(t is None for t in rows):
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
         self.output = rows[0]
-        self._problem, self._backend, self._given = problem, backend, rows
+        self._problem, self._backend = problem, backend
+        self._given: Rows | tuple[Tensor, Tensor] = rows
         self._computed_moments: tuple[Tensor, Tensor] | None = None
         self._versions = Versions(read)
 
-    @cached_property
+    @property
     def _rows(self) -> Rows:
-        given = self._given
-        return given if isinstance(given, Rows) else unstacked(*given)
+        if not isinstance(self._given, Rows):
+            self._given = unstacked(*self._given)
+        return self._given
 
     @property
     def lse(self) -> Tensor:

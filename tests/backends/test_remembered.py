@@ -21,8 +21,7 @@ KEPT = regard.padding(LENGTHS)
 
 
 @pytest.fixture(autouse=True)
-def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "_on_gpu", lambda *_: True)
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered, "_CALLS", {})
 
 

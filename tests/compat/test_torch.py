@@ -34,6 +34,7 @@ NEEDED_FOR = {
     "cpu_flash_attention": "the fast path on a CPU reads the lse of torch's kernel",
     "cpu_flash_attention_backward": "first gradients of the fast path come from torch's own kernel",
     "cpu_multiplies_bfloat16": "dispatch asks whether bfloat16 is fast on this processor",
+    "cuda_allocator": "new tensors are a third of the host's time of a small call",
     "dynamo_is_loaded": "a launch must not import the compiler, which takes seconds",
     "forward_mode_is_active": "a tangent must never be lost: the fast path and the kernels step aside",
     "fused_sdpa_kernel": "sdpa refuses what torch would compute by its matrix path",
@@ -53,11 +54,11 @@ NEEDED_FOR = {
     "legacy_batch": "results of a batched backward pass get their batch back",
     "legacy_unbatch": "the passes of an engine see the batch of a batched backward pass",
     "may_need_grad": "without derivatives an engine runs its forward pass alone",
-    "modes_are_active": "a call that is recorded or has no values is not looked up",
     "no_autocast": "statistics and derivatives are exact inside autocast",
     "node_in_backward": "the hook of torch's own node reads the tensors that it saved",
     "not_compiled": "torch.compile must not trace a kernel launch after a graph break",
     "not_traced": "torch.compile must call the chunked passes and not trace them",
+    "operations_are_plain": "a call that is recorded, cast or transformed, or has no values, is not looked up",
     "outside_transforms": "a cached block mask must not hold wrapped tensors",
     "raw_stream": "what one stream computed is not read by another before it is there",
     "samples": "a table over which vmap runs hides a key only where it is -inf in every sample",
@@ -266,13 +267,18 @@ def test_raw_stream() -> None:
         assert compat.raw_stream(torch.device("cuda", 0)) == torch.cuda.current_stream(0).cuda_stream
 
 
-def test_modes_are_active() -> None:
+def test_operations_are_plain() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with needs("modes_are_active"):
-        assert compat.modes_are_active() is False
-        with FakeTensorMode():
-            assert compat.modes_are_active() is True
+    special = (FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), forward_ad.dual_level())
+    with needs("operations_are_plain"):
+        assert compat.operations_are_plain() is True
+        for context in special:
+            with context:
+                assert compat.operations_are_plain() is False
+        found: list[bool] = []
+        torch.func.grad(lambda x: (found.append(compat.operations_are_plain()), x)[1])(torch.tensor(1.0))
+        assert found == [False]
 
 
 def test_sdpa_switches() -> None:
@@ -281,6 +287,17 @@ def test_sdpa_switches() -> None:
         assert compat.sdpa_switches() == before
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             assert compat.sdpa_switches() != before
+
+
+def test_cuda_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: that torch has the function, and that its twin for a CPU takes these arguments."""
+    with needs("cuda_allocator"):
+        guards = torch._C._dynamo.guards
+        monkeypatch.setattr(guards, "_empty_strided_cuda", guards._empty_strided_cpu)
+        made = compat.cuda_allocator(torch.Size((2, 3)), torch.float16)
+        assert (made().shape, made().stride(), made().dtype) == ((2, 3), (3, 1), torch.float16)
+        one, other = made(), made()
+        assert one.data_ptr() != other.data_ptr()
 
 
 def test_node_in_backward() -> None:

@@ -67,6 +67,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_launch, "forward", Kernel())
     monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
     monkeypatch.setattr(launch_cache, "INTERPRETED", False)
+    monkeypatch.setattr(forward_launch, "cuda_allocator", lambda size, dtype: lambda: torch.empty(size, dtype=dtype))
     STARTS.clear()
     monkeypatch.setattr(driver, "_active", Driver())
 

@@ -37,9 +37,10 @@ from ..compat.torch import (
 )
 from ..core.rows import Rows, unstacked
 from ..errors import ArgumentError
+from .batching import apply_batched
 from .strip_map import jvp_of, vjp_of
 
-__all__ = ["Engine", "attend", "double_backward_of_formula", "jvp", "jvp_of_formula", "vjp"]
+__all__ = ["Engine", "attend", "attend_eagerly", "double_backward_of_formula", "jvp", "jvp_of_formula", "vjp"]
 
 MaybeTensors = tuple[Tensor | None, ...]
 Needs = tuple[bool, ...]
@@ -115,8 +116,7 @@ def attend(engine: Engine, x: MaybeTensors) -> Rows:
             "Call torch.func.jvp for each tangent, or take backend='reference', which holds the matrix."
         )
     if not (forward_mode_is_active() or transforms_are_active()):
-        found = call_function(EagerForward, engine, *x)
-        return Rows(found) if isinstance(found, Tensor) else Rows(*found)
+        return attend_eagerly(engine, x)
     if not _only_forward_mode(x):
         return Rows(*call_function(Forward, engine, *x))
     duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in x]
@@ -125,6 +125,12 @@ def attend(engine: Engine, x: MaybeTensors) -> Rows:
     found = _derived(Jvp, (engine,), (*(primal for primal, _ in duals), *(tangent for _, tangent in duals)))
     seen = [forward_ad.make_dual(y, t) for y, t in zip(found[:WITH_GRAD], found[FIELDS:], strict=True)]
     return Rows(*seen, *found[WITH_GRAD:FIELDS])
+
+
+def attend_eagerly(engine: Engine, x: MaybeTensors) -> Rows:
+    """Attend, and record a graph, outside of torch.func and forward mode."""
+    found = call_function(EagerForward, engine, *x)
+    return Rows(found) if isinstance(found, Tensor) else Rows(*found)
 
 
 def vjp(engine: Engine, x: MaybeTensors, g: MaybeTensors, needs: Needs) -> tuple[Any, ...]:
@@ -174,7 +180,7 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, *x: Any) -> Any:
-        return _batched(Forward, info.batch_size, in_dims[1:], (engine,), x)
+        return apply_batched(Forward, info.batch_size, in_dims[1:], (engine,), x)
 
 
 class EagerForward(torch.autograd.Function):
@@ -201,10 +207,7 @@ class EagerForward(torch.autograd.Function):
             return (None,) * len(needs)
         saved, n = ctx.saved_tensors, len(needs) - 1
         x, rows, needs = saved[:n], saved[n:], needs[1:]
-        alone = len(g) == 1
-        differentiable = (
-            torch.is_grad_enabled() or transforms_are_active() or any(t is not None and is_legacy_batched(t) for t in g)
-        )
+        alone, differentiable = len(g) == 1, _is_differentiable(g)
         if len(rows) == 2:  # stacked
             if alone and not differentiable and (found := ctx.engine.vjp_stacked(x, *rows, g[0], needs)) is not None:
                 return None, *found
@@ -266,7 +269,7 @@ class Jvp(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, *given: Any) -> Any:
-        return _batched(Jvp, info.batch_size, in_dims[1:], (engine,), given, inputs=len(given) // 2)
+        return apply_batched(Jvp, info.batch_size, in_dims[1:], (engine,), given, inputs=len(given) // 2)
 
 
 @cached_signature
@@ -314,7 +317,7 @@ class Vjp(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, needs: Needs, *given: Any) -> Any:
-        return _batched(Vjp, info.batch_size, in_dims[2:], (engine, needs), given, inputs=len(needs))
+        return apply_batched(Vjp, info.batch_size, in_dims[2:], (engine, needs), given, inputs=len(needs))
 
 
 @cached_signature
@@ -380,7 +383,7 @@ class DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], engine: Engine, needs: Needs, *given: Any) -> Any:
-        return _batched(DoubleBackward, info.batch_size, in_dims[2:], (engine, needs), given, inputs=len(needs))
+        return apply_batched(DoubleBackward, info.batch_size, in_dims[2:], (engine, needs), given, inputs=len(needs))
 
 
 def jvp_of_formula(engine: Engine, x: MaybeTensors, w: MaybeTensors) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -437,6 +440,12 @@ def _none(given: MaybeTensors) -> bool:
     return all(t is None for t in given)
 
 
+def _is_differentiable(g: MaybeTensors) -> bool:
+    """Whether cotangents are wanted as functions of these."""
+    batched = any(t is not None and is_legacy_batched(t) for t in g)
+    return batched or torch.is_grad_enabled() or transforms_are_active()
+
+
 def _present(kinds: Iterable[MaybeTensors]) -> tuple[Tensor, ...]:
     return tuple(t for kind in kinds for t in kind if t is not None)
 
@@ -452,42 +461,6 @@ def _filled(x: MaybeTensors, w: MaybeTensors) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(t) if v is None else v for t, v in zip(x, w, strict=True) if t is not None)
 
 
-def _batched(
-    function: Any,
-    size: int,
-    in_dims: tuple[Any, ...],
-    fixed: tuple[Any, ...],
-    given: tuple[Any, ...],
-    inputs: int | None = None,
-) -> tuple[Any, Any]:
-    """Apply a function over one more dimension: folded into the batch, or item by item if inputs have no batch."""
-    x = given[: len(given) if inputs is None else inputs]
-    if _none(x[3:]):
-        engine, at = fixed[0].batched(size)
-        folded = [_folded(t, d, size, at) for t, d in zip(given, in_dims, strict=True)]
-        batch = folded[0].shape[0] // size
-        shape = (size, batch) if at == 0 else (batch, size)
-        results = [
-            None if r is None else r.unflatten(0, shape) for r in call_function(function, engine, *fixed[1:], *folded)
-        ]
-        return tuple(results), tuple(None if r is None else at for r in results)
-    items = [
-        call_function(
-            function, *fixed, *(t if d is None else t.select(d, v) for t, d in zip(given, in_dims, strict=True))
-        )
-        for v in range(size)
-    ]
-    results = [None if column[0] is None else torch.stack(column) for column in zip(*items, strict=True)]
-    return tuple(results), tuple(None if r is None else 0 for r in results)
-
-
-def _folded(t: Any, d: int | None, size: int, at: int) -> Any:
-    if t is None:
-        return None
-    wide = t.unsqueeze(at).expand(*t.shape[:at], size, *t.shape[at:]) if d is None else t.movedim(d, at)
-    return wide.flatten(0, 1)
-
-
 def _derived(function: Any, fixed: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply a derivative; `torch.autograd` batches cotangents or tangents without telling us if it vectorises."""
     batched = [t is not None and is_legacy_batched(t) for t in given]
@@ -498,7 +471,7 @@ def _derived(function: Any, fixed: tuple[Any, ...], given: tuple[Any, ...]) -> t
     size = next(t.shape[0] for t, b in zip(plain, batched, strict=True) if b)
     in_dims = tuple(0 if b else None for b in batched)
     inputs = len(given) // 2 if function is Jvp else len(fixed[1])
-    found, at = _batched(function, size, in_dims, fixed, plain, inputs)
+    found, at = apply_batched(function, size, in_dims, fixed, plain, inputs)
     alike = FIELDS if function is Jvp and not any(batched[:inputs]) else 0  # rows depend on x alone
     return tuple(
         None if r is None else r.select(d, 0) if n < alike else legacy_batch(r, d)

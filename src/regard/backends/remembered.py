@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.torch import (
-    any_autocast_enabled,
-    forward_mode_is_active,
-    modes_are_active,
-    sdpa_switches,
-    transforms_are_active,
-    version_of,
-)
+from ..compat.torch import operations_are_plain, sdpa_switches, version_of
 from ..core.problem import Problem
 from ..kernels.block_mask import traceable
 from ..masks import Mask
@@ -101,10 +94,6 @@ def _structure(mask: Mask) -> tuple[object, ...]:
     return tuple(made)
 
 
-def _on_gpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return query.is_cuda and key.is_cuda and value.is_cuda
-
-
 def key_of(
     query: Tensor,
     key: Tensor,
@@ -116,27 +105,23 @@ def key_of(
     backend: object,
     observed: bool,
 ) -> tuple[object, ...] | None:
-    """The key of a call on a GPU; None where torch's modes, or parts of it, need the whole road."""
+    """The key of a call whose query is on a GPU; None where torch's modes, or parts of it, need the whole road."""
     if (
         torch.compiler.is_compiling()
         or not type(query) is type(key) is type(value) is Tensor
-        or not _on_gpu(query, key, value)
         or type(backend) is not str
-        or any_autocast_enabled()
-        or forward_mode_is_active()
-        or transforms_are_active()
-        or modes_are_active()
+        or not operations_are_plain()
     ):
         return None
     made: tuple[object, ...] = (
         backend,
         observed,
         query.shape,
-        query.stride(),
+        query.is_contiguous() or query.stride(),
         key.shape,
-        key.stride(),
+        key.is_contiguous() or key.stride(),
         value.shape,
-        value.stride(),
+        value.is_contiguous() or value.stride(),
         query.dtype,
         key.dtype,
         value.dtype,

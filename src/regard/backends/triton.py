@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..autograd.engine import attend
+from ..autograd.engine import attend, attend_eagerly
 from ..biases import Alibi, Bias, Relative
 from ..chunked import statistics
 from ..compat.torch import (
@@ -91,7 +91,7 @@ class Triton(Backend):
             mine = engine if constant else engine_for(mask)
             x = query, key, value, None, None, None if sink is None else sink.float().expand(heads), None
             if records:
-                rows = attend(mine, x)
+                rows = attend_eagerly(mine, x)  # what is remembered has no transform and no tangent
                 return rows if observed else rows.output
             found = mine.forward_stacked(x) or mine.forward(x)
             return found if observed else found[0]

@@ -28,6 +28,7 @@ __all__ = [
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "cpu_multiplies_bfloat16",
+    "cuda_allocator",
     "dynamo_is_loaded",
     "forward_mode_is_active",
     "fused_sdpa_kernel",
@@ -47,11 +48,11 @@ __all__ = [
     "legacy_batch",
     "legacy_unbatch",
     "may_need_grad",
-    "modes_are_active",
     "no_autocast",
     "node_in_backward",
     "not_compiled",
     "not_traced",
+    "operations_are_plain",
     "outside_transforms",
     "raw_stream",
     "samples",
@@ -176,14 +177,24 @@ def raw_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
+def cuda_allocator(size: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """A function that makes contiguous tensors on the current CUDA device, in a third of the time of the public one."""
+    guards: Any = torch._C._dynamo.guards
+    make, strides = guards._empty_strided_cuda, torch.empty(size, device="meta").stride()
+    given = tuple(size), strides, dtype  # it takes no torch.Size
+    return lambda: make(*given)
+
+
 def is_current_device(device: torch.device) -> bool:
     """Whether a CUDA device is the current one; the public function first asks whether CUDA is initialised."""
     return torch._C._cuda_getDevice() == device.index
 
 
-def modes_are_active() -> bool:
-    """Whether operations are dispatched to a mode, such as one that records them or makes tensors without values."""
-    return torch._C._len_torch_dispatch_stack() > 0
+def operations_are_plain() -> bool:
+    """Whether an operation does what it says and no more: no autocast, torch.func, tangents or mode that dispatches."""
+    c = torch._C
+    special = c._is_any_autocast_enabled() or c._are_functorch_transforms_active() or c._len_torch_dispatch_stack()
+    return not special and forward_ad._current_level < 0
 
 
 def sdpa_switches() -> tuple[object, ...]:

@@ -45,7 +45,7 @@ def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing
     hooks = knobs.runtime
     by_grid, run = compiled[programs, 1, 1], compiled.run
     function, metadata = compiled.function, compiled.packed_metadata
-    device, stream = driver.active.get_current_device, driver.active.get_current_stream
+    device, stream = driver.active.get_current_device(), driver.active.get_current_stream
     places = {name: at for at, (name, x) in enumerate(arguments.items()) if name in changing and _holds_tensors(x)}
     described = {name: with_base(x, None) for name, x in arguments.items() if hasattr(x, "block_shape")}
     template = [None if name in places else x for name, x in arguments.items()]
@@ -54,7 +54,7 @@ def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing
     def start(**given: Any) -> None:
         watched = _set(hooks.launch_enter_hook) or _set(hooks.launch_exit_hook)
         if direct is not None and not watched:
-            direct(stream(device()), given)
+            direct(stream(device), given)
             return
         values = template.copy()
         for name, at in places.items():
@@ -63,7 +63,7 @@ def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing
         if watched:
             by_grid(*values)
         else:
-            run(programs, 1, 1, stream(device()), function, metadata, None, None, None, *values)
+            run(programs, 1, 1, stream(device), function, metadata, None, None, None, *values)
 
     return start
 

@@ -26,7 +26,7 @@ from ..core.encoding import decode, encode
 from ..core.folded import group_bias
 from ..core.nonfinite import all_finite, visible_rows_and_keys
 from ..core.problem import Problem
-from ..core.rows import Rows
+from ..core.rows import Rows, unstacked
 from ..core.spec import Spec
 from ..masks import dense
 from ..softmax import arithmetic_dtype
@@ -38,10 +38,11 @@ from .launch_cache import Shortcuts
 __all__ = ["attend", "encodable", "problem_of", "zero_unseen"]
 
 _ENGINE = "str code, SymInt[] integers, float[] floats, Tensor[] tensors"
-_ROWS = "(Tensor output, Tensor lse, Tensor entropy, Tensor max_logit, Tensor log_row_sum)"
 _SCHEMAS = {
-    "attend": f"(Tensor?[] inputs, {_ENGINE}) -> {_ROWS}",
-    "attend_backward": f"(Tensor?[] inputs, Tensor[] rows, Tensor?[] cotangents, bool[] needs, {_ENGINE}) -> Tensor[]",
+    "attend": f"(Tensor?[] inputs, int parts, {_ENGINE}) -> (Tensor output, Tensor statistics)",
+    "attend_backward": "(Tensor?[] inputs, Tensor output, Tensor statistics, Tensor?[] cotangents, bool[] needs, "
+    f"{_ENGINE}) -> Tensor[]",
+    "attend_with_gradient": f"(Tensor?[] inputs, int parts, {_ENGINE}) -> Tensor[]",
     "visible": f"(Tensor query, Tensor key, Tensor value, Tensor? bias, {_ENGINE}) -> (Tensor rows, Tensor keys)",
 }
 # A block mask is kept for later calls, and memory of a CUDA graph is not: mode="reduce-overhead" leaves these ops outside.
@@ -54,11 +55,12 @@ T = TypeVar("T")
 
 
 def attend(engine: Engine, x: MaybeTensors) -> Rows:
-    """The rows of an engine, in a graph that is traced."""
+    """The rows of an engine, in a graph that is traced; without statistics where nobody reads them."""
     encoded = encode(engine)
     if encoded is None:
         raise RuntimeError(f"{type(engine).__name__} has a part that no operator can take")
-    return Rows(*torch.ops.regard.attend_with_gradient(list(x), *encoded))
+    parts = 3 if engine.output_alone else 4
+    return Rows(*torch.ops.regard.attend_with_gradient(list(x), parts, *encoded))
 
 
 def encodable(p: Problem) -> Problem:
@@ -84,7 +86,7 @@ def zero_unseen(p: Problem) -> Problem:
     return p._replace(query=query, key=key, value=value)
 
 
-def problem_of(inputs: list[Tensor | None], *encoded: Any) -> Problem | None:
+def problem_of(inputs: list[Tensor | None], parts: int, *encoded: Any) -> Problem | None:
     """The problem that a call of `regard::attend` computes, for those who watch a graph; None where parts are elsewhere.
 
     `chunked` adds the sink after the operator, and a structured bias or an additive score has become a tensor.
@@ -140,51 +142,63 @@ def _keep(things: dict[tuple[Any, ...], T], key: tuple[Any, ...], thing: T) -> T
 
 
 @not_compiled
-@torch.no_grad()
-def _attend(inputs: list[Tensor | None], *encoded: Any) -> tuple[Tensor, ...]:
-    engine = _engine(inputs, encoded)
+def _attend(inputs: list[Tensor | None], parts: int, *encoded: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled():  # seldom: a graph runs without
+        with torch.no_grad():
+            return _attend(inputs, parts, *encoded)
+    engine, x = _engine(inputs, encoded), tuple(inputs)
     if isinstance(engine, ChunkedEngine):
-        return nonfinite.forward(engine, tuple(inputs))
-    rows = engine.forward(tuple(inputs))
-    return rows if rows.entropy is not None else rows._replace(entropy=torch.empty_like(rows.lse))
+        return _stacked(nonfinite.forward(engine, x), parts)
+    return engine.forward_stacked(x) or _stacked(engine.forward(x), parts)
 
 
-def _fake_attend(inputs: list[Tensor | None], *encoded: Any) -> tuple[Tensor, ...]:
+def _stacked(rows: Rows, parts: int) -> tuple[Tensor, Tensor]:
+    return rows.output, torch.stack((rows.lse, rows.max_logit, rows.log_row_sum, rows.entropy)[:parts])
+
+
+def _fake_attend(inputs: list[Tensor | None], parts: int, *encoded: Any) -> tuple[Tensor, Tensor]:
     query, value = _first(inputs), _first(inputs[2:])
     shape = query.shape[:-1]
-    statistics = (query.new_empty(shape, dtype=arithmetic_dtype(query.dtype)) for _ in range(4))
-    return value.new_empty(*shape, value.shape[-1]), *statistics
+    statistics = query.new_empty(parts, *shape, dtype=arithmetic_dtype(query.dtype))
+    return value.new_empty(*shape, value.shape[-1]), statistics
 
 
 @not_compiled
 def _attend_backward(
     inputs: list[Tensor | None],
-    rows: list[Tensor],
+    output: Tensor,
+    statistics: Tensor,
     cotangents: list[Tensor | None],
     needs: list[bool],
     *encoded: Any,
 ) -> list[Tensor]:
     """The gradients of the inputs that need one."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *cotangents)):
-        raise RuntimeError(
-            "attention: a compiled call has no second derivative. Differentiate twice outside of torch.compile."
-        )
-    with torch.no_grad():
-        engine = _engine(inputs, encoded)
-        x, g, wanted = tuple(inputs), tuple(cotangents), tuple(needs)
-        if isinstance(engine, ChunkedEngine):
-            found = nonfinite.vjp(engine, x, Rows(*rows), g, wanted)
-        else:
-            found = engine.vjp(x, Rows(*rows), g, wanted)
-    grads = []
-    for t, d, need in zip(inputs, found, needs, strict=True):
-        if need and t is not None:
-            grads.append(torch.zeros_like(t) if d is None else d.to(t.dtype).contiguous())
-    return grads
+    if torch.is_grad_enabled():
+        if any(t is not None and t.requires_grad for t in (*inputs, *cotangents)):
+            raise RuntimeError(
+                "attention: a compiled call has no second derivative. Differentiate twice outside of torch.compile."
+            )
+        with torch.no_grad():
+            return _attend_backward(inputs, output, statistics, cotangents, needs, *encoded)
+    engine, x, g, wanted = _engine(inputs, encoded), tuple(inputs), tuple(cotangents), tuple(needs)
+    if isinstance(engine, ChunkedEngine):
+        found = nonfinite.vjp(engine, x, unstacked(output, statistics), g, wanted)
+    else:
+        short = g[1] is None and g[2] is None
+        quick = engine.vjp_stacked(x, output, statistics, g[0], wanted) if short else None
+        found = engine.vjp(x, unstacked(output, statistics), g, wanted) if quick is None else quick
+    return [_gradient(t, d) for t, d, need in zip(inputs, found, needs, strict=True) if need and t is not None]
+
+
+def _gradient(x: Tensor, gradient: Tensor | None) -> Tensor:
+    """As `_fake_attend_backward` says that it is."""
+    if gradient is None:
+        return torch.zeros_like(x)
+    return gradient if gradient.dtype == x.dtype and gradient.is_contiguous() else gradient.to(x.dtype).contiguous()
 
 
 def _fake_attend_backward(
-    inputs: list[Tensor | None], rows: Any, cotangents: Any, needs: list[bool], *encoded: Any
+    inputs: list[Tensor | None], output: Any, statistics: Any, cotangents: Any, needs: list[bool], *encoded: Any
 ) -> list[Tensor]:
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format)
@@ -197,31 +211,36 @@ class _Attend(torch.autograd.Function):
     """The two operators joined, while a graph is traced."""
 
     @staticmethod
-    def forward(ctx: Any, encoded: tuple[Any, ...], *x: Tensor | None) -> tuple[Tensor, ...]:
-        rows: tuple[Tensor, ...] = torch.ops.regard.attend(list(x), *encoded)
+    def forward(ctx: Any, encoded: tuple[Any, ...], parts: int, *x: Tensor | None) -> tuple[Tensor, ...]:
+        output, statistics = torch.ops.regard.attend(list(x), parts, *encoded)
         ctx.rest, ctx.count = encoded[:3], len(x)
-        ctx.save_for_backward(*x, *rows, *encoded[3])
-        ctx.mark_non_differentiable(*rows[WITH_GRAD:])
+        ctx.save_for_backward(*x, output, statistics, *encoded[3])
+        found = _results(output, statistics)
+        ctx.mark_non_differentiable(*found[WITH_GRAD:])
         ctx.set_materialize_grads(False)
-        return tuple(rows)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = list(ctx.needs_input_grad[1:])
+        needs = list(ctx.needs_input_grad[2:])
         if all(t is None for t in g):
-            return None, *(None for _ in needs)
-        saved, after = ctx.saved_tensors, ctx.count + len(Rows._fields)
-        inputs, rows, tensors = list(saved[: ctx.count]), list(saved[ctx.count : after]), list(saved[after:])
-        grads = iter(torch.ops.regard.attend_backward(inputs, rows, list(g[:WITH_GRAD]), needs, *ctx.rest, tensors))
-        return None, *(next(grads) if need else None for need in needs)
+            return None, None, *(None for _ in needs)
+        saved, n = ctx.saved_tensors, ctx.count
+        cotangents = [*g, None, None][:WITH_GRAD]
+        back = (list(saved[:n]), *saved[n : n + 2], cotangents, needs, *ctx.rest, list(saved[n + 2 :]))
+        grads = iter(torch.ops.regard.attend_backward(*back))
+        return None, None, *(next(grads) if need else None for need in needs)
 
 
-def _attend_with_gradient(inputs: list[Tensor | None], *encoded: Any) -> tuple[Tensor, ...]:
+def _results(output: Tensor, statistics: Tensor) -> tuple[Tensor, ...]:
+    """The output, and all rows where there is an entropy."""
+    return tuple(unstacked(output, statistics)) if statistics.shape[0] == 4 else (output,)
+
+
+def _attend_with_gradient(inputs: list[Tensor | None], parts: int, *encoded: Any) -> list[Tensor]:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        found: tuple[Tensor, ...] = call_function(_Attend, encoded, *inputs)
-        return found
-    rows: tuple[Tensor, ...] = torch.ops.regard.attend(inputs, *encoded)
-    return rows
+        return list(call_function(_Attend, encoded, parts, *inputs))
+    return list(_results(*torch.ops.regard.attend(inputs, parts, *encoded)))
 
 
 @not_compiled
@@ -254,5 +273,5 @@ for _name, _kernel, _fake in (
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"regard::{_name}", _fake, lib=_LIBRARY)
-_LIBRARY.define("attend_with_gradient" + _SCHEMAS["attend"])
+_LIBRARY.define("attend_with_gradient" + _SCHEMAS["attend_with_gradient"])
 _LIBRARY.impl("attend_with_gradient", _attend_with_gradient, "CompositeImplicitAutograd")

@@ -233,6 +233,14 @@ class Mask(ABC):
     @property
     def sources(self) -> tuple[Tensor, ...]:
         """All tensors that decide the mask: those that it holds, and those that the function of a predicate reads."""
+        if torch.compiler.is_compiling():
+            return self._sources()
+        known: tuple[Tensor, ...] | None = self.__dict__.get("_found_sources")
+        if known is None:
+            known = self.__dict__["_found_sources"] = self._sources()
+        return known
+
+    def _sources(self) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
         for name in self.__dataclass_fields__:
             value = getattr(self, name, None)

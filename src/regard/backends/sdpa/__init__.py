@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,10 +56,15 @@ class Sdpa(Backend):
         call = call_of(p)
         if not (p.query.is_cuda and plain and call.mask is None and call.query is p.query and call.key is p.key):
             return None
-        causal, scale, grouped = call.causal, call.scale, call.grouped
+        causal, scale = call.causal, call.scale
+        given: dict[str, Any] = {"enable_gqa": True} if call.grouped else {}
+        if scale != 1.0 / math.sqrt(
+            p.query.shape[-1]
+        ):  # torch takes a microsecond to read what it would compute itself
+            given["scale"] = scale
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(query, key, value, None, 0.0, causal, **given)
 
         if not may_need_grad(p.query, p.key, p.value):
             return attend

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...compat.torch import is_current_device
+from ...compat.torch import cuda_allocator, is_current_device
 from ...compat.triton import Address
 from ...core.rows import Rows
 from .. import launch_cache
@@ -134,9 +134,10 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
     device, dtype, kind = w.query.device, w.query.dtype, w.block_mask.kind
     (L, H, N), D = w.rows, w.query.shape[3]
     blocks = L * H * cdiv(N, tile.BM)
-    dq_shape, key_shape, value_shape, BM, BN = (L, H, N, D), w.key.shape, w.value.shape, tile.BM, tile.BN
+    new_dq, new_dk, new_dv = (cuda_allocator(size, dtype) for size in ((L, H, N, D), w.key.shape, w.value.shape))
+    BM, BN = tile.BM, tile.BN
     statistic = 4 * L * H * N  # bytes: N is a multiple of BM, so δ, lse and the sums are aligned
-    workspace = blocks * tile.BM * tile.widths(w)[0] + 2 * L * H * N  # numbers of all three
+    new_scratch = cuda_allocator((blocks * tile.BM * tile.widths(w)[0] + 2 * L * H * N,), torch.float32)  # of all three
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, output: Tensor, row_max: Tensor | Address, log_row_sum: Tensor | Address, dO: Tensor | None,
@@ -147,12 +148,12 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | dO.data_ptr() | output.data_ptr() | row_max.data_ptr() | log_row_sum.data_ptr()
         if addresses & 15 or not output.is_contiguous() or block_mask.kind != kind or not is_current_device(device):
             return None
-        scratch = q.new_empty(workspace, dtype=torch.float32)
+        scratch = new_scratch()
         delta = Address(scratch.data_ptr())
         lse, sums = Address(delta + statistic), Address(delta + 2 * statistic)
         rows = Rows(output, lse, NO_ENTROPY, row_max, log_row_sum)  # type: ignore[arg-type]
         preprocess.again(do=dO, g_lse=None, out=rows, delta=delta, lse=lse)
-        dk, dv, dq = k.new_empty(key_shape), v.new_empty(value_shape), q.new_empty(dq_shape)
+        dk, dv, dq = new_dk(), new_dv(), new_dq()
         semaphores = launch_cache.zeros(blocks * tile.semaphores, device)
         main.again(
             q=q, k=k, v=v, do=dO, lse=lse, delta=delta, dq_sums=sums, dk_desc=dk, dv_desc=dv, dk=dk, dv=dv,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.torch import is_current_device
+from ...compat.torch import cuda_allocator, is_current_device
 from ...compat.triton import INTERPRETED, Address
 from ...core.rows import Rows
 from .. import launch_cache
@@ -91,7 +91,9 @@ def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch) -> Call
     shape, device, tile = w.query.shape[:3], w.query.device, launch.about
     if math.prod(shape) % 4:  # stacked statistics would not begin at multiples of 16 bytes
         return None
-    output_shape, count, step = (*shape, w.value.shape[3]), 4 if entropy else 3, 4 * math.prod(shape)
+    count, step = 4 if entropy else 3, 4 * math.prod(shape)
+    new_output, new_statistic = cuda_allocator((*shape, w.value.shape[3]), w.query.dtype), cuda_allocator(shape, torch.float32)
+    new_statistics = cuda_allocator((count, *shape), torch.float32)
     again, kind, before, counters = launch.again, w.block_mask.kind, tile.rows_before(w.n), 1 + shape[0] * shape[1]
     BM, BN, persistent = tile.BM, tile.BN, tile.persistent
 
@@ -99,13 +101,13 @@ def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch) -> Call
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if sink is None else sink.data_ptr())
         if addresses & 15 or block_mask.kind != kind or not is_current_device(device) or not (sink is None or sink.is_contiguous()):
             return None
-        output = q.new_empty(output_shape)
+        output = new_output()
         statistics: Any
         places: Any
         if apart:
-            places = statistics = [q.new_empty(shape, dtype=torch.float32) for _ in range(count)]
+            places = statistics = [new_statistic() for _ in range(count)]
         else:
-            statistics = q.new_empty((count, *shape), dtype=torch.float32)
+            statistics = new_statistics()
             at = statistics.data_ptr()
             places = [Address(at), Address(at + step), Address(at + 2 * step), Address(at + 3 * step)]
         again(
