@@ -233,21 +233,19 @@ class Mask(ABC):
     @property
     def sources(self) -> tuple[Tensor, ...]:
         """All tensors that decide the mask: those that it holds, and those that the function of a predicate reads."""
-        if torch.compiler.is_compiling():
-            return self._sources()
-        known: tuple[Tensor, ...] | None = self.__dict__.get("_found_sources")
-        if known is None:
-            known = self.__dict__["_found_sources"] = self._sources()
-        return known
-
-    def _sources(self) -> tuple[Tensor, ...]:
+        known: tuple[Tensor, ...] | None = self.__dict__.get("_sources")
+        if known is not None:
+            return known
         found: list[Tensor] = []
         for name in self.__dataclass_fields__:
             value = getattr(self, name, None)
             if value is None or type(value) is int:
                 continue
             found += value.sources if isinstance(value, Mask) else [value] if isinstance(value, Tensor) else ()
-        return tuple(found)
+        known = tuple(found)
+        if not torch.compiler.is_compiling():
+            self.__dict__["_sources"] = known
+        return known
 
     @property
     def constant(self) -> bool:
