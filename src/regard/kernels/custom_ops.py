@@ -107,7 +107,7 @@ def problem_of(inputs: list[Tensor | None], parts: int, *encoded: Any) -> Proble
 def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> Engine:
     """The engine of a call; one without tensors is kept, with its block mask, for calls with the same shapes and strides."""
     code, integers, floats, tensors = encoded
-    layouts = (None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs)
+    layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs]
     key = (code, *integers, *floats, *layouts)
     known = None if tensors or is_capturing() else _ENGINES.get(key)
     if known is not None:
