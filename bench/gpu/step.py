@@ -147,8 +147,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     note = (
         f"Milliseconds of a forward and a backward pass, by CUDA events around {STEPS} steps, models in turns. bf16, "
-        f"{LAYERS} layers of {HIDDEN} units in {HEADS} heads, {BATCH} × {TOKENS:,} tokens. The peer is torch's function "
-        "for the causal model, and FlexAttention for the others. With dropout the losses differ by chance."
+        f"{LAYERS} layers of {HIDDEN} units in {HEADS} heads, {BATCH} × {TOKENS:,} tokens. The peer is torch's "
+        "function for the causal model, and FlexAttention for the others. With dropout the losses differ by chance."
     )
     report(
         "step", "A training step of a small GPT: milliseconds", each({name: partial(row, name) for name in CASES}), note
