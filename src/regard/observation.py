@@ -45,15 +45,14 @@ class Observation:
 
     def __init__(self, problem: Problem, backend: Backend, rows: Rows | tuple[Tensor, Tensor]) -> None:
         """`rows` may be the output and all statistics in one tensor, as `core.rows.unstacked` reads it."""
-        read = _read(problem)
-        if not torch.compiler.is_compiling() and (problem.value.is_inference() or any(map(Tensor.is_inference, read))):
-            # Changes of inference tensors are not counted, so late passes read copies.
+        versions = Versions(_read(problem))
+        if not torch.compiler.is_compiling() and (versions.uncounted or problem.value.is_inference()):
             problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _READ_LATER})
-            read = _read(problem)
-        self._store(problem, backend, rows, read)
+            versions = Versions(_read(problem))
+        self._store(problem, backend, rows, versions)
 
     def _store(
-        self, problem: Problem, backend: Backend, rows: Rows | tuple[Tensor, Tensor], read: list[Tensor]
+        self, problem: Problem, backend: Backend, rows: Rows | tuple[Tensor, Tensor], versions: Versions
     ) -> None:
         if any(t is None for t in rows):
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
@@ -61,7 +60,7 @@ class Observation:
         self._problem, self._backend = problem, backend
         self._given: Rows | tuple[Tensor, Tensor] = rows
         self._computed_moments: tuple[Tensor, Tensor] | None = None
-        self._versions = Versions(read)
+        self._versions = versions
 
     @property
     def _rows(self) -> Rows:
@@ -185,7 +184,7 @@ class Observation:
         rows = Rows(*(x.detach().reshape(lead + x.shape[len(p.lead) :]) for x in self._rows))
         twin = object.__new__(Observation)
         p = p._replace(**detached, lead=lead)
-        twin._store(p, self._backend, rows, _read(p))
+        twin._store(p, self._backend, rows, Versions(_read(p)))
         return twin
 
     def _moments(self, member: str) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,11 @@ class Versions:
         counted = not torch.compiler.is_compiling()
         self._then = [(t, version_of(t) if counted else -1) for t in tensors]
 
+    @property
+    def uncounted(self) -> bool:
+        """Whether changes of one of them are not counted, as those of a tensor of inference mode."""
+        return any(version == -1 for _, version in self._then)
+
     def changed(self) -> bool:
         """Whether one of them was changed in place since."""
         return any(_version(t) != version for t, version in self._then)
