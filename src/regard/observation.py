@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .backends import Backend
 from .backends.dispatch import choose, run
+from .backends.remembered import key_of, recall, remember
 from .chunked.statistics import Survey, logits_at
-from .compat.torch import is_wrapped, shared_with_backward
+from .compat.torch import forward_mode_is_active, is_wrapped, shared_with_backward
 from .core.problem import Problem
 from .core.rows import Rows
 from .core.versions import Versions
@@ -156,8 +157,10 @@ class Observation:
         return p.bias is None and (p.mask is None or p.mask.constant)
 
     def kept(self) -> Observation:
-        """A copy without its graph, with one batch dimension and one for the heads, to read later."""
+        """Without its graph, with one batch dimension and one for the heads, to read later; itself if it is that."""
         p = self._unchanged("kept")
+        if len(p.lead) == 2 and not (forward_mode_is_active() or any(map(_requires_grad, (*p, *self._rows)))):
+            return self
         lead = tuple(p.query.shape[:2])
         detached: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
         rows = Rows(*(x.detach().reshape(lead + x.shape[len(p.lead) :]) for x in self._rows))
@@ -198,8 +201,18 @@ class Observation:
 def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
     """Run a problem and observe it."""
     problem = problem if problem.observed else problem._replace(observed=True)
-    chosen = choose(problem, backend)
-    return Observation(problem, chosen, run(problem, chosen))
+    p, known = problem, None
+    if p.bias is None and p.score is None and not p.dropout and len(p.lead) == 2:
+        known = key_of(p.query, p.key, p.value, p.mask, p.scale, p.softcap, p.sink, backend, observed=True)
+    if known is None:
+        chosen = choose(p, backend)
+        return Observation(p, chosen, run(p, chosen))
+    call = recall(known)
+    if call is None:
+        chosen = choose(p, backend)
+        call = remember(known, (p.query, p.key, p.value, p.mask), p, chosen)
+        return Observation(p, chosen, run(p, chosen) if call is None else call.run(p))
+    return Observation(p, call.backend, call.run(p))
 
 
 def _read(p: Problem) -> list[Tensor]:
@@ -212,6 +225,10 @@ def _read(p: Problem) -> list[Tensor]:
     else:
         found += [t for t in (p.scale, p.sink) if isinstance(t, Tensor)]
     return found
+
+
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _copy(x: Any) -> Any:

@@ -260,6 +260,46 @@ def received_by_bands(q, k, out, stats, args, n, m, heads, groups, bands, key_bl
 
 
 @triton.jit
+def band_edge(x, cells, length):
+    """The first of `length` rows or keys in the x-th of `cells`."""
+    return ((x.to(tl.int64) * length + cells - 1) // cells).to(tl.int32)
+
+
+@triton.jit
+def load_bands(bands, y, j, height, right, m):
+    """What keys j receive from bands y, [BY, BX]; 0 beyond both."""
+    inside = (y < height)[:, None] & (j < right)[None, :]
+    return tl.load(bands + y.to(tl.int64)[:, None] * m + j[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["n", "m", "heads", "height", "width"])
+def fold_bands(bands, received, cells, first, n, m, heads, height, width, BY: tl.constexpr, BX: tl.constexpr):
+    """What keys receive from all bands, and the mean weights in cells: program (column of cells, batch item and head).
+
+    `first` begins as 0, and ends as m less the first key that receives weight in any head of each batch item.
+    """
+    column, owner = program_tile(width)
+    left, right = band_edge(column, width, m), band_edge(column + 1, width, m)
+    bands += owner.to(tl.int64) * height * m
+    nearest = m
+    for j0 in range(left, right, BX):
+        j = j0 + tl.arange(0, BX)
+        total = tl.zeros([BX], tl.float32)
+        for y0 in range(0, height, BY):
+            total += tl.sum(load_bands(bands, y0 + tl.arange(0, BY), j, height, right, m), 0)
+        tl.store(received + owner.to(tl.int64) * m + j, total, mask=j < right)
+        nearest = tl.minimum(nearest, tl.min(tl.where(total > 0, j, m), 0))
+    tl.atomic_max(first + owner // heads, m - nearest, sem="relaxed")
+    for y0 in range(0, height, BY):
+        y = y0 + tl.arange(0, BY)
+        total = tl.zeros([BY], tl.float32)
+        for j0 in range(left, right, BX):
+            total += tl.sum(load_bands(bands, y, j0 + tl.arange(0, BX), height, right, m), 1)
+        area = (band_edge(y + 1, height, n) - band_edge(y, height, n)).to(tl.float32) * (right - left).to(tl.float32)
+        tl.store(cells + (owner.to(tl.int64) * height + y) * width + column, total / area, mask=y < height)
+
+
+@triton.jit
 def row_survey_step(sums, Q, x, head, normalizer, rows, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
     """Add block b of the keys to the sums of a tile of rows."""
     free, far, on_first, own, previous, best, key = sums
@@ -290,7 +330,7 @@ def row_survey_step(sums, Q, x, head, normalizer, rows, b, slot, C: tl.constexpr
 def row_survey(q, k, out, first, stats, args, n, m, heads, groups, C: tl.constexpr):
     """Every sum over the keys of BM rows, and their strongest key: program (block of rows, batch item and head).
 
-    `first` has the key of each batch item whose weight is stored for every row.
+    `first` has m less the key of each batch item whose weight is stored for every row; 0 for none.
     """
     strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
     sizes = Sizes(n, m, heads, groups)
@@ -308,7 +348,7 @@ def row_survey(q, k, out, first, stats, args, n, m, heads, groups, C: tl.constex
     Q = load_queries(x, head, block * C.BM, C)
     rows = load_row_tile(head, i, C, True)
     offset, log_sum = load_normalizer(stats, head, i, C)
-    normalizer = (offset, log_sum, tl.load(first + batch))
+    normalizer = (offset, log_sum, m - tl.load(first + batch))
     zero = tl.zeros([C.BM], tl.float32)
     sums = (zero, zero, zero, zero, zero, zero + float("-inf"), i * 0 + 0x7FFFFFFF)
     begin, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
