@@ -159,7 +159,9 @@ class Observation:
     def kept(self) -> Observation:
         """Without its graph, with one batch dimension and one for the heads, to read later; itself if it is that."""
         p = self._unchanged("kept")
-        if len(p.lead) == 2 and not (forward_mode_is_active() or any(map(_requires_grad, (*p, *self._rows)))):
+        parts = (p.query, p.key, p.value, p.bias, p.scale, p.sink, *self._rows)
+        recorded = forward_mode_is_active() or any(isinstance(x, Tensor) and x.requires_grad for x in parts)
+        if len(p.lead) == 2 and not recorded:
             return self
         lead = tuple(p.query.shape[:2])
         detached: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
@@ -218,17 +220,13 @@ def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
 def _read(p: Problem) -> list[Tensor]:
     """Every tensor that late passes read: all but the values."""
     found = [p.query, p.key]
-    if p.mask is not None:
+    if p.mask is not None and not p.mask.constant:
         found += p.mask.sources
     if p.bias is not None or p.score is not None:
         found += p._replace(mask=None).tensors[3:]
     else:
         found += [t for t in (p.scale, p.sink) if isinstance(t, Tensor)]
     return found
-
-
-def _requires_grad(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _copy(x: Any) -> Any:

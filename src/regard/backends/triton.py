@@ -125,7 +125,8 @@ class Triton(Backend):
     def survey(self, p: Problem, rows: Rows, height: int, width: int) -> statistics.Survey:
         from ..kernels.survey import survey
 
-        return statistics.Survey(*map(p.shaped, survey(*_late_pass(p, rows), height, width)))
+        found = survey(*_late_pass(p, rows), height, width)
+        return found if len(p.lead) == 2 else statistics.Survey(*map(p.shaped, found))
 
     def visible(self, p: Problem) -> Tensor:
         if p.bias is not None:
