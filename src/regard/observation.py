@@ -148,6 +148,8 @@ class Observation:
         self._check_grid("survey", height, width)
         found = self._backend.survey(p, self._rows, height, width)
         self.__dict__["received"], self._computed_moments = found.received, (found.health, found.distance)
+        if found.visible is not None:
+            self.__dict__["visible"] = found.visible
         return found
 
     @property
@@ -255,8 +257,7 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
     index = index.to(torch.int64)
     if index.numel() and not bool(((index >= -length) & (index < length)).all()):
         raise ArgumentError(f"{member}: {name} must be within {length}. Got {index.min()} to {index.max()}.")
-    index = index.to(device)
-    return torch.where(index < 0, index + length, index)
+    return torch.where(index < 0, index + length, index).to(device)
 
 
 class Watcher(ABC):

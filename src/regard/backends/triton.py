@@ -125,8 +125,9 @@ class Triton(Backend):
     def survey(self, p: Problem, rows: Rows, height: int, width: int) -> statistics.Survey:
         from ..kernels.survey import survey
 
-        found = survey(*_late_pass(p, rows), height, width)
-        return found if len(p.lead) == 2 else statistics.Survey(*map(p.shaped, found))
+        w, row_max, log_row_sum = _late_pass(p, rows)
+        found = survey(w, row_max, log_row_sum, _of_rows(rows.entropy, w.rows), height, width)
+        return found if len(p.lead) == 2 else statistics.Survey(*(x if x is None else p.shaped(x) for x in found))
 
     def visible(self, p: Problem) -> Tensor:
         if p.bias is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..chunked.statistics import Survey, first_keys
@@ -18,7 +19,7 @@ _MOST_NUMBERS = 2**28  # in (L, H, height, M): a GiB
 
 
 @on_its_device
-def survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, height: int, width: int) -> Survey:
+def survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, entropy: Tensor, height: int, width: int) -> Survey:
     """Every statistic of the weights, with a map of height × width cells; nothing is read back to the host.
 
     The pass by keys gives what each key receives from each row of cells, whose sums are `received` and the map. Three
@@ -28,10 +29,11 @@ def survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, height: int, wid
     if L * H * height * w.m > _MOST_NUMBERS:
         total, cells = received(w, row_max, log_row_sum), pooled(w, row_max, log_row_sum, height, width)
         first = (w.m - first_keys(total)).int()
+        peaks = torch.stack([x.double() for x in (total.sum(-1), *total.max(-1))], -1)[:, :, None]
     else:
         bands = _received_by_bands(w, row_max, log_row_sum, height)  # (L, H, height, M)
-        total, cells, first = portable.fold_bands(w, bands, width)
-    return Survey(cells, total, *portable.row_survey(w, row_max, log_row_sum, first))
+        total, cells, peaks, first = portable.fold_bands(w, bands, width)
+    return Survey(cells, total, *portable.row_survey(w, row_max, log_row_sum, entropy, first), peaks)
 
 
 def _received_by_bands(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, bands: int) -> Tensor:

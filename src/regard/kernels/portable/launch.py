@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...chunked.statistics import RowTotals
 from ...core.rows import Rows
 from .. import launch_cache
 from ..arguments import (
@@ -306,6 +307,7 @@ class WeightStats(NamedTuple):
 
     row_max: Tensor
     log_row_sum: Tensor
+    entropy: Tensor | None = None
 
 
 def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
@@ -357,6 +359,8 @@ class RowSurvey(NamedTuple):
     previous: Tensor  # on the position before
     largest: Tensor  # the largest weight
     key: Tensor  # int64, the key that has it; −1 in a row without weights
+    visible: Tensor  # int64, how many keys the row may attend to
+    totals: Tensor  # (L, H, blocks of rows, len(RowTotals._fields))
 
 
 def received_by_bands(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, bands: int) -> Tensor:
@@ -385,6 +389,7 @@ class FoldedBands(NamedTuple):
 
     received: Tensor  # (L, H, M), from all bands
     cells: Tensor  # (L, H, height, width), the mean weight in each cell
+    peaks: Tensor  # as in Survey: float64 (L, H, width, 3)
     first: Tensor  # int32 (L,), M less the first key that receives weight in any head; 0 for none
 
 
@@ -392,9 +397,9 @@ def fold_bands(w: KernelArgs, bands: Tensor, width: int) -> FoldedBands:
     """What each key receives, the map with one row of cells per band, and the first key, from (L, H, height, M)."""
     L, H, N = w.rows
     height = bands.shape[2]
-    out = FoldedBands(
-        bands.new_empty(L, H, w.m), bands.new_empty(L, H, height, width), launch_cache.zeros(L, bands.device)
-    )
+    received, cells = bands.new_empty(L, H, w.m), bands.new_empty(L, H, height, width)
+    peaks = bands.new_empty(L, H, width, 3, dtype=torch.float64)
+    out = FoldedBands(received, cells, peaks, launch_cache.zeros(L, bands.device))
     tensors = {"bands": bands, **out._asdict()}
     launch = launch_cache.find(key := ("fold bands", bands.device, bands.shape, N, width))
     if launch is not None:
@@ -405,26 +410,30 @@ def fold_bands(w: KernelArgs, bands: Tensor, width: int) -> FoldedBands:
     return out
 
 
-def row_survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, first: Tensor) -> RowSurvey:
+def row_survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, entropy: Tensor, first: Tensor) -> RowSurvey:
     """Every statistic of each row, in one pass; `first` chooses the key of `RowSurvey.first`, as in `FoldedBands`."""
     L, H, N = w.rows
     launch = launch_cache.find(key := ("row survey", w.signature))
     c = w.config("dq") if launch is None else launch.about
-    health, distance, on_first, own, previous, largest = row_max.new_empty(6, L, H, N).unbind()
-    out = RowSurvey(health, distance, on_first, own, previous, largest, row_max.new_empty(L, H, N, dtype=torch.int64))
-    tensors = {"q": w.query, "k": w.key, "out": out, "first": first, **_late_arguments(w, row_max, log_row_sum, c)}
+    row_blocks = triton.cdiv(N, c.BM)
+    numbers, whole = row_max.new_empty(6, L, H, N).unbind(), row_max.new_empty(2, L, H, N, dtype=torch.int64).unbind()
+    out = RowSurvey(*numbers, *whole, row_max.new_empty(L, H, row_blocks, len(RowTotals._fields)))
+    late = _late_arguments(w, row_max, log_row_sum, c, entropy)
+    tensors = {"q": w.query, "k": w.key, "out": out, "first": first, **late}
     if launch is not None:
         launch.again(**tensors)
         return out
     arguments = {**tensors, **w.sizes, "C": _statistics_constants(w, c, FAST=w.fast, TMA=False)}
     options = {**_options(c), **(_TWO_PER_SM if torch.version.hip is None else {})}
-    launch_cache.start(key, statistics_kernels.row_survey, triton.cdiv(N, c.BM) * L * H, arguments, options, tensors, c)
+    launch_cache.start(key, statistics_kernels.row_survey, row_blocks * L * H, arguments, options, tensors, c)
     return out
 
 
-def _late_arguments(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, c: Config) -> dict[str, Any]:
+def _late_arguments(
+    w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, c: Config, entropy: Tensor | None = None
+) -> dict[str, Any]:
     """What a late pass reads apart from q and k."""
-    return {"stats": WeightStats(row_max, log_row_sum), "args": w.pass_args(w.block_lists(c), w.strides())}
+    return {"stats": WeightStats(row_max, log_row_sum, entropy), "args": w.pass_args(w.block_lists(c), w.strides())}
 
 
 def top(w: KernelArgs, k: int) -> tuple[Tensor, Tensor]:
