@@ -28,7 +28,7 @@ def survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, entropy: Tensor,
     L, H, _ = w.rows
     if L * H * height * w.m > _MOST_NUMBERS:
         total, cells = received(w, row_max, log_row_sum), pooled(w, row_max, log_row_sum, height, width)
-        first = (w.m - first_keys(total)).int()
+        first = w.m - first_keys(total)
         peaks = torch.stack([x.double() for x in (total.sum(-1), *total.max(-1))], -1)[:, :, None]
     else:
         bands = _received_by_bands(w, row_max, log_row_sum, height)  # (L, H, height, M)

@@ -390,7 +390,7 @@ class FoldedBands(NamedTuple):
     received: Tensor  # (L, H, M), from all bands
     cells: Tensor  # (L, H, height, width), the mean weight in each cell
     peaks: Tensor  # as in Survey: float64 (L, H, width, 3)
-    first: Tensor  # int32 (L,), M less the first key that receives weight in any head; 0 for none
+    first: Tensor  # int64 (L,), M less the first key that receives weight in any head; 0 for none
 
 
 def fold_bands(w: KernelArgs, bands: Tensor, width: int) -> FoldedBands:
@@ -399,7 +399,8 @@ def fold_bands(w: KernelArgs, bands: Tensor, width: int) -> FoldedBands:
     height = bands.shape[2]
     received, cells = bands.new_empty(L, H, w.m), bands.new_empty(L, H, height, width)
     peaks = bands.new_empty(L, H, width, 3, dtype=torch.float64)
-    out = FoldedBands(received, cells, peaks, launch_cache.zeros(L, bands.device))
+    # Triton 3.6 keeps the loop of `row_survey` in registers if the key is a 64-bit number, and spills if it is not.
+    out = FoldedBands(received, cells, peaks, launch_cache.zeros(2 * L, bands.device).view(torch.int64))
     tensors = {"bands": bands, **out._asdict()}
     launch = launch_cache.find(key := ("fold bands", bands.device, bands.shape, N, width))
     if launch is not None:

@@ -304,7 +304,7 @@ def fold_bands(bands, received, cells, peaks, first, n, m, heads, height, width,
     tl.store(at, sums.to(tl.float64))
     tl.store(at + 1, tl.where(nans > 0, float("nan"), most).to(tl.float64))
     tl.store(at + 2, key.to(tl.float64))
-    tl.atomic_max(first + owner // heads, m - nearest, sem="relaxed")
+    tl.atomic_max(first + owner // heads, (m - nearest).to(tl.int64), sem="relaxed")
     for y0 in range(0, height, BY):
         y = y0 + tl.arange(0, BY)
         total = tl.zeros([BY], tl.float32)
