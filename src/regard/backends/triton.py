@@ -127,7 +127,7 @@ class Triton(Backend):
 
         w, row_max, log_row_sum = _late_pass(p, rows)
         found = survey(w, row_max, log_row_sum, _of_rows(rows.entropy, w.rows), height, width)
-        return found if len(p.lead) == 2 else statistics.Survey(*(x if x is None else p.shaped(x) for x in found))
+        return found if len(p.lead) == 2 else statistics.Survey(*(p.shaped(x) for x in found if x is not None))
 
     def visible(self, p: Problem) -> Tensor:
         if p.bias is not None:
@@ -278,7 +278,7 @@ def _late_pass(p: Problem, rows: Rows) -> tuple[KernelArgs, Tensor, Tensor]:
 
 
 def _plain_args(p: Problem) -> KernelArgs | None:
-    """What a late pass over products times a positive number takes, without an engine; the sink is in the statistics."""
+    """What a late pass over products times a positive number takes; a sink is in the statistics."""
     from ..kernels.arguments import KernelArgs
 
     if INTERPRETED or p.score is not None or p.bias is not None or isinstance(p.scale, Tensor) or p.scale < 0:
@@ -287,7 +287,7 @@ def _plain_args(p: Problem) -> KernelArgs | None:
 
 
 def _of_rows(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """A statistic of rows (L, H, N) as late passes read it: contiguous, at an address that launches take for granted."""
+    """A statistic of rows (L, H, N) as late passes read it: contiguous, at an address that remembered launches take."""
     x = x.detach() if x.requires_grad else x
     x = x if x.shape == shape and x.is_contiguous() else x.reshape(shape).contiguous()
     return x.clone() if x.data_ptr() & 15 else x

@@ -57,7 +57,7 @@ class Survey(NamedTuple):
 
 
 class RowTotals(NamedTuple):
-    """Sums over the rows of a head that see something, or as it says; NaN if a row has no weights, its logits not finite."""
+    """Sums over the rows of a head that see something, or as it says; NaN if the logits of a row are not finite."""
 
     some: Tensor  # the number of rows that see a key
     several: Tensor  # … more than one key

@@ -200,7 +200,9 @@ class Mask(ABC):
         return memory[name][1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_memory", "_tensors", "_constant")}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_memory", "_tensors", "_constant")
+        }
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
         """Give the mask with `change` applied to every tensor that it holds."""

@@ -120,10 +120,9 @@ def _sums(calls: list[SurveyedCall], read_back: bool) -> HeadSums:
         both = on_host([*totals, *peaks])
         totals, peaks = both[: len(totals)], both[len(totals) :]
     parts = torch.stack(totals)  # (calls, items, heads, parts, totals)
-    *sums, _ = parts.double().sum(-2).unbind(-1)
     received, most, key = torch.stack(peaks).unbind(-1)  # (calls, items, heads, parts)
     largest, part = most.max(-1)
-    rows = RowTotals(*sums, parts[..., -1].amax(-1).double())
+    rows = RowTotals(*parts.double().sum(-2).unbind(-1))._replace(max_logit=parts[..., -1].amax(-1).double())
     return HeadSums(rows, received.sum(-1), largest, key.gather(-1, part[..., None])[..., 0])
 
 
@@ -172,7 +171,7 @@ def _sum(x: Tensor, chosen: Tensor) -> Tensor:
 @torch.no_grad()
 def average_heads(sums: HeadSums) -> Tensor:
     """Every statistic of every head of a call, averaged over batch and rows: (statistics, heads); nan without rows."""
-    x = RowTotals(*(total.sum(0) for total in sums.rows[:-1]), sums.rows.max_logit.amax(0))
+    x = RowTotals(*(total.sum(0) for total in sums.rows))._replace(max_logit=sums.rows.max_logit.amax(0))
     numbers = {
         "entropy": x.entropy / x.some,
         "relative_entropy": x.relative_entropy / x.several,

@@ -125,7 +125,7 @@ class AttentionRecord:
         return {name: record.call for name, record in self._records.items()}
 
     def sums(self) -> dict[str, HeadSums]:
-        """Sums over the rows and keys of each head in the last call of each layer, on the host if kernels computed them."""
+        """Sums over the rows and keys of each head in the last call of each layer; on the host if kernels made them."""
         if self._sums is None:
             calls = [record.call for record in self._records.values()]
             self._sums = dict(zip(self._records, sum_heads(calls, read_back=True), strict=True))
@@ -135,7 +135,9 @@ class AttentionRecord:
         """Average what has not been averaged yet, and read all layers back at once."""
         sums = self.sums()
         waiting = {name: record for name, record in self._records.items() if not record.is_counted}
-        for record, means in zip(waiting.values(), on_host([average_heads(sums[name]) for name in waiting]), strict=True):
+        for record, means in zip(
+            waiting.values(), on_host([average_heads(sums[name]) for name in waiting]), strict=True
+        ):
             record.count(means)
         totals = [record.totals for record in self._records.values() if record.totals is not None]
         counts = [record.counts for record in self._records.values() if record.counts is not None]

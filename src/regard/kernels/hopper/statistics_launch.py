@@ -115,10 +115,10 @@ def received_by_bands(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, bands
     key = ("hopper bands", bands, w.signature) if tile is None else None
     launch = launch_cache.find(key)
     if launch is not None:
-        q, k = w.query, w.key
+        (grid, tile), q, k = launch.about, w.query, w.key
         launch.again(
             q=q, qb=q, k=k, kb=k, out=out, row_max=row_max, log_row_sum=log_row_sum, scales=w.scales, bias=w.bias,
-            lists=_block_lists(w, *launch.about, by_bands=True),
+            lists=_block_lists(w, grid, tile, by_bands=True),
         )  # fmt: skip
         return out
     tile = tile or tile_for(w)

@@ -417,8 +417,10 @@ def row_survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, entropy: Ten
     launch = launch_cache.find(key := ("row survey", w.signature))
     c = w.config("dq") if launch is None else launch.about
     row_blocks = triton.cdiv(N, c.BM)
-    numbers, whole = row_max.new_empty(6, L, H, N).unbind(), row_max.new_empty(2, L, H, N, dtype=torch.int64).unbind()
-    out = RowSurvey(*numbers, *whole, row_max.new_empty(L, H, row_blocks, len(RowTotals._fields)))
+    health, distance, on_first, own, previous, largest = row_max.new_empty(6, L, H, N).unbind()
+    strongest, visible = row_max.new_empty(2, L, H, N, dtype=torch.int64).unbind()
+    totals = row_max.new_empty(L, H, row_blocks, len(RowTotals._fields))
+    out = RowSurvey(health, distance, on_first, own, previous, largest, strongest, visible, totals)
     late = _late_arguments(w, row_max, log_row_sum, c, entropy)
     tensors = {"q": w.query, "k": w.key, "out": out, "first": first, **late}
     if launch is not None:

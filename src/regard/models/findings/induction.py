@@ -100,13 +100,13 @@ def _on_followers(calls: list[Observation], follows: Tensor, rows: Tensor) -> li
 
 
 def _sums_over_followers(call: Observation, follows: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight on the visible tokens that followed, their number, and that of all visible: (items, heads, rows) each."""
+    """The weight on the visible tokens that followed, their number, and that of all visible: (items, heads, rows)."""
     lse, visible = flatten_batch(call.lse, 1), flatten_batch(call.visible, 1)
     items, heads, _ = lse.shape
     weights, counts, start = [], [], 0
     for part in row_batches(rows, items * heads * call.shape[-1], lse.device):
         S = flatten_batch(call.scores(rows=part), 2)  # [items, heads, rows, keys]
-        after = follows[:, None, start : start + len(part)] & (S > -torch.inf)
+        after = follows[:, None, start : start + len(part)] & torch.gt(S, -torch.inf)
         P = torch.where(after, (S - lse.index_select(-1, part.to(lse.device))[..., None]).exp(), 0.0)
         weights.append(P.sum(-1))
         counts.append(after.sum(-1))

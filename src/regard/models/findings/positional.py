@@ -62,8 +62,8 @@ class Positional(Rule):
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield one finding per layer and offset, with all the heads that have it."""
         calls = {layer: call for layer, call in seen.surveys().items() if _is_square(call)}
-        rows = [(call.survey.key, call.survey.largest, call.seen.visible) for call in calls.values()]
-        read = iter(on_host([flatten_batch(x, 1) for each in rows for x in each]))
+        numbers = [(call.survey.key, call.survey.largest, call.seen.visible) for call in calls.values()]
+        read = iter(on_host([flatten_batch(x, 1) for each in numbers for x in each]))
         for layer in calls:
             found = [_Offset.of(*head) for head in _offsets(next(read), next(read), next(read)).T.tolist()]
             groups: dict[int, dict[int, _Offset]] = {}
