@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 import regard
 from regard.backends import dispatch
-from regard.models import record
+from regard.compat.compiled import OperatorMode
+from regard.models import findings, head_statistics, record
 from regard.models.head_statistics import SurveyedCall, sum_heads
 
 ROWS = 40  # several blocks of rows
@@ -93,3 +97,57 @@ def test_a_row_whose_logits_are_not_finite_shows_in_the_sums() -> None:
     torch.testing.assert_close(sums[1:3], true[1:3], atol=1e-4, rtol=1e-4, equal_nan=True)
     assert bool(sums.rows.max_logit.isnan().any())
     assert bool(sums.most.isnan().any())
+
+
+VIEWS = {
+    "aten::" + name
+    for name in ("view", "_unsafe_view", "detach", "alias", "t", "transpose.int", "expand", "select.int")
+}
+VIEWS |= {"aten::" + name for name in ("slice.Tensor", "unsqueeze", "squeeze", "unbind.int", "index_fill")}
+
+
+class OnDevice(OperatorMode):
+    """Records the operations on given tensors and on all that follows from them: those that a GPU would run."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.known = {self._address(x) for x in tensors}
+        self.kept, self.names = tensors, set[str]()
+
+    @staticmethod
+    def _address(x: Tensor) -> int:
+        return x.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if any(self._address(x) in self.known for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
+            self.names |= {func.name()} - VIEWS
+            self.kept += [x for x in tree_leaves(found) if isinstance(x, Tensor)]  # no address is used again
+            self.known |= {self._address(x) for x in self.kept}
+        return found
+
+    def on_host(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Copies that are not on the device."""
+        with _disable_current_modes():
+            return [x.clone() for x in tensors]
+
+
+def test_findings_run_few_kinds_of_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU loads the code of each kind at its first use, which takes milliseconds."""
+    monkeypatch.setattr(record, "MAP_SIDE", 3)
+    monkeypatch.setattr(dispatch, "order", lambda _: dispatch.OTHERS)
+    seen = watched("causal")
+    (call,) = seen.surveys().values()
+    problem = call.seen._problem
+    surveyed = [x for x in call.survey if x is not None]
+    mode = OnDevice([problem.query, problem.key, problem.value, *call.seen._rows, *surveyed])
+    for module in (record, head_statistics, *(sys.modules[rule.__module__] for rule in findings.RULES)):
+        if hasattr(module, "on_host"):
+            monkeypatch.setattr(module, "on_host", mode.on_host)
+    with mode:
+        seen.heads
+        single = [rule for rule in findings.RULES if rule.name not in ("duplicate", "induction")]
+        seen.findings(single)
+        assert mode.names == {"aten::gt.Scalar", "aten::_to_copy"}  # smaller numbers to read back
+        seen.findings()
+    assert 8 <= len(mode.names) <= 16, mode.names

@@ -62,7 +62,7 @@ class Positional(Rule):
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield one finding per layer and offset, with all the heads that have it."""
         calls = {layer: call for layer, call in seen.surveys().items() if _is_square(call)}
-        numbers = [(call.survey.key, call.survey.largest, call.seen.visible) for call in calls.values()]
+        numbers = [(call.survey.key.int(), call.survey.largest, call.seen.visible > 1) for call in calls.values()]
         read = iter(on_host([flatten_batch(x, 1) for each in numbers for x in each]))
         for layer in calls:
             found = [_Offset.of(*head) for head in _offsets(next(read), next(read), next(read)).T.tolist()]
@@ -87,14 +87,14 @@ def _is_square(call: SurveyedCall) -> bool:
     return call.seen.shape[-1] == call.seen.shape[-2] and bool(call.seen.lse.numel())
 
 
-def _offsets(key: Tensor, weight: Tensor, visible: Tensor) -> Tensor:
+def _offsets(key: Tensor, weight: Tensor, several: Tensor) -> Tensor:
     """The arguments of `_Offset.of` for each head, with its most frequent offset: (5, heads), float64.
 
-    From the strongest key of each row, its weight, and the number of visible keys: (items, heads, N) each.
+    From the strongest key of each row, its weight, and whether the row sees several keys: (items, heads, N) each.
     """
     heads, n = key.shape[1:]
     i, head = torch.arange(n, device=key.device), torch.arange(heads, device=key.device)[:, None]
-    at, live = key - i, (visible > 1) & (key >= 0)
+    at, live = key - i, several & (key >= 0)
     place = torch.where(live, head * (2 * n) + at + n, heads * 2 * n).flatten()  # the last place is for all others
     counts = place.bincount(minlength=heads * 2 * n + 1)[:-1].view(heads, 2 * n)
     offset = counts.argmax(-1, keepdim=True) - n  # (heads, 1)
