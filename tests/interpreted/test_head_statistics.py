@@ -150,4 +150,4 @@ def test_findings_run_few_kinds_of_operations_on_a_gpu(monkeypatch: pytest.Monke
         seen.findings(single)
         assert mode.names == {"aten::gt.Scalar", "aten::_to_copy"}  # smaller numbers to read back
         seen.findings()
-    assert 8 <= len(mode.names) <= 16, mode.names
+    assert 8 <= len(mode.names) <= 15, mode.names

@@ -20,6 +20,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Trit
 from triton.runtime import driver
 
 from regard.backends import Triton, dispatch, remembered
+from regard.backends.triton import _of_rows
 from regard.kernels import arguments, launch, launch_cache, survey
 from regard.kernels.arguments import KernelArgs
 from regard.kernels.block_mask import block_mask
@@ -186,6 +187,30 @@ def test_launches_that_are_started_again_have_the_arguments_of_first_ones(
     fold = dict(zip(portable.statistics_kernels.fold_bands.arg_names, STARTS[4][3], strict=True))
     assert fold["received"] is found.received
     assert fold["first"] is by_rows["first"]
+
+
+def test_masks_of_one_kind_share_launches_and_pass_lists_of_their_own() -> None:
+    for lengths in ([5, 200], [300, 7]):
+        w = work(regard.padding(torch.tensor(lengths)))
+        STARTS.clear()
+        survey.survey(w, *rows_of(w), 7, 5)
+        tile = statistics_launch.tile_for(w)
+        by_bands, by_rows = (dict(zip(names, STARTS[at][3], strict=True)) for at, names in (
+            (0, statistics_launch.pooled_kernel.arg_names), (2, portable.statistics_kernels.row_survey.arg_names)
+        ))  # fmt: skip
+        assert by_bands["lists"] is w.block_mask.by_keys(128, tile.BN)
+        assert by_rows["args"].blocks is w.block_lists(w.config("dq"))
+    assert [how for how, *_ in STARTS] == ["again"] * 3
+
+
+def test_statistics_at_odd_addresses_are_copied() -> None:
+    whole = torch.zeros(25)
+    for x in (whole[1:], whole[:24].view(2, 3, 4).transpose(0, 1), whole[:24]):
+        found = _of_rows(x, (2, 3, 4))
+        assert found.shape == (2, 3, 4)
+        assert found.is_contiguous()
+        assert not found.data_ptr() & 15
+    assert _of_rows(found, (2, 3, 4)) is found
 
 
 CHANGES: dict[str, Any] = {"n": 301, "softcap": 9.0, "scales": torch.ones(4)}
