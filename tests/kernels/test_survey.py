@@ -21,6 +21,7 @@ from triton.runtime import driver
 
 from regard.backends import Triton, dispatch, remembered
 from regard.backends.triton import _of_rows
+from regard.compat import triton
 from regard.kernels import arguments, launch, launch_cache, survey
 from regard.kernels.arguments import KernelArgs
 from regard.kernels.block_mask import block_mask
@@ -94,6 +95,9 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(remembered, "_CALLS", {})
     monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
     monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(
+        triton, "_direct", lambda *_: None
+    )  # the C launcher, which a kernel that was not compiled lacks
     yield
     STARTS.clear()
 
