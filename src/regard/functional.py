@@ -32,6 +32,8 @@ __all__ = [
     "why",
 ]
 
+_CAUSAL = causal(offset=0)  # torch's is_causal; one object, which remembers its blocks
+
 
 def attention(
     query: Tensor,
@@ -255,7 +257,7 @@ def posed_as_torch(
         query,
         key,
         value,
-        mask=causal(offset=0) if is_causal else attn_mask if selects else None,
+        mask=_CAUSAL if is_causal else attn_mask if selects else None,
         bias=None if selects else attn_mask,
         scale=scale,
         dropout=dropout_p,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .backends import Backend
 from .backends.dispatch import choose, run
+from .backends.remembered import key_of, recall, remember
 from .chunked.statistics import Survey, logits_at
-from .compat.torch import is_wrapped, shared_with_backward
+from .compat.torch import forward_mode_is_active, is_wrapped, shared_with_backward
 from .core.problem import Problem
 from .core.rows import Rows, unstacked
 from .core.versions import Versions
@@ -168,6 +169,8 @@ class Observation:
         self._check_grid("survey", height, width)
         found = self._backend.survey(p, self._rows, height, width)
         self.__dict__["received"], self._computed_moments = found.received, (found.health, found.distance)
+        if found.visible is not None:
+            self.__dict__["visible"] = found.visible
         return found
 
     @property
@@ -177,8 +180,12 @@ class Observation:
         return p.bias is None and (p.mask is None or p.mask.constant)
 
     def kept(self) -> Observation:
-        """A copy without its graph, with one batch dimension and one for the heads, to read later."""
+        """Without its graph, with one batch dimension and one for the heads, to read later; itself if it is that."""
         p = self._unchanged("kept")
+        parts = (p.query, p.key, p.value, p.bias, p.scale, p.sink, *self._rows)
+        recorded = forward_mode_is_active() or any(isinstance(x, Tensor) and x.requires_grad for x in parts)
+        if len(p.lead) == 2 and not recorded:
+            return self
         lead = tuple(p.query.shape[:2])
         detached: dict[str, Any] = {name: x.detach() for name, x in p._asdict().items() if isinstance(x, Tensor)}
         rows = Rows(*(x.detach().reshape(lead + x.shape[len(p.lead) :]) for x in self._rows))
@@ -219,14 +226,24 @@ class Observation:
 def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
     """Run a problem and observe it."""
     problem = problem if problem.observed else problem._replace(observed=True)
-    chosen = choose(problem, backend)
-    return Observation(problem, chosen, run(problem, chosen))
+    p, known = problem, None
+    if p.bias is None and p.score is None and not p.dropout and len(p.lead) == 2:
+        known = key_of(p.query, p.key, p.value, p.mask, p.scale, p.softcap, p.sink, backend, observed=True)
+    if known is None:
+        chosen = choose(p, backend)
+        return Observation(p, chosen, run(p, chosen))
+    call = recall(known)
+    if call is None:
+        chosen = choose(p, backend)
+        call = remember(known, (p.query, p.key, p.value, p.mask), p, chosen)
+        return Observation(p, chosen, run(p, chosen) if call is None else call.run(p))
+    return Observation(p, call.backend, call.run(p))
 
 
 def _read(p: Problem) -> list[Tensor]:
     """Every tensor that late passes read: all but the values."""
     found = [p.query, p.key]
-    if p.mask is not None:
+    if p.mask is not None and not p.mask.constant:
         found += p.mask.sources
     if p.bias is not None or p.score is not None:
         found += p._replace(mask=None).tensors[3:]
@@ -261,8 +278,7 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
     index = index.to(torch.int64)
     if index.numel() and not bool(((index >= -length) & (index < length)).all()):
         raise ArgumentError(f"{member}: {name} must be within {length}. Got {index.min()} to {index.max()}.")
-    index = index.to(device)
-    return torch.where(index < 0, index + length, index)
+    return torch.where(index < 0, index + length, index).to(device)
 
 
 class Watcher(ABC):

@@ -40,6 +40,8 @@ def test_a_survey_is_that_of_float64(name: str, d: int, dtype: torch.dtype, grid
     double = {key: t.double() if isinstance(t, torch.Tensor) else t for key, t in options.items()}
     true = regard.observe(*(t.double() for t in x), **double, backend="chunked").survey(*grid)
     for field, a, b in zip(found._fields, found, true, strict=True):
+        if b is None:  # what kernels alone leave
+            continue
         if field == "key":
             assert (a != b).double().mean() < 0.01  # the two largest weights may be equal but for rounding
         else:

@@ -130,7 +130,9 @@ class Triton(Backend):
     def survey(self, p: Problem, rows: Rows, height: int, width: int) -> statistics.Survey:
         from ..kernels.survey import survey
 
-        return statistics.Survey(*map(p.shaped, survey(*_late_pass(p, rows), height, width)))
+        w, row_max, log_row_sum = _late_pass(p, rows)
+        found = survey(w, row_max, log_row_sum, _of_rows(rows.entropy, w.rows), height, width)
+        return found if len(p.lead) == 2 else statistics.Survey(*(p.shaped(x) for x in found if x is not None))
 
     def visible(self, p: Problem) -> Tensor:
         if p.bias is not None:
@@ -272,8 +274,26 @@ def _folded(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
 
 def _late_pass(p: Problem, rows: Rows) -> tuple[KernelArgs, Tensor, Tensor]:
     """The problem without its graph, with the row max and the log of the row sum, for a pass after the forward."""
-    with torch.no_grad():
-        engine, inputs = _engine(p._replace(dropout=0.0), _block_mask(p))
-        args = engine.kernel_args(inputs)
-    row_max, log_row_sum = (t.detach().reshape(args.rows).contiguous() for t in (rows.max_logit, rows.log_row_sum))
+    args = _plain_args(p)
+    if args is None:
+        with torch.no_grad():
+            engine, inputs = _engine(p._replace(dropout=0.0), _block_mask(p))
+            args = engine.kernel_args(inputs)
+    row_max, log_row_sum = (_of_rows(t, args.rows) for t in (rows.max_logit, rows.log_row_sum))
     return args, row_max, log_row_sum
+
+
+def _plain_args(p: Problem) -> KernelArgs | None:
+    """What a late pass over products times a positive number takes; a sink is in the statistics."""
+    from ..kernels.arguments import KernelArgs
+
+    if INTERPRETED or p.score is not None or p.bias is not None or isinstance(p.scale, Tensor) or p.scale < 0:
+        return None
+    return KernelArgs(p.query, p.key, p.value, _block_mask(p), float(p.scale), softcap=p.softcap)
+
+
+def _of_rows(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """A statistic of rows (L, H, N) as late passes read it: contiguous, at an address that remembered launches take."""
+    x = x.detach() if x.requires_grad else x
+    x = x if x.shape == shape and x.is_contiguous() else x.reshape(shape).contiguous()
+    return x.clone() if x.data_ptr() & 15 else x

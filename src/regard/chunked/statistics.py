@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..compat.torch import without_autocast
+from ..compat.torch import may_need_grad, without_autocast
 from ..core.folded import FoldedProblem, fold
 from ..core.formula import bias_tile, hidden, logits
 from ..core.problem import Problem
@@ -19,6 +19,8 @@ from ..core.tiling import BIAS, ROW, Points, Tile, TileSizes, strips
 from .tile_ops import RowStats, Workspace, masked_logits, weights
 
 __all__ = [
+    "SATURATED",
+    "RowTotals",
     "Survey",
     "first_keys",
     "largest",
@@ -32,6 +34,7 @@ __all__ = [
     "visible",
 ]
 
+SATURATED = 0.99  # hardly any gradient passes through a row whose largest weight is above this
 _TALL = 8  # rows of a cell for which sums are cheaper than a product
 _SPLIT = 32  # keys per block: blocks compete by their maxima first
 
@@ -48,6 +51,29 @@ class Survey(NamedTuple):
     previous: Tensor  # on the position before
     largest: Tensor  # the largest weight
     key: Tensor  # int64, the key that has it, ties to the lowest; −1 in a row without weights
+    visible: Tensor | None = None  # int64, how many keys each row may attend to; where the pass counts them
+    totals: Tensor | None = None  # (…, Hq, parts, len(RowTotals._fields)): sums over parts of the rows, from kernels
+    peaks: Tensor | None = None  # float64 (…, Hq, parts, 3): over parts of the keys, Σ received, the largest, its key
+
+
+class RowTotals(NamedTuple):
+    """Sums over the rows of a head that see something, or as it says; NaN if the logits of a row are not finite."""
+
+    some: Tensor  # the number of rows that see a key
+    several: Tensor  # … more than one key
+    with_own: Tensor  # … a key, and whose own position is one
+    with_previous: Tensor  # … a key, and whose previous position is one
+    entropy: Tensor
+    relative_entropy: Tensor  # entropy / log of the number of visible keys, of rows that see several
+    perplexity: Tensor  # exp(entropy)
+    first: Tensor  # as in Survey
+    own: Tensor  # of rows with that position
+    previous: Tensor  # of rows with that position
+    saturated: Tensor  # the number of rows that see several keys and have more than SATURATED on one
+    distance: Tensor
+    health: Tensor
+    uniform: Tensor  # 1 / the number of visible keys
+    max_logit: Tensor  # not a sum: the largest, or NaN if one is
 
 
 @torch.no_grad()
@@ -268,8 +294,11 @@ def top(p: Problem, rows: Rows, k: int, tile_sizes: TileSizes) -> tuple[Tensor, 
 
 @without_autocast
 def logits_at(p: Problem, rows: Tensor, cols: Tensor) -> Tensor:
-    """The logits of chosen rows and keys, −inf where hidden, with derivatives: (…, Hq, rows, cols)."""
-    return p.shaped(_logits_at(fold(p), rows, cols).flatten(1, 2))
+    """The logits of chosen rows and keys, −inf where hidden, with derivatives: (…, Hq, rows, cols).
+
+    Each depends on one query and one key, so that a hidden NaN can spread through derivatives alone.
+    """
+    return p.shaped(_logits_at(fold(p, finite=not may_need_grad(*p.tensors)), rows, cols).flatten(1, 2))
 
 
 def _logits_at(x: FoldedProblem, rows: Tensor, cols: Tensor) -> Tensor:

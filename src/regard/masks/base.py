@@ -200,7 +200,9 @@ class Mask(ABC):
         return memory[name][1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_memory", "_tensors")}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_memory", "_tensors", "_constant")
+        }
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
         """Give the mask with `change` applied to every tensor that it holds."""
@@ -250,10 +252,14 @@ class Mask(ABC):
     @property
     def constant(self) -> bool:
         """Whether the mask is the same at every call: it holds no tensor and calls no function of the user."""
-        if self.tensors:
-            return False
-        parts = (getattr(self, name, None) for name in self.__dataclass_fields__)
-        return all(part.constant for part in parts if isinstance(part, Mask))
+        known: bool | None = None if torch.compiler.is_compiling() else self.__dict__.get("_constant")
+        if known is not None:
+            return known
+        parts = [getattr(self, name, None) for name in self.__dataclass_fields__]
+        found = not self.tensors and all(part.constant for part in parts if isinstance(part, Mask))
+        if not torch.compiler.is_compiling():
+            self.__dict__["_constant"] = found
+        return found
 
     def check(self, n: int, m: int) -> None:
         """Raise if the mask does not fit `n` rows and `m` keys."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.chunked.statistics import Survey
+from regard.chunked.statistics import SATURATED, RowTotals, Survey
 from regard.observation import Observation
 
-__all__ = ["STATISTICS", "Head", "SurveyedCall", "measure_heads"]
+from .transfer import on_host
 
-SATURATED = 0.99  # hardly any gradient passes through a row whose largest weight is above this
+__all__ = ["STATISTICS", "Head", "HeadSums", "SurveyedCall", "average_heads", "sum_heads"]
+
 _MOST_ROWS = 1 << 22  # rows of heads that are averaged at a time
 
 
@@ -43,6 +45,19 @@ class Head:
         return {name: getattr(self, name) for name in STATISTICS}
 
 
+class HeadSums(NamedTuple):
+    """Sums over the rows and keys of each head: (…, items, heads) each, float64."""
+
+    rows: RowTotals
+    received: Tensor  # Σ over keys: the number of rows that see something, or less with a sink
+    most: Tensor  # the most that a key receives
+    key: Tensor  # that key
+
+    def of_call(self, index: int) -> HeadSums:
+        """The sums of one of several calls."""
+        return HeadSums(RowTotals(*(x[index] for x in self.rows)), *(x[index] for x in self[1:]))
+
+
 STATISTICS = tuple(field.name for field in fields(Head) if field.name not in ("layer", "head"))
 
 
@@ -66,19 +81,21 @@ class SurveyedCall:
     @property
     def layout(self) -> tuple[object, ...]:
         """Calls with the same layout can be averaged together."""
-        return self.seen.shape, self.seen.entropy.dtype, self.seen.entropy.device
+        return self.seen.shape, self.seen.entropy.dtype, self.seen.entropy.device, self.survey.totals is None
 
 
 @torch.no_grad()
-def measure_heads(calls: Sequence[SurveyedCall]) -> list[Tensor]:
-    """Average every statistic of every head over batch and rows: for each call (statistics, heads), float64.
+def sum_heads(calls: Sequence[SurveyedCall], read_back: bool = False) -> list[HeadSums]:
+    """The sums over each head's rows and keys, for each call (items, heads).
 
-    Calls of the same layout are averaged together: the work for the host does not grow with the number of layers.
+    Calls of the same layout are summed together: the work for the host hardly grows with the number of layers. With
+    `read_back`, what kernels summed up is read back and added up on the host: a GPU loads the code of each operation at
+    its first use, which takes longer than the sums.
     """
-    found: dict[int, Tensor] = {}
+    found: dict[int, HeadSums] = {}
     for group in _groups(calls):
-        means = _means([calls[i] for i in group])  # (statistics, calls, heads)
-        found.update(zip(group, means.unbind(1), strict=True))
+        sums = _sums([calls[i] for i in group], read_back)
+        found.update((i, sums.of_call(at)) for at, i in enumerate(group))
     return [found[i] for i in range(len(calls))]
 
 
@@ -88,11 +105,28 @@ def _groups(calls: Sequence[SurveyedCall]) -> Iterator[list[int]]:
     for i, call in enumerate(calls):
         layouts.setdefault(call.layout, []).append(i)
     for same in layouts.values():
-        size = max(1, _MOST_ROWS // max(1, calls[same[0]].seen.entropy.numel()))
+        summed = calls[same[0]].survey.totals is not None
+        size = len(same) if summed else max(1, _MOST_ROWS // max(1, calls[same[0]].seen.entropy.numel()))
         yield from (same[at : at + size] for at in range(0, len(same), size))
 
 
-def _means(calls: list[SurveyedCall]) -> Tensor:
+def _sums(calls: list[SurveyedCall], read_back: bool) -> HeadSums:
+    """The sums of calls with the same layout, (calls, items, heads) each."""
+    totals = [call.survey.totals for call in calls if call.survey.totals is not None]
+    peaks = [call.survey.peaks for call in calls if call.survey.peaks is not None]
+    if not totals:
+        return _sums_of_rows(calls)
+    if read_back:
+        both = on_host([*totals, *peaks])
+        totals, peaks = both[: len(totals)], both[len(totals) :]
+    parts = torch.stack(totals)  # (calls, items, heads, parts, totals)
+    received, most, key = torch.stack(peaks).unbind(-1)  # (calls, items, heads, parts)
+    largest, part = most.max(-1)
+    rows = RowTotals(*parts.double().sum(-2).unbind(-1))._replace(max_logit=parts[..., -1].amax(-1).double())
+    return HeadSums(rows, received.sum(-1), largest, key.gather(-1, part[..., None])[..., 0])
+
+
+def _sums_of_rows(calls: list[SurveyedCall]) -> HeadSums:
     entropy, lse, max_logit, visible = (
         torch.stack([getattr(call.seen, name) for call in calls])  # (calls, items, heads, N)
         for name in ("entropy", "lse", "max_logit", "visible")
@@ -104,25 +138,50 @@ def _means(calls: list[SurveyedCall]) -> Tensor:
     some, several = visible > 0, visible > 1
     rows, keys = calls[0].seen.shape[-2:]
     position = torch.arange(keys - rows, keys, device=visible.device)  # of each row among the keys
+    with_own, with_previous = some & (position >= 0), some & (position >= 1)
     broken = entropy.isnan()  # rows whose logits are not finite have no weights
-    first, own, previous = (x.masked_fill(broken, torch.nan) for x in (first, own, previous))
-    largest = (max_logit - lse).exp()
-    total = received.sum(-1, keepdim=True) / some.sum(-1, keepdim=True)  # 1, or less with a sink
+    saturated = ((max_logit - lse).exp() > SATURATED).double()
+    first, own, previous, saturated = (x.masked_fill(broken, torch.nan) for x in (first, own, previous, saturated))
+    summed = RowTotals(
+        some=some.sum(-1).double(),
+        several=several.sum(-1).double(),
+        with_own=with_own.sum(-1).double(),
+        with_previous=with_previous.sum(-1).double(),
+        entropy=_sum(entropy, some),
+        relative_entropy=_sum(entropy / visible.log(), several),
+        perplexity=_sum(entropy.exp(), some),
+        first=_sum(first, some),
+        own=_sum(own, with_own),
+        previous=_sum(previous, with_previous),
+        saturated=_sum(saturated, several),
+        distance=_sum(distance, some),
+        health=_sum(health, some),
+        uniform=_sum(1.0 / visible, some),
+        max_logit=max_logit.amax(-1).double(),
+    )
+    most, key = received.max(-1)
+    return HeadSums(summed, received.double().sum(-1), most.double(), key.double())
+
+
+def _sum(x: Tensor, chosen: Tensor) -> Tensor:
+    """The sum over the chosen rows of each head."""
+    return torch.where(chosen, x.double(), 0.0).sum(-1)
+
+
+@torch.no_grad()
+def average_heads(sums: HeadSums) -> Tensor:
+    """Every statistic of every head of a call, averaged over batch and rows: (statistics, heads); nan without rows."""
+    x = RowTotals(*(total.sum(0) for total in sums.rows))._replace(max_logit=sums.rows.max_logit.amax(0))
     numbers = {
-        "entropy": _mean(entropy, some),
-        "relative_entropy": _mean(entropy / visible.log(), several),
-        "effective_keys": _mean(entropy.exp(), some),
-        "max_logit": max_logit.amax((1, 3)).double(),
-        "first_share": _mean(first, some),
-        "self_share": _mean(own, some & (position >= 0)),
-        "previous_share": _mean(previous, some & (position >= 1)),
-        "saturated_share": _mean((largest > SATURATED).double().masked_fill(broken, torch.nan), several),
-        "distance": _mean(distance, some),
-        "concentration": _mean(total - health, some),
+        "entropy": x.entropy / x.some,
+        "relative_entropy": x.relative_entropy / x.several,
+        "effective_keys": x.perplexity / x.some,
+        "max_logit": x.max_logit,
+        "first_share": x.first / x.some,
+        "self_share": x.own / x.with_own,
+        "previous_share": x.previous / x.with_previous,
+        "saturated_share": x.saturated / x.several,
+        "distance": x.distance / x.some,
+        "concentration": (sums.received.sum(0) - x.health) / x.some,
     }
     return torch.stack([numbers[name] for name in STATISTICS])
-
-
-def _mean(x: Tensor, chosen: Tensor) -> Tensor:
-    """The mean over the chosen rows of each head, (calls, heads); nan if there are none."""
-    return torch.where(chosen, x.double(), 0.0).sum((1, 3)) / chosen.sum((1, 3))

@@ -211,9 +211,9 @@ class _TorchFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func not in _ATTENTION or self._interceptor.is_suspended():  # nearly all calls of a model are others
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._interceptor.sdpa(*args, **kwargs)
         return self._multihead(**dict(zip(_parameters(func), args, strict=False)), **kwargs)

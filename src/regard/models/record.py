@@ -12,7 +12,7 @@ from regard.errors import ArgumentError
 from regard.observation import Observation
 from regard.report.page_budget import keys_per_query
 
-from .head_statistics import STATISTICS, Head, SurveyedCall, measure_heads
+from .head_statistics import STATISTICS, Head, HeadSums, SurveyedCall, average_heads, sum_heads
 from .transfer import on_host
 
 __all__ = ["MAP_SIDE", "AttentionRecord", "LayerRecord"]
@@ -49,9 +49,10 @@ class LayerRecord:
         if self.totals is None or self.counts is None:
             self.totals, self.counts = torch.where(_IS_LARGEST.to(means.device), means, values), defined.long()
         else:
-            largest = torch.maximum(self.totals, means)  # it keeps a NaN visible
-            self.totals = torch.where(_IS_LARGEST.to(means.device), largest, self.totals + values)
-            self.counts = self.counts + defined
+            totals = self.totals.to(means.device)  # a table that was read before is on the host
+            largest = torch.maximum(totals, means)  # it keeps a NaN visible
+            self.totals = torch.where(_IS_LARGEST.to(means.device), largest, totals + values)
+            self.counts = self.counts.to(means.device) + defined
         self.is_counted = True
 
 
@@ -65,6 +66,7 @@ class AttentionRecord:
     random_weights: tuple[str, ...] = ()  # weights of the model that its files lack, and that were drawn at random
     _records: dict[str, LayerRecord] = field(default_factory=dict)
     _heads: list[Head] | None = field(default=None, compare=False)
+    _sums: dict[str, HeadSums] | None = field(default=None, compare=False)
 
     @property
     def layers(self) -> list[str]:
@@ -109,27 +111,39 @@ class AttentionRecord:
         heads = seen.shape[-3]
         while name in self._records and self._records[name].size != heads:  # another attention in the same module
             name += "#"
-        call, record, self._heads = SurveyedCall.of(seen, MAP_SIDE), self._records.get(name), None
+        call, record = SurveyedCall.of(seen, MAP_SIDE), self._records.get(name)
+        self._heads = self._sums = None
         if record is None:
             self._records[name] = LayerRecord(call)
             return
         if not record.is_counted:
-            record.count(*measure_heads([record.call]))
+            record.count(average_heads(*sum_heads([record.call])))
         record.call, record.is_counted, record.grid, record.strongest = call, False, None, None
 
     def surveys(self) -> dict[str, SurveyedCall]:
         """The last call of each layer, and what the pass over its weights found."""
         return {name: record.call for name, record in self._records.items()}
 
+    def sums(self) -> dict[str, HeadSums]:
+        """Sums over the rows and keys of each head in the last call of each layer; on the host if kernels made them."""
+        if self._sums is None:
+            calls = [record.call for record in self._records.values()]
+            self._sums = dict(zip(self._records, sum_heads(calls, read_back=True), strict=True))
+        return self._sums
+
     def _read_heads(self) -> list[Head]:
         """Average what has not been averaged yet, and read all layers back at once."""
-        waiting = [record for record in self._records.values() if not record.is_counted]
-        for record, means in zip(waiting, measure_heads([record.call for record in waiting]), strict=True):
+        sums = self.sums()
+        waiting = {name: record for name, record in self._records.items() if not record.is_counted}
+        for record, means in zip(
+            waiting.values(), on_host([average_heads(sums[name]) for name in waiting]), strict=True
+        ):
             record.count(means)
-        totals = on_host([record.totals for record in self._records.values() if record.totals is not None])
-        counts = on_host([record.counts for record in self._records.values() if record.counts is not None])
+        totals = [record.totals for record in self._records.values() if record.totals is not None]
+        counts = [record.counts for record in self._records.values() if record.counts is not None]
+        read = on_host([*totals, *counts])
         heads = []
-        for name, total, count in zip(self._records, totals, counts, strict=True):
+        for name, total, count in zip(self._records, read[: len(totals)], read[len(totals) :], strict=True):
             means = torch.where(_IS_LARGEST, total, total / count)
             for head, numbers in enumerate(means.T.tolist()):
                 heads.append(Head(name, head, **dict(zip(STATISTICS, numbers, strict=True))))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import launch_cache
 from ..arguments import BIAS_NONE, KernelArgs
 from ..block_lists import SPANS, BlockLists, bounds_by_keys, pad_to_multiple, strides_of
 from . import forward_launch as forward
@@ -25,6 +26,7 @@ _BLOCK = 2 * ROWS  # rows of a block in the lists
 _SPARE = 2 * _BLOCK  # cells past the end whose edges are computed
 _FEW = 16  # columns; n 8192, 16 heads, d 128: map(8, 8) 0.86 ms, portable 0.80; map(64, 64) 1.01 and 1.51
 _PROGRAMS = 4 * 264  # that keep a chip busy, two per multiprocessor
+_CHANGING = ("q", "qb", "k", "kb", "out", "row_max", "log_row_sum", "scales", "bias", "lists")
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": True}
 
 
@@ -109,11 +111,21 @@ def refuses_bands(w: KernelArgs, bands: int) -> list[str]:
 def received_by_bands(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, bands: int, tile: StatisticsTile | None = None) -> Tensor:
     """The weight each key receives from each band of rows; row i is in band ⌊i·bands/N⌋: (L, H, bands, M)."""
     L, H, _ = w.rows
+    out = row_max.new_zeros(L, H, bands, w.m)
+    key = ("hopper bands", bands, w.signature) if tile is None else None
+    launch = launch_cache.find(key)
+    if launch is not None:
+        (grid, tile), q, k = launch.about, w.query, w.key
+        launch.again(
+            q=q, qb=q, k=k, kb=k, out=out, row_max=row_max, log_row_sum=log_row_sum, scales=w.scales, bias=w.bias,
+            lists=_block_lists(w, grid, tile, by_bands=True),
+        )  # fmt: skip
+        return out
     tile = tile or tile_for(w)
     grid = bands_for(w, bands, tile)
-    out = row_max.new_zeros(L, H, bands, w.m)
     arguments, options = pooled_arguments(w, out, row_max, log_row_sum, grid, tile, by_bands=True)
-    pooled_kernel[(grid.columns * cdiv(bands, grid.bands) * L * H,)](**arguments, **options)
+    programs = grid.columns * cdiv(bands, grid.bands) * L * H
+    launch_cache.start(key, pooled_kernel, programs, arguments, options, _CHANGING, (grid, tile))
     return out
 
 

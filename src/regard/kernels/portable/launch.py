@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...chunked.statistics import RowTotals
 from ...core.rows import Rows
 from .. import launch_cache
 from ..arguments import (
@@ -46,6 +47,7 @@ __all__ = [
     "bias_gradient",
     "decodes",
     "double_backward",
+    "fold_bands",
     "forward",
     "jvp",
     "moments",
@@ -60,6 +62,7 @@ __all__ = [
 _FEW_ROWS = 64  # that share a key head and fit one tile
 _MANY_KEYS = 1024  # for which splitting them pays
 _TWO_PER_SM = {"maxnreg": 128}  # registers of a thread with which two programs of eight warps share a multiprocessor
+_FOLDED = {"BY": 32, "BX": 64}  # bands and keys of a tile
 _BIAS_BLOCK = 64  # rows and keys of a tile of the bias's gradient
 
 
@@ -304,6 +307,7 @@ class WeightStats(NamedTuple):
 
     row_max: Tensor
     log_row_sum: Tensor
+    entropy: Tensor | None = None
 
 
 def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
@@ -355,32 +359,84 @@ class RowSurvey(NamedTuple):
     previous: Tensor  # on the position before
     largest: Tensor  # the largest weight
     key: Tensor  # int64, the key that has it; −1 in a row without weights
+    visible: Tensor  # int64, how many keys the row may attend to
+    totals: Tensor  # (L, H, blocks of rows, len(RowTotals._fields))
 
 
 def received_by_bands(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, bands: int) -> Tensor:
     """The weight each key receives from each band of rows; row i is in band ⌊i·bands/N⌋: (L, H, bands, M)."""
     L, H, N = w.rows
-    c = w.config("pooled")
-    c = c._replace(BM=min(c.BM, max(16, 1 << (math.ceil(N / bands) - 1).bit_length())))
     out = row_max.new_empty(L, H, bands, w.m)
-    statistics_kernels.received_by_bands[(triton.cdiv(w.m, c.BN) * bands * L * H,)](
-        w.query, w.key, out, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c), w.strides()), **w.sizes,
-        bands=bands, key_blocks=triton.cdiv(w.m, 128), C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c),
-    )  # fmt: skip
+    launch = launch_cache.find(key := ("received by bands", bands, w.signature))
+    if launch is None:
+        c = w.config("pooled")
+        c = c._replace(BM=min(c.BM, max(16, 1 << (math.ceil(N / bands) - 1).bit_length())))
+    else:
+        c = launch.about
+    tensors = {"q": w.query, "k": w.key, "out": out, **_late_arguments(w, row_max, log_row_sum, c)}
+    if launch is not None:
+        launch.again(**tensors)
+        return out
+    C = _statistics_constants(w, c, FAST=w.fast, TMA=False)
+    arguments = {**tensors, **w.sizes, "bands": bands, "key_blocks": triton.cdiv(w.m, 128), "C": C}
+    programs = triton.cdiv(w.m, c.BN) * bands * L * H
+    launch_cache.start(key, statistics_kernels.received_by_bands, programs, arguments, _options(c), tensors, c)
     return out
 
 
-def row_survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, first: Tensor) -> RowSurvey:
-    """Every statistic of each row, in one pass; `first` int32 (L,) is the key of each batch item for `RowSurvey.first`."""
+class FoldedBands(NamedTuple):
+    """What follows from the weight that each key receives from each band of rows."""
+
+    received: Tensor  # (L, H, M), from all bands
+    cells: Tensor  # (L, H, height, width), the mean weight in each cell
+    peaks: Tensor  # as in Survey: float64 (L, H, width, 3)
+    first: Tensor  # int64 (L,), M less the first key that receives weight in any head; 0 for none
+
+
+def fold_bands(w: KernelArgs, bands: Tensor, width: int) -> FoldedBands:
+    """What each key receives, the map with one row of cells per band, and the first key, from (L, H, height, M)."""
     L, H, N = w.rows
-    c = w.config("dq")
-    health, distance, on_first, own, previous, largest = row_max.new_empty(6, *w.rows).unbind()
-    out = RowSurvey(health, distance, on_first, own, previous, largest, row_max.new_empty(w.rows, dtype=torch.int64))
-    statistics_kernels.row_survey[(triton.cdiv(N, c.BM) * L * H,)](
-        w.query, w.key, out, first, WeightStats(row_max, log_row_sum), w.pass_args(w.block_lists(c), w.strides()), **w.sizes,
-        C=_statistics_constants(w, c, FAST=w.fast, TMA=False), **_options(c), **(_TWO_PER_SM if torch.version.hip is None else {}),
-    )  # fmt: skip
+    height = bands.shape[2]
+    received, cells = bands.new_empty(L, H, w.m), bands.new_empty(L, H, height, width)
+    peaks = bands.new_empty(L, H, width, 3, dtype=torch.float64)
+    # Triton 3.6 keeps the loop of `row_survey` in registers if the key is a 64-bit number, and spills if it is not.
+    out = FoldedBands(received, cells, peaks, launch_cache.zeros(2 * L, bands.device).view(torch.int64))
+    tensors = {"bands": bands, **out._asdict()}
+    launch = launch_cache.find(key := ("fold bands", bands.device, bands.shape, N, width))
+    if launch is not None:
+        launch.again(**tensors)
+    else:
+        sizes = {"n": N, "m": w.m, "heads": H, "height": height, "width": width}
+        launch_cache.start(key, statistics_kernels.fold_bands, width * L * H, {**tensors, **sizes, **_FOLDED}, {"num_warps": 4}, tensors)
     return out
+
+
+def row_survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, entropy: Tensor, first: Tensor) -> RowSurvey:
+    """Every statistic of each row, in one pass; `first` chooses the key of `RowSurvey.first`, as in `FoldedBands`."""
+    L, H, N = w.rows
+    launch = launch_cache.find(key := ("row survey", w.signature))
+    c = w.config("dq") if launch is None else launch.about
+    row_blocks = triton.cdiv(N, c.BM)
+    health, distance, on_first, own, previous, largest = row_max.new_empty(6, L, H, N).unbind()
+    strongest, visible = row_max.new_empty(2, L, H, N, dtype=torch.int64).unbind()
+    totals = row_max.new_empty(L, H, row_blocks, len(RowTotals._fields))
+    out = RowSurvey(health, distance, on_first, own, previous, largest, strongest, visible, totals)
+    late = _late_arguments(w, row_max, log_row_sum, c, entropy)
+    tensors = {"q": w.query, "k": w.key, "out": out, "first": first, **late}
+    if launch is not None:
+        launch.again(**tensors)
+        return out
+    arguments = {**tensors, **w.sizes, "C": _statistics_constants(w, c, FAST=w.fast, TMA=False)}
+    options = {**_options(c), **(_TWO_PER_SM if torch.version.hip is None else {})}
+    launch_cache.start(key, statistics_kernels.row_survey, row_blocks * L * H, arguments, options, tensors, c)
+    return out
+
+
+def _late_arguments(
+    w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, c: Config, entropy: Tensor | None = None
+) -> dict[str, Any]:
+    """What a late pass reads apart from q and k."""
+    return {"stats": WeightStats(row_max, log_row_sum, entropy), "args": w.pass_args(w.block_lists(c), w.strides())}
 
 
 def top(w: KernelArgs, k: int) -> tuple[Tensor, Tensor]:

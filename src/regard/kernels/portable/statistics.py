@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...chunked.statistics import SATURATED, RowTotals
 from ..arguments import Sizes
 from .aggregates import Head, Matrices
 from .program import (
@@ -23,6 +24,7 @@ from .program import (
 )
 from .tile_ops import (
     _BIAS_NONE,
+    _BITS,
     _NONE,
     LOG2E,
     full_block,
@@ -32,6 +34,9 @@ from .tile_ops import (
     row_offset,
     unaligned_mask_tile,
 )
+
+_SATURATED = tl.constexpr(SATURATED)
+_TOTALS = tl.constexpr(len(RowTotals._fields))
 
 
 @triton.jit
@@ -260,9 +265,59 @@ def received_by_bands(q, k, out, stats, args, n, m, heads, groups, bands, key_bl
 
 
 @triton.jit
+def band_edge(x, cells, length):
+    """The first of `length` rows or keys in the x-th of `cells`."""
+    return ((x.to(tl.int64) * length + cells - 1) // cells).to(tl.int32)
+
+
+@triton.jit
+def load_bands(bands, y, j, height, right, m):
+    """What keys j receive from bands y, [BY, BX]; 0 beyond both."""
+    inside = (y < height)[:, None] & (j < right)[None, :]
+    return tl.load(bands + y.to(tl.int64)[:, None] * m + j[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["n", "m", "heads", "height", "width"])
+def fold_bands(bands, received, cells, peaks, first, n, m, heads, height, width, BY: tl.constexpr, BX: tl.constexpr):
+    """What keys receive from all bands, and the mean weights in cells: program (column of cells, batch item and head).
+
+    `peaks` gets what the keys of each column receive in sum and at most (NaN if one is), and the first key with the most.
+    `first` begins as 0, and ends as m less the first key that receives weight in any head of each batch item.
+    """
+    column, owner = program_tile(width)
+    left, right = band_edge(column, width, m), band_edge(column + 1, width, m)
+    bands += owner.to(tl.int64) * height * m
+    nearest, sums, most, key, nans = m, 0.0, -1.0, 0, 0
+    for j0 in range(left, right, BX):
+        j = j0 + tl.arange(0, BX)
+        total = tl.zeros([BX], tl.float32)
+        for y0 in range(0, height, BY):
+            total += tl.sum(load_bands(bands, y0 + tl.arange(0, BY), j, height, right, m), 0)
+        tl.store(received + owner.to(tl.int64) * m + j, total, mask=j < right)
+        nearest = tl.minimum(nearest, tl.min(tl.where(total > 0, j, m), 0))
+        sums += tl.sum(total, 0)
+        nans += tl.sum((total != total).to(tl.int32), 0)
+        here = tl.max(tl.where((j < right) & (total == total), total, -1.0), 0)
+        key = tl.where(here > most, tl.min(tl.where(total == here, j, m), 0), key)
+        most = tl.maximum(most, here)
+    at = peaks + (owner.to(tl.int64) * width + column) * 3
+    tl.store(at, sums.to(tl.float64))
+    tl.store(at + 1, tl.where(nans > 0, float("nan"), most).to(tl.float64))
+    tl.store(at + 2, key.to(tl.float64))
+    tl.atomic_max(first + owner // heads, (m - nearest).to(tl.int64), sem="relaxed")
+    for y0 in range(0, height, BY):
+        y = y0 + tl.arange(0, BY)
+        total = tl.zeros([BY], tl.float32)
+        for j0 in range(left, right, BX):
+            total += tl.sum(load_bands(bands, y, j0 + tl.arange(0, BX), height, right, m), 1)
+        area = (band_edge(y + 1, height, n) - band_edge(y, height, n)).to(tl.float32) * (right - left).to(tl.float32)
+        tl.store(cells + (owner.to(tl.int64) * height + y) * width + column, total / area, mask=y < height)
+
+
+@triton.jit
 def row_survey_step(sums, Q, x, head, normalizer, rows, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
     """Add block b of the keys to the sums of a tile of rows."""
-    free, far, on_first, own, previous, best, key = sums
+    free, far, on_first, own, previous, best, key, count = sums
     offset, log_sum, first = normalizer
     j0 = b * C.BN
     j = j0 + tl.arange(0, C.BN)
@@ -283,14 +338,52 @@ def row_survey_step(sums, Q, x, head, normalizer, rows, b, slot, C: tl.constexpr
         previous += tl.sum(tl.where(j[None, :] == place[:, None] - 1, P, 0.0), 1)
     if (j0 <= first) & (first < j0 + C.BN):
         on_first += tl.sum(tl.where((j == first)[None, :], P, 0.0), 1)
-    return free, far, on_first, own, previous, best, key
+    if (C.MASK == _BITS) | (C.BIAS != _BIAS_NONE):
+        count += tl.sum((S != float("-inf")).to(tl.int32), 1)
+    return free, far, on_first, own, previous, best, key, count
+
+
+@triton.jit
+def sum_over(x, chosen):
+    """The sum of a statistic [BM] over the chosen rows."""
+    return tl.sum(tl.where(chosen, x, 0.0), 0)
+
+
+@triton.jit
+def store_row_totals(out, sums, count, stats, head, i, log_sum):
+    """Store the sums over rows i that `chunked.statistics.RowTotals` names, in its order."""
+    free, far, on_first, own, previous, best, key, _ = sums
+    inside, place = i < head.sizes.n, i + head.sizes.m - head.sizes.n
+    some, several = inside & (count > 0), inside & (count > 1)
+    entropy = tl.load(stats.entropy + head.first_row + i, mask=inside, other=0.0)
+    row_max = tl.load(stats.row_max + head.first_row + i, mask=inside, other=float("-inf"))
+    broken = tl.where(entropy != entropy, float("nan"), 0.0)  # rows whose logits are not finite have no weights
+    shown = tl.maximum(count, 1).to(tl.float32)
+    with_own, with_previous = some & (place >= 0), some & (place >= 1)
+    saturated = (tl.exp2(-log_sum) > _SATURATED).to(tl.float32)
+    highest = tl.max(tl.where(row_max == row_max, row_max, float("-inf")), 0)
+    tl.store(out, tl.sum(some.to(tl.float32), 0))
+    tl.store(out + 1, tl.sum(several.to(tl.float32), 0))
+    tl.store(out + 2, tl.sum(with_own.to(tl.float32), 0))
+    tl.store(out + 3, tl.sum(with_previous.to(tl.float32), 0))
+    tl.store(out + 4, sum_over(entropy, some))
+    tl.store(out + 5, sum_over(entropy / tl.log(tl.maximum(shown, 2.0)), several))
+    tl.store(out + 6, sum_over(tl.exp(entropy), some))
+    tl.store(out + 7, sum_over(on_first + broken, some))
+    tl.store(out + 8, sum_over(own + broken, with_own))
+    tl.store(out + 9, sum_over(previous + broken, with_previous))
+    tl.store(out + 10, sum_over(saturated + broken, several))
+    tl.store(out + 11, sum_over(far, some))
+    tl.store(out + 12, sum_over(free, some))
+    tl.store(out + 13, sum_over(1.0 / shown, some))
+    tl.store(out + 14, tl.where(tl.max((row_max != row_max).to(tl.int32), 0) > 0, float("nan"), highest))
 
 
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
 def row_survey(q, k, out, first, stats, args, n, m, heads, groups, C: tl.constexpr):
     """Every sum over the keys of BM rows, and their strongest key: program (block of rows, batch item and head).
 
-    `first` has the key of each batch item whose weight is stored for every row.
+    `first` has m less the key of each batch item whose weight is stored for every row; 0 for none.
     """
     strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
     sizes = Sizes(n, m, heads, groups)
@@ -308,16 +401,18 @@ def row_survey(q, k, out, first, stats, args, n, m, heads, groups, C: tl.constex
     Q = load_queries(x, head, block * C.BM, C)
     rows = load_row_tile(head, i, C, True)
     offset, log_sum = load_normalizer(stats, head, i, C)
-    normalizer = (offset, log_sum, tl.load(first + batch))
+    normalizer = (offset, log_sum, m - tl.load(first + batch))
     zero = tl.zeros([C.BM], tl.float32)
-    sums = (zero, zero, zero, zero, zero, zero + float("-inf"), i * 0 + 0x7FFFFFFF)
+    sums = (zero, zero, zero, zero, zero, zero + float("-inf"), i * 0 + 0x7FFFFFFF, i * 0)
     begin, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
     for t in range(full, full_end):
         sums = row_survey_step(sums, Q, x, head, normalizer, rows, full_block(blocks, t, C.MASK), 0, C, False)
     for t in range(partials):
         b, slot = partial_block(blocks, t, begin, full, full_end, C.MASK)
         sums = row_survey_step(sums, Q, x, head, normalizer, rows, b, slot, C, True)
-    free, far, on_first, own, previous, best, key = sums
+    free, far, on_first, own, previous, best, key, count = sums
+    if (C.MASK != _BITS) & (C.BIAS == _BIAS_NONE):
+        count = tl.maximum(rows.hi - rows.lo, 0)
     at, inside = first_row + i, i < n
     tl.store(out.health + at, free, mask=inside)
     tl.store(out.distance + at, far, mask=inside)
@@ -326,6 +421,9 @@ def row_survey(q, k, out, first, stats, args, n, m, heads, groups, C: tl.constex
     tl.store(out.previous + at, previous, mask=inside)
     tl.store(out.largest + at, tl.exp2(best - log_sum), mask=inside)
     tl.store(out.key + at, tl.where(best == float("-inf"), -1, key).to(tl.int64), mask=inside)
+    tl.store(out.visible + at, count.to(tl.int64), mask=inside)
+    place = owner.to(tl.int64) * tl.cdiv(n, C.BM) + block
+    store_row_totals(out.totals + place * _TOTALS, sums, count, stats, head, i, log_sum)
 
 
 @triton.jit

@@ -82,7 +82,8 @@ def distances(calls: list[Observation], most: int, least: int) -> list[list[list
 
     NaN if there are fewer than `least` rows. Rows with one visible key have no choice, and do not count.
     """
-    several = on_host([(flatten_batch(call.visible, 1) > 1).any(1) for call in calls])  # (items, N) each
+    seeing = on_host([flatten_batch(call.visible > 1, 1) for call in calls])
+    several = [each.any(1) for each in seeing]  # (items, N)
     rows = [evenly_spaced(each.any(0).nonzero().squeeze(-1), most) for each in several]
     totals = on_host([_total_distances(call, chosen) for call, chosen in zip(calls, rows, strict=True)])
     found = []

@@ -50,8 +50,8 @@ class Induction(Rule):
         if tokens is None or not layers:
             return
         rows = evenly_spaced(repeated(tokens).any(0).nonzero().squeeze(-1), self.rows)
-        found = on_host([_weight_on_followers(seen[layer], tokens, rows) for layer in layers])
-        for layer, sums in zip(layers, found, strict=True):
+        follows = _followers(tokens, rows)
+        for layer, sums in zip(layers, _on_followers([seen[layer] for layer in layers], follows, rows), strict=True):
             share, uniform = (sums[:2] / sums[2].clamp(min=1)).tolist()
             counted = sums[2].tolist()
             cases = {
@@ -74,24 +74,44 @@ def _match(tokens: Tensor, seen: Observation) -> bool:
     return tuple(tokens.shape) == (items, rows) and bool(tokens.numel()) and seen.shape[-1] == rows
 
 
-def _weight_on_followers(seen: Observation, tokens: Tensor, rows: Tensor) -> Tensor:
+def _followers(tokens: Tensor, rows: Tensor) -> Tensor:
+    """Which keys follow an earlier occurrence of each row's token: (items, rows, N)."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    before = (tokens[:, rows, None] == tokens[:, None, :]) & (positions < rows[:, None] - 1)
+    return F.pad(before, (1, -1))
+
+
+def _on_followers(calls: list[Observation], follows: Tensor, rows: Tensor) -> list[Tensor]:
     """Sums over some rows, per head: the weight on the tokens that followed, that of uniform attention, and the rows.
 
-    A row counts if it sees a token that followed: (3, heads), float64, on the device of the layer.
+    A row counts if it sees a token that followed: for each call (3, heads), float64.
     """
-    lse, visible = flatten_batch(seen.lse, 1), flatten_batch(seen.visible, 1)
-    sums = torch.zeros(3, lse.shape[1], dtype=torch.float64, device=lse.device)
-    tokens, j = tokens.to(lse.device), torch.arange(tokens.shape[1], device=lse.device)
-    for part in row_batches(rows, visible[..., 0].numel() * len(j), lse.device):
-        S = flatten_batch(seen.scores(rows=part), 2)  # [items, heads, rows, keys]
-        i = part.to(lse.device)
-        before = (tokens[:, i, None] == tokens[:, None, :]) & (j < i[:, None] - 1)  # [items, rows, keys]
-        after = F.pad(before, (1, -1))[:, None] & S.isneginf().logical_not()
-        P = torch.where(after, (S - lse[..., i, None]).exp(), 0.0)
-        found = after.any(-1)
-        even = after.sum(-1) / visible[..., i].clamp(min=1)
-        sums += torch.stack([torch.where(found, x, 0).double().sum((0, 2)) for x in (P.sum(-1), even, found)])
-    return sums
+    sums: list[Tensor] = []
+    there: dict[torch.device, Tensor] = {}
+    for call in calls:
+        device = call.lse.device
+        there[device] = there[device] if device in there else follows.to(device)
+        sums += _sums_over_followers(call, there[device], rows)
+    found, read = [], iter(on_host(sums))
+    for weight, count, visible in zip(read, read, read, strict=True):
+        even = torch.where(count > 0, count / visible.clamp(min=1), 0.0)
+        found.append(torch.stack([x.double().sum((0, 2)) for x in (weight, even, count > 0)]))
+    return found
+
+
+def _sums_over_followers(call: Observation, follows: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The weight on the visible tokens that followed, their number, and that of all visible: (items, heads, rows)."""
+    lse, visible = flatten_batch(call.lse, 1), flatten_batch(call.visible, 1)
+    items, heads, _ = lse.shape
+    weights, counts, start = [], [], 0
+    for part in row_batches(rows, items * heads * call.shape[-1], lse.device):
+        S = flatten_batch(call.scores(rows=part), 2)  # [items, heads, rows, keys]
+        after = follows[:, None, start : start + len(part)] & torch.gt(S, -torch.inf)
+        P = torch.where(after, (S - lse.index_select(-1, part.to(lse.device))[..., None]).exp(), 0.0)
+        weights.append(P.sum(-1))
+        counts.append(after.sum(-1))
+        start += len(part)
+    return torch.cat(weights, -1), torch.cat(counts, -1), visible.index_select(-1, rows.to(lse.device))
 
 
 def repeated(tokens: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import ClassVar
 from ..record import AttentionRecord
 from ..transfer import on_host
 from .base import Finding, Rule, by_layer, span
-from .sampling import flatten_batch
 
 __all__ = ["LargeLogits"]
 
@@ -39,9 +38,10 @@ class LargeLogits(Rule):
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield at most three findings per layer: logits not finite, beyond `problem`, and beyond `notable`."""
         layers = by_layer(seen)
-        not_finite = on_host([flatten_batch(seen[layer].max_logit, 1).isnan().any(-1).any(0) for layer in layers])
-        for (layer, heads), flags in zip(layers.items(), not_finite, strict=True):
-            broken = flags.tolist()
+        sums = seen.sums()
+        last = on_host([sums[layer].rows.max_logit.amax(0) for layer in layers])
+        for (layer, heads), largest_logits in zip(layers.items(), last, strict=True):
+            broken = largest_logits.isnan().tolist()
             groups: dict[str, dict[int, float]] = {}
             for head in heads:
                 largest = math.inf if broken[head.head] else head.max_logit

@@ -62,9 +62,10 @@ class Positional(Rule):
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield one finding per layer and offset, with all the heads that have it."""
         calls = {layer: call for layer, call in seen.surveys().items() if _is_square(call)}
-        numbers = on_host([_offsets(call) for call in calls.values()])
-        for layer, each in zip(calls, numbers, strict=True):
-            found = [_Offset.of(*head) for head in each.T.tolist()]
+        numbers = [(call.survey.key.int(), call.survey.largest, call.seen.visible > 1) for call in calls.values()]
+        read = iter(on_host([flatten_batch(x, 1) for each in numbers for x in each]))
+        for layer in calls:
+            found = [_Offset.of(*head) for head in _offsets(next(read), next(read), next(read)).T.tolist()]
             groups: dict[int, dict[int, _Offset]] = {}
             for head, usual in enumerate(found):
                 if self._matches(usual):
@@ -86,22 +87,21 @@ def _is_square(call: SurveyedCall) -> bool:
     return call.seen.shape[-1] == call.seen.shape[-2] and bool(call.seen.lse.numel())
 
 
-def _offsets(call: SurveyedCall) -> Tensor:
-    """The arguments of `_Offset.of` for each head, with its most frequent offset: (5, heads), float64."""
-    weights, key, visible = (
-        flatten_batch(x, 1) for x in (call.survey.largest, call.survey.key, call.seen.visible)
-    )  # (items, heads, N)
+def _offsets(key: Tensor, weight: Tensor, several: Tensor) -> Tensor:
+    """The arguments of `_Offset.of` for each head, with its most frequent offset: (5, heads), float64.
+
+    From the strongest key of each row, its weight, and whether the row sees several keys: (items, heads, N) each.
+    """
     heads, n = key.shape[1:]
     i, head = torch.arange(n, device=key.device), torch.arange(heads, device=key.device)[:, None]
-    at, live = key - i, (visible > 1) & (key >= 0)
+    at, live = key - i, several & (key >= 0)
     place = torch.where(live, head * (2 * n) + at + n, heads * 2 * n).flatten()  # the last place is for all others
-    counts = torch.zeros(heads * 2 * n + 1, dtype=torch.int64, device=key.device)
-    counts = counts.scatter_add(0, place, torch.ones_like(place))[:-1].view(heads, 2 * n)
+    counts = place.bincount(minlength=heads * 2 * n + 1)[:-1].view(heads, 2 * n)
     offset = counts.argmax(-1, keepdim=True) - n  # (heads, 1)
     reaching = live & (i + offset >= 0) & (i + offset < n)
     same = reaching & (at == offset)
-    weight = torch.where(same, weights.double(), 0.0).sum((0, 2))
-    return torch.stack([offset[:, 0].double(), *(x.sum((0, 2)).double() for x in (same, reaching, live)), weight])
+    total = torch.where(same, weight.double(), 0.0).sum((0, 2))
+    return torch.stack([offset[:, 0].double(), *(x.sum((0, 2)).double() for x in (same, reaching, live)), total])
 
 
 def _named(offset: int) -> str:

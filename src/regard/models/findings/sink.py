@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...observation import Observation
+from ..head_statistics import HeadSums
 from ..record import AttentionRecord
 from ..transfer import on_host
 from .base import Finding, Rule, span
-from .sampling import flatten_batch
 
 __all__ = ["Sink"]
 
@@ -41,7 +41,7 @@ class Sink(Rule):
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield one finding per layer and key, with all the heads that have this sink."""
-        found = on_host([_strongest(seen[layer]) for layer in seen.layers])
+        found = on_host([_strongest(sums) for sums in seen.sums().values()])
         for layer, numbers in zip(seen.layers, found, strict=True):
             groups: dict[str, dict[int, float]] = {}
             for head, (share, uniform, first, last) in enumerate(numbers.T.tolist()):
@@ -52,19 +52,14 @@ class Sink(Rule):
                 yield self.found(layer, cases, numbers.shape[1], text)
 
 
-def _strongest(seen: Observation) -> Tensor:
+def _strongest(sums: HeadSums) -> Tensor:
     """Per head: the share on its most attended key, what uniform attention would give one, and the key's position.
 
     The position is the lowest and the highest over the batch: (4, heads), float64.
     """
-    received, visible = flatten_batch(seen.received, 1).float(), flatten_batch(seen.visible, 1)
-    if not received.shape[-1] or not received.shape[0]:
-        return received.new_zeros(4, received.shape[1], dtype=torch.float64)
-    most, position = received.max(-1)
-    rows = (visible > 0).sum(-1).clamp(min=1)
-    even = torch.where(visible > 0, 1.0 / visible.clamp(min=1), 0.0).sum(-1)
-    found = (most / rows).mean(0), (even / rows).mean(0), position.amin(0), position.amax(0)
-    return torch.stack([x.double() for x in found])
+    rows = sums.rows.some.clamp(min=1)
+    shares = (sums.most / rows).mean(0), (sums.rows.uniform / rows).mean(0)
+    return torch.stack([*shares, sums.key.amin(0), sums.key.amax(0)])
 
 
 def _named(first: int, last: int, seen: Observation) -> str:

@@ -1,0 +1,248 @@
+"""The survey of a call on a GPU: few launches, started again with the arguments of first ones, and few operations."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import regard
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
+
+from triton.runtime import driver
+
+from regard.backends import Triton, dispatch, remembered
+from regard.backends.triton import _of_rows
+from regard.compat import triton
+from regard.kernels import arguments, launch, launch_cache, survey
+from regard.kernels.arguments import KernelArgs
+from regard.kernels.block_mask import block_mask
+from regard.kernels.hopper import forward_launch, statistics_launch
+from regard.kernels.portable import launch as portable
+from regard.models.record import MAP_SIDE
+
+CPU = torch.device("cpu")
+KERNELS = {
+    "forward": (forward_launch, "forward"),
+    "by bands": (statistics_launch, "pooled_kernel"),
+    "portable by bands": (portable.statistics_kernels, "received_by_bands"),
+    "fold": (portable.statistics_kernels, "fold_bands"),
+    "by rows": (portable.statistics_kernels, "row_survey"),
+}
+STARTS: list[tuple[str, str, int, tuple[Any, ...]]] = []  # how, which kernel, how many programs, with which arguments
+
+
+class Compiled:
+    """Stands for a compiled kernel, and records what its launcher gets."""
+
+    function, packed_metadata = object(), object()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *args: STARTS.append(("by grid", self.name, grid[0], args))
+
+    def run(self, programs: int, y: int, z: int, stream: int, *args: Any) -> None:
+        STARTS.append(("again", self.name, programs, args[5:]))
+
+
+class Kernel:
+    """Stands for a kernel: records its arguments, and returns a compiled one."""
+
+    def __init__(self, name: str, arg_names: list[str]) -> None:
+        self.name, self.arg_names = name, arg_names
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., Compiled]:
+        def run(**given: Any) -> Compiled:
+            STARTS.append(("first", self.name, grid[0], tuple(given[name] for name in self.arg_names)))
+            return Compiled(self.name)
+
+        return run
+
+
+class Driver:
+    """Stands for a GPU's driver."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+@pytest.fixture(autouse=True)
+def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, (module, attribute) in KERNELS.items():
+        monkeypatch.setattr(module, attribute, Kernel(name, getattr(module, attribute).arg_names))
+    for module in (launch, survey, arguments):
+        monkeypatch.setattr(module, "hopper", lambda _: True)
+    for module in (launch, forward_launch):
+        monkeypatch.setattr(module, "is_current_device", lambda _: True)
+    monkeypatch.setattr(forward_launch, "refuses", lambda _: [])
+    monkeypatch.setattr(Triton, "refuses", lambda *_: [])
+    monkeypatch.setattr(dispatch, "order", lambda _: dispatch.OTHERS)
+    monkeypatch.setattr(remembered, "_on_gpu", lambda *_: True)
+    monkeypatch.setattr(remembered, "modes_are_active", lambda: False)  # that of `Operations` is
+    monkeypatch.setattr(remembered, "_CALLS", {})
+    monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(
+        triton, "_direct", lambda *_: None
+    )  # the C launcher, which a kernel that was not compiled lacks
+    yield
+    STARTS.clear()
+
+
+class Operations(TorchDispatchMode):
+    """Records the operations of torch that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Attend(nn.Module):
+    def __init__(self, by_regard: bool) -> None:
+        super().__init__()
+        self.by_regard = by_regard
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.by_regard:
+            return regard.attention(q, k, v, mask=regard.window(5), softcap=9.0)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("by_regard", [False, True])
+def test_a_layer_like_an_earlier_one_is_watched_by_four_launches_and_few_operations(by_regard: bool) -> None:
+    model = nn.Sequential(Attend(by_regard))
+
+    def run() -> list[str]:
+        q, k, v = torch.zeros(3, 1, 2, 16, 64, dtype=torch.bfloat16).unbind()
+        STARTS.clear()
+        with torch.no_grad(), regard.watch(model), Operations() as seen:
+            model[0](q, k, v)
+        return seen.names
+
+    run()
+    assert [how for how, *_ in STARTS] == ["first"] * 4
+    names = run()
+    assert [(how, name) for how, name, *_ in STARTS] == [
+        ("again", name) for name in ("forward", "by bands", "fold", "by rows")
+    ]
+    allocations = {"aten::new_empty", "aten::empty_like", "aten::new_zeros", "aten::zeros"}
+    assert {*names} - allocations <= {
+        "aten::unbind.int",
+        "aten::view.dtype",
+        "aten::detach",
+    }  # the last within the view
+    assert len(names) <= 18
+
+
+def work(mask: regard.Mask | None, n: int = 300, **more: Any) -> KernelArgs:
+    x = (torch.randn(2, heads, n, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    return KernelArgs(*x, block_mask(mask, n, n, CPU), 0.125, **more)
+
+
+def rows_of(w: KernelArgs) -> list[Tensor]:
+    return [torch.zeros(w.rows) for _ in range(3)]
+
+
+def comparable(x: Any) -> Any:
+    """An argument as something that equals another with the same numbers in the same places."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype
+    if hasattr(x, "block_shape"):
+        return tuple(x.base.shape), x.shape, x.strides, x.block_shape, x.layout
+    return tuple(map(comparable, x)) if isinstance(x, tuple) else x
+
+
+@pytest.mark.parametrize("by_chip", [True, False])
+@pytest.mark.parametrize("mask", [None, regard.causal(), regard.strided(5)], ids=repr)
+def test_launches_that_are_started_again_have_the_arguments_of_first_ones(
+    mask: Any, by_chip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "hopper", lambda _: by_chip)
+    first, again = work(mask), work(mask)
+    survey.survey(first, *rows_of(first), 7, 5)
+    rows = rows_of(again)
+    found = survey.survey(again, *rows, 7, 5)
+    assert [how for how, *_ in STARTS] == ["first"] * 3 + ["again"] * 3
+    for (_, name, programs, given), (_, same, count, others) in zip(STARTS[:3], STARTS[3:], strict=True):
+        assert (name, programs) == (same, count)
+        assert tuple(map(comparable, given)) == tuple(map(comparable, others))
+    kernel = portable.statistics_kernels.row_survey
+    by_rows = dict(zip(kernel.arg_names, STARTS[5][3], strict=True))
+    assert by_rows["q"] is again.query
+    assert by_rows["out"].totals is found.totals
+    assert all(x is y for x, y in zip(by_rows["stats"], rows, strict=True))
+    fold = dict(zip(portable.statistics_kernels.fold_bands.arg_names, STARTS[4][3], strict=True))
+    assert fold["received"] is found.received
+    assert fold["first"] is by_rows["first"]
+
+
+def test_masks_of_one_kind_share_launches_and_pass_lists_of_their_own() -> None:
+    for lengths in ([5, 200], [300, 7]):
+        w = work(regard.padding(torch.tensor(lengths)))
+        STARTS.clear()
+        survey.survey(w, *rows_of(w), 7, 5)
+        tile = statistics_launch.tile_for(w)
+        by_bands, by_rows = (dict(zip(names, STARTS[at][3], strict=True)) for at, names in (
+            (0, statistics_launch.pooled_kernel.arg_names), (2, portable.statistics_kernels.row_survey.arg_names)
+        ))  # fmt: skip
+        assert by_bands["lists"] is w.block_mask.by_keys(128, tile.BN)
+        assert by_rows["args"].blocks is w.block_lists(w.config("dq"))
+    assert [how for how, *_ in STARTS] == ["again"] * 3
+
+
+def test_statistics_at_odd_addresses_are_copied() -> None:
+    whole = torch.zeros(25)
+    for x in (whole[1:], whole[:24].view(2, 3, 4).transpose(0, 1), whole[:24]):
+        found = _of_rows(x, (2, 3, 4))
+        assert found.shape == (2, 3, 4)
+        assert found.is_contiguous()
+        assert not found.data_ptr() & 15
+    assert _of_rows(found, (2, 3, 4)) is found
+
+
+CHANGES: dict[str, Any] = {"n": 301, "softcap": 9.0, "scales": torch.ones(4)}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "height", "mask"])
+def test_another_survey_is_a_first_one(change: str) -> None:
+    w = work(None)
+    survey.survey(w, *rows_of(w), 7, 5)
+    STARTS.clear()
+    other = work(
+        regard.causal() if change == "mask" else None, **{key: CHANGES[key] for key in CHANGES if key == change}
+    )
+    survey.survey(other, *rows_of(other), 8 if change == "height" else 7, 5)
+    hows = {name: how for how, name, *_ in STARTS}
+    assert hows["by bands"] == "first"
+    assert hows["by rows"] == ("again" if change == "height" else "first")
+
+
+def test_a_survey_keeps_no_tensor() -> None:
+    w = work(regard.padding(torch.tensor([5, 200])))
+    rows = rows_of(w)
+    found = survey.survey(w, *rows, MAP_SIDE, MAP_SIDE)
+    kept = [
+        weakref.ref(x) for x in (w.query, w.key, w.value, w.block_mask, *rows, found.map, found.totals, found.peaks)
+    ]
+    del w, rows, found
+    STARTS.clear()
+    gc.collect()
+    assert len(launch_cache._LAUNCHES) == 4  # with the route
+    assert not any(x() is not None for x in kept)
