@@ -226,18 +226,19 @@ class Observation:
 def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
     """Run a problem and observe it."""
     problem = problem if problem.observed else problem._replace(observed=True)
-    p, known = problem, None
-    if p.bias is None and p.score is None and not p.dropout and len(p.lead) == 2:
-        known = key_of(p.query, p.key, p.value, p.mask, p.scale, p.softcap, p.sink, backend, observed=True)
-    if known is None:
-        chosen = choose(p, backend)
-        return Observation(p, chosen, run(p, chosen))
-    call = recall(known)
-    if call is None:
-        chosen = choose(p, backend)
+    p, known, call = problem, None, None
+    if _may_be_remembered(p):
+        known = key_of(p.query, p.key, p.value, p.mask, p.scale, p.softcap, p.sink, backend, True)
+        call = None if known is None else recall(known)
+    chosen = choose(p, backend) if call is None else call.backend
+    if known is not None and call is None:
         call = remember(known, (p.query, p.key, p.value, p.mask), p, chosen)
-        return Observation(p, chosen, run(p, chosen) if call is None else call.run(p))
-    return Observation(p, call.backend, call.run(p))
+    found = run(p, chosen) if call is None else call.attend(p.query, p.key, p.value, p.mask, p.sink)
+    return Observation(p, chosen, found)
+
+
+def _may_be_remembered(p: Problem) -> bool:
+    return p.query.is_cuda and p.bias is None and p.score is None and not p.dropout and len(p.lead) == 2
 
 
 def _read(p: Problem) -> list[Tensor]:

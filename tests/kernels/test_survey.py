@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
+from regard import observation
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
@@ -90,8 +91,9 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(forward_launch, "refuses", lambda _: [])
     monkeypatch.setattr(Triton, "refuses", lambda *_: [])
     monkeypatch.setattr(dispatch, "order", lambda _: dispatch.OTHERS)
-    monkeypatch.setattr(remembered, "_on_gpu", lambda *_: True)
-    monkeypatch.setattr(remembered, "modes_are_active", lambda: False)  # that of `Operations` is
+    monkeypatch.setattr(observation, "_may_be_remembered", lambda _: True)
+    monkeypatch.setattr(remembered, "operations_are_plain", lambda: True)  # under `Operations` they are not
+    monkeypatch.setattr(forward_launch, "cuda_allocator", lambda size, dtype: lambda: torch.empty(size, dtype=dtype))
     monkeypatch.setattr(remembered, "_CALLS", {})
     monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
     monkeypatch.setattr(driver, "_active", Driver())
@@ -142,7 +144,7 @@ def test_a_layer_like_an_earlier_one_is_watched_by_four_launches_and_few_operati
     assert [(how, name) for how, name, *_ in STARTS] == [
         ("again", name) for name in ("forward", "by bands", "fold", "by rows")
     ]
-    allocations = {"aten::new_empty", "aten::empty_like", "aten::new_zeros", "aten::zeros"}
+    allocations = {f"aten::{name}" for name in ("new_empty", "empty_like", "new_zeros", "zeros", "empty.memory_format")}
     assert {*names} - allocations <= {
         "aten::unbind.int",
         "aten::view.dtype",

@@ -20,6 +20,7 @@ from regard.masks.transfer import Arrival, copy_to
 
 __all__ = ["CONVERTERS", "FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
 
+_FOUND = ("_memory", "_tensors", "_constant")  # attributes that are found anew in a copy
 PAIRS_AT_ONCE = 1 << 20
 """How many pairs are evaluated together when visible pairs are counted."""
 
@@ -200,9 +201,7 @@ class Mask(ABC):
         return memory[name][1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in self.__dict__.items() if name not in ("_memory", "_tensors", "_constant")
-        }
+        return {name: value for name, value in self.__dict__.items() if name not in _FOUND}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Mask:
         """Give the mask with `change` applied to every tensor that it holds."""
@@ -235,30 +234,25 @@ class Mask(ABC):
     @property
     def sources(self) -> tuple[Tensor, ...]:
         """All tensors that decide the mask: those that it holds, and those that the function of a predicate reads."""
-        known: tuple[Tensor, ...] | None = self.__dict__.get("_sources")
-        if known is not None:
-            return known
+        if self.constant:
+            return ()
         found: list[Tensor] = []
         for name in self.__dataclass_fields__:
             value = getattr(self, name, None)
             if value is None or type(value) is int:
                 continue
             found += value.sources if isinstance(value, Mask) else [value] if isinstance(value, Tensor) else ()
-        known = tuple(found)
-        if not torch.compiler.is_compiling():
-            self.__dict__["_sources"] = known
-        return known
+        return tuple(found)
 
     @property
     def constant(self) -> bool:
         """Whether the mask is the same at every call: it holds no tensor and calls no function of the user."""
-        known: bool | None = None if torch.compiler.is_compiling() else self.__dict__.get("_constant")
-        if known is not None:
-            return known
-        parts = [getattr(self, name, None) for name in self.__dataclass_fields__]
-        found = not self.tensors and all(part.constant for part in parts if isinstance(part, Mask))
-        if not torch.compiler.is_compiling():
-            self.__dict__["_constant"] = found
+        found: bool | None = None if torch.compiler.is_compiling() else self.__dict__.get("_constant")
+        if found is None:
+            parts = [getattr(self, name, None) for name in self.__dataclass_fields__]
+            found = not self.tensors and all(part.constant for part in parts if isinstance(part, Mask))
+            if not torch.compiler.is_compiling():
+                self.__dict__["_constant"] = found
         return found
 
     def check(self, n: int, m: int) -> None:
