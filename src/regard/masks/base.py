@@ -250,7 +250,7 @@ class Mask(ABC):
         found: bool | None = None if torch.compiler.is_compiling() else self.__dict__.get("_constant")
         if found is None:
             parts = [getattr(self, name, None) for name in self.__dataclass_fields__]
-            found = not self.tensors and all(part.constant for part in parts if isinstance(part, Mask))
+            found = len(self.tensors) == 0 and all(part.constant for part in parts if isinstance(part, Mask))
             if not torch.compiler.is_compiling():
                 self.__dict__["_constant"] = found
         return found
