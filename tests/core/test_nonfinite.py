@@ -131,7 +131,7 @@ def test_rows_that_do_not_see_a_nan_are_as_without_it(backend: str, name: str, b
 
 def test_finite_inputs_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     norms = []
-    monkeypatch.setattr(nonfinite, "_norm", lambda x: norms.append(x) or 1.0)
+    monkeypatch.setattr(nonfinite, "_sum_of_squares", lambda x: norms.append(x) or 1.0)
     q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
     regard.attention(q, k, v, mask=regard.causal(), backend="chunked")
     assert len(norms) == 3

@@ -23,8 +23,10 @@ from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes, strips
 from ..softmax import Partial, lowest, merge
+from .batched_forward import fold_batches
 from .double_backward import RowTangents, double_backward
 from .jvp import LogitTangents
+from .tile_batches import tile_batches
 from .tile_ops import Workspace, below_row_max, exp_below_max, hides_nothing, masked_logits, multiply
 from .vjp import vjp
 
@@ -100,6 +102,10 @@ def _forward(
 
     workspace = Workspace()
     sizes = tile_sizes.on(x.query.device, masked=x.spec.mask is not None, independent=True)
+    if moving is None and (batches := tile_batches(x, sizes, workspace)) is not None:
+        fold_batches(x, batches, observed, output, totals, workspace)
+        rows = _rows(output, totals, observed)
+        return rows, (rows.output, rows.lse, rows.entropy)
     for strip in strips(x.spec, x.query.shape, sizes):
         if not strip.runs:
             continue

@@ -1,0 +1,249 @@
+"""Tiles of equal shape in one batch: strips of a window differ only in where they begin, so one product computes many.
+
+The tiles of a problem, and the order in which a row meets them, follow from its lengths and its mask. How many are in
+one batch follows from the number of threads. A batched product gives each matrix to one thread, so no bit depends on
+that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import groupby, pairwise, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..compat.torch import is_traced, lacks_values, transforms_are_active
+from ..core.folded import FoldedProblem
+from ..core.spec import Spec
+from ..core.tiling import KEY_BLOCK, SHORTEST_FULL_RUN, TileSizes
+from ..masks import Mask, everything
+from .tile_ops import INF_BITS, Intervals, Workspace, intervals_of
+
+__all__ = ["Hidden", "TileBatch", "tile_batches"]
+
+WIDTH = 2048  # keys of a tile
+LOGITS = (
+    2**18
+)  # in flight per thread: as float32 they take 1 MiB, and so do their weights, so that a core's cache helps
+FEWEST = 2  # threads for which tiles are in flight: BLAS libraries divide a single product among their threads
+_LEFT, _WHOLE, _REST, _RIGHT = range(4)  # a row meets its keys in this order
+
+
+class Hidden(NamedTuple):
+    """The hidden pairs (r, c) of a tile as bits: `x & keep | low` is −inf for them, and x for all others."""
+
+    keep: Tensor
+    low: Tensor
+
+    @staticmethod
+    def of(visible: Tensor, dtype: torch.dtype) -> Hidden:
+        kind, low = INF_BITS[dtype]
+        keep = visible.to(kind).neg_()
+        return Hidden(keep, keep.bitwise_not().bitwise_and_(low))
+
+    def apply(self, S: Tensor) -> None:
+        S.view(self.keep.dtype).bitwise_and_(self.keep).bitwise_or_(self.low)
+
+
+class TileBatch(NamedTuple):
+    """`count` tiles of `height` rows and `width` keys, each so many rows and keys after the one before."""
+
+    batch: slice
+    heads: slice
+    row: int  # of the first tile
+    key: int
+    row_step: int
+    key_step: int
+    count: int
+    height: int
+    width: int
+    opens: bool  # whether these are the first keys of their rows
+    hidden: Hidden | None  # None if all pairs are visible
+
+    def rows(self, x: Tensor, dim: int) -> Tensor:
+        """The rows of all tiles, (l, k, count, …), out of x (L, K, …), whose dimension `dim` counts rows."""
+        return self._spread(x, dim, self.row, self.row_step, self.height)
+
+    def keys(self, x: Tensor, dim: int) -> Tensor:
+        """The same for keys."""
+        return self._spread(x, dim, self.key, self.key_step, self.width)
+
+    def _spread(self, x: Tensor, dim: int, first: int, step: int, size: int) -> Tensor:
+        part = x[self.batch, self.heads]
+        stride = list(part.stride())
+        shape = list(part.shape)
+        shape[dim] = size
+        offset = part.storage_offset() + first * stride[dim]
+        return part.as_strided(
+            (*shape[:2], self.count, *shape[2:]), (*stride[:2], step * stride[dim], *stride[2:]), offset
+        )
+
+
+class _Progression(NamedTuple):
+    """Where tiles begin: `count` places, each so many rows and keys after the one before."""
+
+    row: int
+    key: int
+    row_step: int
+    key_step: int
+    count: int
+
+
+class _EqualTiles(NamedTuple):
+    """All tiles of one shape that hide the same pairs."""
+
+    height: int
+    width: int
+    opens: bool
+    visible: Tensor | None  # bool (height, width); None if all pairs are visible
+    progressions: list[_Progression]
+
+
+class _Place(NamedTuple):
+    """One tile: those with the same first six fields are equal."""
+
+    order: tuple[int, int]
+    height: int
+    width: int
+    opens: bool
+    full: bool
+    pattern: int
+    row: int
+    key: int
+
+
+def tile_batches(x: FoldedProblem, tile_sizes: TileSizes, workspace: Workspace) -> Iterator[TileBatch] | None:
+    """Yield all tiles in batches, in an order that keeps that of the keys of each row; None for other problems.
+
+    The scores must be dot products without a bias, and the mask one interval per row that all items and heads share.
+    """
+    spec, mask = x.spec, x.spec.mask
+    batch, heads, groups = x.query.shape[:3]
+    plain = spec.pair is None and x.bias is None and spec.bias is None and not spec.dropout
+    if not plain or x.query.device.type != "cpu" or x.query.dtype not in INF_BITS:
+        return None
+    height = tile_sizes.chunk(groups)
+    if spec.n <= height or 0 in (batch, heads, groups, spec.m):
+        return None
+    if transforms_are_active() or is_traced() or lacks_values(x.query, x.key, x.value):
+        return None
+    if mask is None or mask.constant:
+        tiles = _remembered(mask, spec.n, spec.m, height)
+    else:
+        tiles = _equal_tiles(workspace.intervals(spec), spec.n, spec.m, height)
+    return None if tiles is None else _batches(x, tiles, tile_sizes.threads)
+
+
+def _batches(x: FoldedProblem, tiles: list[_EqualTiles], threads: int) -> Iterator[TileBatch]:
+    batch, heads, groups = x.query.shape[:3]
+    for tall, width, opens, visible, progressions in tiles:
+        hidden = None if visible is None else Hidden.of(visible, x.query.dtype)
+        most = max(1, max(threads, FEWEST) * LOGITS // (groups * tall * width))  # matrices in flight
+        for row, key, row_step, key_step, count in progressions:
+            for part, own, first, some in _split(batch, heads, count, most):
+                at = row + first * row_step, key + first * key_step
+                yield TileBatch(part, own, *at, row_step, key_step, some, tall, width, opens, hidden)
+
+
+def _split(batch: int, heads: int, count: int, most: int) -> Iterator[tuple[slice, slice, int, int]]:
+    """Split batch items, heads and tiles into batches of at most `most` matrices.
+
+    Tiles of one head, or one tile of many heads, are views. If neither fill a batch, keys of several heads are copied.
+    """
+    if count >= 2 * most:
+        at_once, together = most, 1
+    elif batch * heads >= 2 * most:
+        at_once, together = 1, most
+    else:
+        at_once = min(count, most)
+        together = max(1, most // at_once)
+    items = max(1, together // heads)
+    for b, h, i in product(range(0, batch, items), range(0, heads, together), range(0, count, at_once)):
+        part, own = slice(b, min(b + items, batch)), slice(h, min(h + together, heads))
+        yield part, own, i, min(at_once, count - i)
+
+
+@lru_cache(maxsize=32)
+def _remembered(mask: Mask | None, n: int, m: int, height: int) -> list[_EqualTiles] | None:
+    """The tiles under a mask without tensors, or under none."""
+    spans = intervals_of(Spec(n, m, everything() if mask is None else mask))
+    return _equal_tiles(spans, n, m, height)
+
+
+def _equal_tiles(intervals: Intervals | None, n: int, m: int, height: int) -> list[_EqualTiles] | None:
+    """All tiles, equal ones together, in the order in which rows meet them."""
+    if intervals is None:
+        return None
+    found = []
+    for shape, alike in groupby(sorted(_places(intervals, n, m, height)), lambda place: place[:6]):
+        _, tall, width, opens, full, _ = shape
+        runs = list(_progressions([(place.row, place.key) for place in alike]))
+        visible = None if full else intervals.between(runs[0].row, tall, runs[0].key, width)
+        found.append(_EqualTiles(tall, width, opens, visible, runs))
+    return found
+
+
+def _progressions(places: list[tuple[int, int]]) -> Iterator[_Progression]:
+    """Cut places (row, key) into runs with equal steps."""
+    steps = [(row - before[0], key - before[1]) for before, (row, key) in pairwise(places)]
+    at = 0
+    while at < len(places):
+        step = steps[at] if at < len(steps) else (0, 0)
+        count = 1
+        while at + count < len(places) and steps[at + count - 1] == step:
+            count += 1
+        yield _Progression(*places[at], *step, count)
+        at += count
+
+
+def _places(intervals: Intervals, n: int, m: int, height: int) -> list[_Place]:
+    """Every tile: first keys of partly visible blocks, then those of fully visible blocks, then partly visible ones."""
+    places: list[_Place] = []
+    for row, (start, full_from, full_to, stop) in zip(range(0, n, height), _bounds(intervals, height), strict=True):
+        tall, opens = min(height, n - row), True
+        for kind, a, b in ((_LEFT, start, full_from), (_WHOLE, full_from, full_to), (_RIGHT, full_to, stop)):
+            for key in range(a, b, WIDTH):
+                width = min(WIDTH, b - key)
+                order = (_REST, 0) if kind == _WHOLE and width < WIDTH else (kind, key - a)
+                places.append(_Place(order, tall, width, opens, kind == _WHOLE, 0, row, key))
+                opens = False
+    return _with_patterns(places, intervals)
+
+
+def _bounds(intervals: Intervals, height: int) -> list[list[int]]:
+    """For each strip: the first visible block, the fully visible ones from … to, and the end of the last one."""
+    n, m = len(intervals.lo), len(intervals.keys)
+    count = -(-n // height)
+    lo, hi = (torch.cat((end[:, 0], end[-1:, 0].expand(count * height - n))) for end in (intervals.lo, intervals.hi))
+    lo, hi = lo.view(count, height).clamp(0, m), hi.view(count, height).clamp(0, m)
+    blind = hi <= lo
+    start = lo.masked_fill(blind, m).amin(1) // KEY_BLOCK * KEY_BLOCK
+    stop = (-(hi.masked_fill(blind, 0).amax(1) // -KEY_BLOCK) * KEY_BLOCK).clamp(max=m)
+    full_from = -(lo.amax(1) // -KEY_BLOCK) * KEY_BLOCK
+    full_to = torch.where(hi.amin(1) == m, m, hi.amin(1) // KEY_BLOCK * KEY_BLOCK)
+    alone = (start == full_from) & (stop == full_to)
+    kept = ~blind.any(1) & (full_from < full_to) & (alone | (full_to - full_from >= SHORTEST_FULL_RUN))
+    full_from, full_to = torch.where(kept, full_from, stop), torch.where(kept, full_to, stop)
+    found: list[list[int]] = torch.stack((start, full_from, full_to, stop), 1).tolist()
+    return found
+
+
+def _with_patterns(places: list[_Place], intervals: Intervals) -> list[_Place]:
+    """The places, with a number for each pattern of hidden pairs."""
+    numbered = [place for place in places if place.full]
+    partial = sorted((place for place in places if not place.full), key=lambda place: place[1:3])
+    for (height, width), alike in groupby(partial, lambda place: place[1:3]):
+        some = list(alike)
+        row, key = (
+            torch.tensor([place[i] for place in some], dtype=torch.int32, device="cpu")[:, None] for i in (-2, -1)
+        )
+        rows = row + torch.arange(height, dtype=torch.int32, device="cpu")
+        lo, hi = ((end[:, 0][rows] - key).clamp_(0, width) for end in (intervals.lo, intervals.hi))
+        blind = hi <= lo
+        ends = torch.cat((lo.masked_fill(blind, 0), hi.masked_fill(blind, 0)), 1)
+        patterns = ends.unique(dim=0, return_inverse=True)[1].tolist()
+        numbered += (place._replace(pattern=i) for place, i in zip(some, patterns, strict=True))
+    return numbered
