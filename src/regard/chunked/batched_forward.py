@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.folded import FoldedProblem
 from ..softmax import lowest
-from .tile_batches import TileBatch
+from .tile_batches import TileBatch, masked_logits
 from .tile_ops import FLOOR, Workspace, exp_normal, multiply
 
 __all__ = ["fold_batches"]
@@ -26,7 +26,7 @@ class RowSums(NamedTuple):
 
     def of(self, tiles: TileBatch) -> RowSums:
         """Those of a batch, (l, k, count, g, r) each, as views."""
-        return RowSums(*(tiles.rows(x, 3) for x in self))
+        return RowSums(*(tiles.rows(x) for x in self))
 
 
 def fold_batches(
@@ -47,17 +47,7 @@ def fold_batches(
 
 
 def _sums_of(x: FoldedProblem, tiles: TileBatch, observed: bool, workspace: Workspace) -> RowSums:
-    query = tiles.rows(x.query, 3)  # (l, k, count, g, r, D)
-    shape = query.shape[:-1]
-    count = shape[0] * shape[1] * shape[2]
-    rows = query.reshape(count, shape[3] * shape[4], query.shape[-1])
-    keys, values = (tiles.keys(t, 2).reshape(count, tiles.width, t.shape[-1]) for t in (x.key, x.value))
-    S = workspace.take("logits", (count, rows.shape[1], tiles.width), query)
-    multiply(rows, keys.mT, out=S)
-    if x.spec.softcap is not None:
-        S.div_(x.spec.softcap).tanh_().mul_(x.spec.softcap)
-    if tiles.hidden is not None:
-        tiles.hidden.apply(S.view(*shape, tiles.width))
+    S = masked_logits(x, tiles, workspace)
     m = S.amax(-1, keepdim=True)
     X = S.sub_(m if tiles.hidden is None else m.clamp_(min=lowest(S.dtype)))
     P = workspace.like("weights", X) if observed else X
@@ -67,8 +57,9 @@ def _sums_of(x: FoldedProblem, tiles: TileBatch, observed: bool, workspace: Work
         exp_normal(X.clamp_(min=FLOOR[X.dtype]), out=P)
     l = P.sum(-1)  # noqa: E741
     e = X.mul_(P).sum(-1) if observed else torch.zeros_like(l)
-    O = multiply(P, values)  # noqa: E741
-    return RowSums(m.view(shape), l.view(shape), e.view(shape), O.view(*shape, values.shape[-1]))
+    O = multiply(P, tiles.key_matrices(x.value))  # noqa: E741
+    shape = tiles.rows(x.query).shape[:-1]
+    return RowSums(m.view(shape), l.view(shape), e.view(shape), O.view(*shape, O.shape[-1]))
 
 
 def _merge(old: RowSums, new: RowSums, observed: bool) -> None:

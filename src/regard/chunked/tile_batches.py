@@ -20,9 +20,9 @@ from ..core.folded import FoldedProblem
 from ..core.spec import Spec
 from ..core.tiling import KEY_BLOCK, SHORTEST_FULL_RUN, TileSizes
 from ..masks import Mask, everything
-from .tile_ops import INF_BITS, Intervals, Workspace, intervals_of
+from .tile_ops import INF_BITS, Intervals, Workspace, intervals_of, multiply
 
-__all__ = ["Hidden", "TileBatch", "tile_batches"]
+__all__ = ["Hidden", "TileBatch", "masked_logits", "raw_logits", "tile_batches"]
 
 WIDTH = 2048  # keys of a tile
 LOGITS = (
@@ -63,23 +63,64 @@ class TileBatch(NamedTuple):
     opens: bool  # whether these are the first keys of their rows
     hidden: Hidden | None  # None if all pairs are visible
 
-    def rows(self, x: Tensor, dim: int) -> Tensor:
-        """The rows of all tiles, (l, k, count, …), out of x (L, K, …), whose dimension `dim` counts rows."""
-        return self._spread(x, dim, self.row, self.row_step, self.height)
+    def rows(self, x: Tensor) -> Tensor:
+        """The rows of all tiles, (l, k, count, g, r, …), of a tensor (L, K, G, N, …), as a view."""
+        return self._spread(x, 3, self.row, self.row_step, self.height)
 
-    def keys(self, x: Tensor, dim: int) -> Tensor:
-        """The same for keys."""
-        return self._spread(x, dim, self.key, self.key_step, self.width)
+    def row_matrices(self, x: Tensor) -> Tensor:
+        """The rows (l·k·count, g·r, D) of a tensor (L, K, G, N, D)."""
+        return self.rows(x).reshape(-1, x.shape[2] * self.height, x.shape[-1])
+
+    def key_matrices(self, x: Tensor) -> Tensor:
+        """The keys (l·k·count, c, D) of a tensor (L, K, M, D)."""
+        return self._keys(x, 0, self.width).reshape(-1, self.width, x.shape[-1])
+
+    def add_keys(self, total: Tensor, part: Tensor) -> None:
+        """Add what the tiles (l·k·count, c, D) give to a tensor (L, K, M, D), tiles with earlier rows first.
+
+        Where tiles overlap, one tile adds to keys that no other one adds to at the same time. If each of them is one
+        step before the next, the part of every tile that is farthest ahead belongs to the tile with the earliest rows.
+        """
+        step = self.key_step
+        where = self._keys(total, 0, self.width)
+        part = part.view(where.shape)
+        if step == 0:
+            for i in range(self.count):
+                where[:, :, i].add_(part[:, :, i])
+            return
+        for j in reversed(range(0, self.width, step)):
+            size = min(step, self.width - j)
+            self._keys(total, j, size).add_(part.narrow(3, j, size))
+
+    def _keys(self, x: Tensor, first: int, size: int) -> Tensor:
+        return self._spread(x, 2, self.key + first, self.key_step, size)
 
     def _spread(self, x: Tensor, dim: int, first: int, step: int, size: int) -> Tensor:
         part = x[self.batch, self.heads]
-        stride = list(part.stride())
-        shape = list(part.shape)
+        shape, stride = list(part.shape), part.stride()
         shape[dim] = size
-        offset = part.storage_offset() + first * stride[dim]
         return part.as_strided(
-            (*shape[:2], self.count, *shape[2:]), (*stride[:2], step * stride[dim], *stride[2:]), offset
+            (*shape[:2], self.count, *shape[2:]),
+            (*stride[:2], step * stride[dim], *stride[2:]),
+            part.storage_offset() + first * stride[dim],
         )
+
+
+def masked_logits(x: FoldedProblem, tiles: TileBatch, workspace: Workspace) -> Tensor:
+    """The logits (l·k·count, g·r, c) of a batch, hidden pairs at −inf."""
+    S = raw_logits(x, tiles, workspace, "logits")
+    if x.spec.softcap is not None:
+        S.div_(x.spec.softcap).tanh_().mul_(x.spec.softcap)
+    if tiles.hidden is not None:
+        tiles.hidden.apply(S.view(len(S), -1, tiles.height, tiles.width))
+    return S
+
+
+def raw_logits(x: FoldedProblem, tiles: TileBatch, workspace: Workspace, name: str) -> Tensor:
+    """The products of queries and keys (l·k·count, g·r, c), in the buffer of this name."""
+    rows = tiles.row_matrices(x.query)
+    S = workspace.take(name, (*rows.shape[:2], tiles.width), rows)
+    return multiply(rows, tiles.key_matrices(x.key).mT, out=S)
 
 
 class _Progression(NamedTuple):

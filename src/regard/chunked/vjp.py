@@ -14,6 +14,8 @@ from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, kept, products
 from ..core.rows import Rows
 from ..core.tiling import BIAS, KEY, QUERY, ROW, Tile, TileSizes, strips
+from .batched_vjp import RowCotangents, add_batch
+from .tile_batches import tile_batches
 from .tile_ops import RowStats, Workspace, logits_and_weights, multiply, weights
 
 __all__ = ["GradSums", "add_to", "rows_of", "vjp"]
@@ -80,6 +82,12 @@ def vjp(
 
     workspace = Workspace()
     sizes = tile_sizes.on(x.query.device, masked=x.spec.mask is not None, independent=False)
+    batches = None if x.spec.mask is None else tile_batches(x, sizes, workspace)
+    if batches is not None:
+        given = RowCotangents(dO, stats, delta, mean, g_H)
+        for tiles in batches:
+            add_batch(x, tiles, given, (sums.query, sums.key, sums.value), workspace)
+        return sums.cast(x)
     for strip in strips(x.spec, x.query.shape, sizes):
         for run in strip.runs:
             tile = strip.tile(run)
