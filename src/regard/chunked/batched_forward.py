@@ -33,7 +33,7 @@ def fold_batches(
     x: FoldedProblem, batches: Iterable[TileBatch], observed: bool, output: Tensor, totals: Tensor, workspace: Workspace
 ) -> None:
     """Leave row max, row sum and e of all rows in `totals`, and their numerators divided by the row sum in `output`."""
-    sums = RowSums(*totals.unbind(), output)
+    sums = RowSums(totals[0], totals[1], totals[2], output)
     sums.max.fill_(lowest(totals.dtype))
     for tiles in batches:
         own = sums.of(tiles)

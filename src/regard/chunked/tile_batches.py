@@ -8,6 +8,7 @@ that number.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise, product
 from typing import NamedTuple
@@ -48,7 +49,8 @@ class Hidden(NamedTuple):
         S.view(self.keep.dtype).bitwise_and_(self.keep).bitwise_or_(self.low)
 
 
-class TileBatch(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TileBatch:
     """`count` tiles of `height` rows and `width` keys, each so many rows and keys after the one before."""
 
     batch: slice
@@ -124,13 +126,13 @@ def raw_logits(x: FoldedProblem, tiles: TileBatch, workspace: Workspace, name: s
 
 
 class _Progression(NamedTuple):
-    """Where tiles begin: `count` places, each so many rows and keys after the one before."""
+    """Where tiles begin: so many places, each so many rows and keys after the one before."""
 
     row: int
     key: int
     row_step: int
     key_step: int
-    count: int
+    places: int
 
 
 class _EqualTiles(NamedTuple):
