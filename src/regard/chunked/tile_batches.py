@@ -268,7 +268,7 @@ def _bounds(intervals: Intervals, height: int) -> list[list[int]]:
     full_from = -(lo.amax(1) // -KEY_BLOCK) * KEY_BLOCK
     full_to = torch.where(hi.amin(1) == m, m, hi.amin(1) // KEY_BLOCK * KEY_BLOCK)
     alone = (start == full_from) & (stop == full_to)
-    kept = ~blind.any(1) & (full_from < full_to) & (alone | (full_to - full_from >= SHORTEST_FULL_RUN))
+    kept = (full_from < full_to) & (alone | (full_to - full_from >= SHORTEST_FULL_RUN))
     full_from, full_to = torch.where(kept, full_from, stop), torch.where(kept, full_to, stop)
     found: list[list[int]] = torch.stack((start, full_from, full_to, stop), 1).tolist()
     return found
