@@ -8,7 +8,7 @@ that number.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, pairwise, product
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from torch import Tensor
 from ..compat.torch import is_traced, lacks_values, transforms_are_active
 from ..core.folded import FoldedProblem
 from ..core.spec import Spec
-from ..core.tiling import KEY_BLOCK, SHORTEST_FULL_RUN, TileSizes
+from ..core.tiling import KEY_BLOCK, SHORTEST_FULL_RUN, Tile, TileSizes, mask_at
 from ..masks import Mask, everything
 from .tile_ops import INF_BITS, Intervals, Workspace, intervals_of, multiply
 
-__all__ = ["Hidden", "TileBatch", "masked_logits", "raw_logits", "tile_batches"]
+__all__ = ["Hidden", "TileBatch", "items_apart", "masked_logits", "raw_logits", "tile_batches"]
 
 WIDTH = 2048  # keys of a tile
 LOGITS = (
@@ -163,28 +163,53 @@ def tile_batches(x: FoldedProblem, tile_sizes: TileSizes, workspace: Workspace) 
 
     The scores must be dot products without a bias, and the mask one interval per row that all items and heads share.
     """
-    spec, mask = x.spec, x.spec.mask
-    batch, heads, groups = x.query.shape[:3]
-    plain = spec.pair is None and x.bias is None and spec.bias is None and not spec.dropout
-    if not plain or x.query.device.type != "cpu" or x.query.dtype not in INF_BITS:
-        return None
-    height = tile_sizes.chunk(groups)
-    if spec.n <= height or 0 in (batch, heads, groups, spec.m):
-        return None
-    if transforms_are_active() or is_traced() or lacks_values(x.query, x.key, x.value):
+    spec, mask, height = x.spec, x.spec.mask, tile_sizes.chunk(x.query.shape[2])
+    if not _plain(x, height):
         return None
     if mask is None or mask.constant:
         tiles = _remembered(mask, spec.n, spec.m, height)
     else:
         tiles = _equal_tiles(workspace.intervals(spec), spec.n, spec.m, height)
-    return None if tiles is None else _batches(x, tiles, tile_sizes.threads)
+    return None if tiles is None else _batches(x, tiles, tile_sizes)
 
 
-def _batches(x: FoldedProblem, tiles: list[_EqualTiles], threads: int) -> Iterator[TileBatch]:
+def items_apart(x: FoldedProblem, tile_sizes: TileSizes) -> list[FoldedProblem]:
+    """Each batch item as a problem of its own, if the items have masks of their own and may have batches; else none.
+
+    The mask of one item may be an interval per row, and that of another not. So that no bit of the one depends on the
+    other, each of them is computed as it would be alone.
+    """
     batch, heads, groups = x.query.shape[:3]
+    mask = x.spec.mask
+    if mask is None or mask.lead[0] == 1 or mask.lead[1] > 1 or not _plain(x, tile_sizes.chunk(groups)):
+        return []
+    found = []
+    for b in range(batch):
+        one = slice(b, b + 1)
+        own = mask_at(x.spec, Tile(one, slice(0, heads), slice(0, 0), slice(0, 0)), groups)
+        spec = replace(x.spec, mask=own, inner=1, period=1)
+        found.append(FoldedProblem(x.query[one], x.key[one], x.value[one], None, (), spec))
+    return found
+
+
+def _plain(x: FoldedProblem, height: int) -> bool:
+    """Whether logits are dot products without a bias, on a CPU, in more than one strip."""
+    spec = x.spec
+    if spec.pair is not None or spec.bias is not None or x.bias is not None or spec.dropout:
+        return False
+    if x.query.device.type != "cpu" or x.query.dtype not in INF_BITS or spec.n <= height:
+        return False
+    if 0 in x.query.shape or 0 in x.key.shape or transforms_are_active() or is_traced():
+        return False
+    return not lacks_values(x.query, x.key, x.value)
+
+
+def _batches(x: FoldedProblem, tiles: list[_EqualTiles], tile_sizes: TileSizes) -> Iterator[TileBatch]:
+    batch, heads, groups = x.query.shape[:3]
+    budget = max(tile_sizes.threads, FEWEST) * min(LOGITS, tile_sizes.budget)
     for tall, width, opens, visible, progressions in tiles:
         hidden = None if visible is None else Hidden.of(visible, x.query.dtype)
-        most = max(1, max(threads, FEWEST) * LOGITS // (groups * tall * width))  # matrices in flight
+        most = max(1, budget // (groups * tall * width))  # matrices in flight
         for row, key, row_step, key_step, count in progressions:
             for part, own, first, some in _split(batch, heads, count, most):
                 at = row + first * row_step, key + first * key_step
