@@ -30,6 +30,7 @@ LOGITS = (
     2**18
 )  # in flight per thread: as float32 they take 1 MiB, and so do their weights, so that a core's cache helps
 FEWEST = 2  # threads for which tiles are in flight: BLAS libraries divide a single product among their threads
+ENOUGH = 4  # heads per thread: then threads wait little for each other, and no keys are copied
 _LEFT, _WHOLE, _REST, _RIGHT = range(4)  # a row meets its keys in this order
 
 
@@ -141,7 +142,7 @@ class _EqualTiles(NamedTuple):
     height: int
     width: int
     opens: bool
-    visible: Tensor | None  # bool (height, width); None if all pairs are visible
+    intervals: Intervals | None  # of the rows of one tile, counted from its first key; None if all pairs are visible
     progressions: list[_Progression]
 
 
@@ -207,23 +208,23 @@ def _plain(x: FoldedProblem, height: int) -> bool:
 def _batches(x: FoldedProblem, tiles: list[_EqualTiles], tile_sizes: TileSizes) -> Iterator[TileBatch]:
     batch, heads, groups = x.query.shape[:3]
     budget = max(tile_sizes.threads, FEWEST) * min(LOGITS, tile_sizes.budget)
-    for tall, width, opens, visible, progressions in tiles:
-        hidden = None if visible is None else Hidden.of(visible, x.query.dtype)
+    for tall, width, opens, intervals, progressions in tiles:
+        hidden = None if intervals is None else Hidden.of(intervals.between(0, tall, 0, width), x.query.dtype)
         most = max(1, budget // (groups * tall * width))  # matrices in flight
         for row, key, row_step, key_step, count in progressions:
-            for part, own, first, some in _split(batch, heads, count, most):
+            for part, own, first, some in _split(batch, heads, count, most, tile_sizes.threads):
                 at = row + first * row_step, key + first * key_step
                 yield TileBatch(part, own, *at, row_step, key_step, some, tall, width, opens, hidden)
 
 
-def _split(batch: int, heads: int, count: int, most: int) -> Iterator[tuple[slice, slice, int, int]]:
+def _split(batch: int, heads: int, count: int, most: int, threads: int) -> Iterator[tuple[slice, slice, int, int]]:
     """Split batch items, heads and tiles into batches of at most `most` matrices.
 
-    Tiles of one head, or one tile of many heads, are views. If neither fill a batch, keys of several heads are copied.
+    Tiles of one head, or one tile of many heads, are views. If there are few of both, keys of several heads are copied.
     """
     if count >= 2 * most:
         at_once, together = most, 1
-    elif batch * heads >= 2 * most:
+    elif batch * heads >= min(2 * most, ENOUGH * threads):
         at_once, together = 1, most
     else:
         at_once = min(count, most)
@@ -249,8 +250,8 @@ def _equal_tiles(intervals: Intervals | None, n: int, m: int, height: int) -> li
     for shape, alike in groupby(sorted(_places(intervals, n, m, height)), lambda place: place[:6]):
         _, tall, width, opens, full, _ = shape
         runs = list(_progressions([(place.row, place.key) for place in alike]))
-        visible = None if full else intervals.between(runs[0].row, tall, runs[0].key, width)
-        found.append(_EqualTiles(tall, width, opens, visible, runs))
+        own = None if full else intervals.at(runs[0].row, tall, runs[0].key, width)
+        found.append(_EqualTiles(tall, width, opens, own, runs))
     return found
 
 

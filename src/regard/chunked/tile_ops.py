@@ -132,6 +132,11 @@ class Intervals(NamedTuple):
         rows, cols = tile.rows, tile.cols
         return self.between(rows.start, rows.stop - rows.start, cols.start, cols.stop - cols.start)
 
+    def at(self, row: int, height: int, key: int, width: int) -> Intervals:
+        """Those of so many rows and keys from these on, counted from the first of them."""
+        lo, hi = (end.narrow(0, row, height) - key for end in (self.lo, self.hi))
+        return Intervals(lo, hi, self.keys[:width].clone())
+
     def between(self, row: int, height: int, key: int, width: int) -> Tensor:
         """The same for so many rows and keys from these on."""
         keys = self.keys.narrow(0, key, width)
