@@ -129,9 +129,27 @@ def test_rows_that_do_not_see_a_nan_are_as_without_it(backend: str, name: str, b
         torch.testing.assert_close(found, expected)
 
 
+LAYOUTS = {
+    "dense": lambda: torch.randn(2, 3, 5, 4),
+    "heads inside": lambda: torch.randn(2, 5, 3, 4).transpose(1, 2),
+    "with gaps": lambda: torch.randn(2, 3, 5, 8)[..., ::2],
+    "half": lambda: torch.randn(2, 3, 5, 4).bfloat16(),
+    "double": lambda: torch.randn(2, 3, 5, 4).double() * 1e30,
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_number_that_is_not_finite_or_whose_square_overflows_is_found(name: str) -> None:
+    x = LAYOUTS[name]()
+    assert nonfinite.all_finite(x, x[:0])
+    for bad in (torch.nan, torch.inf, -torch.inf, 1e300 if x.dtype == torch.float64 else -1e20):
+        x[1, 2, 3, 2] = bad
+        assert not nonfinite.all_finite(x)
+
+
 def test_finite_inputs_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     norms = []
-    monkeypatch.setattr(nonfinite, "_norm", lambda x: norms.append(x) or 1.0)
+    monkeypatch.setattr(nonfinite, "_sum_of_squares", lambda x: norms.append(x) or 1.0)
     q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
     regard.attention(q, k, v, mask=regard.causal(), backend="chunked")
     assert len(norms) == 3

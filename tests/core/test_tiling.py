@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import regard
 from regard.backends import Chunked
@@ -56,13 +55,13 @@ def test_a_strip_of_whole_rows_and_a_tile_of_a_costly_score_stay_within_the_budg
                 assert run.stop - run.start <= 128 or lead * groups * rows * (run.stop - run.start) * cost <= cut.budget
 
 
-def test_a_mask_that_all_heads_share_is_covered_once() -> None:
+def test_a_mask_that_all_heads_share_is_read_once() -> None:
     class Counted(type(regard.causal())):
         asked = 0
 
-        def cover(self, *args: Any) -> Tensor:
+        def span(self, *args: Any) -> Any:
             Counted.asked += 1
-            return super().cover(*args)
+            return super().span(*args)
 
     x = torch.randn(4, 8, 600, 4)
     regard.attention(x, x, x, mask=Counted(), backend=Chunked(chunk_size=64))

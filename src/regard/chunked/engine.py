@@ -23,8 +23,10 @@ from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes, strips
 from ..softmax import Partial, lowest, merge
+from .batched_forward import fold_batches
 from .double_backward import RowTangents, double_backward
 from .jvp import LogitTangents
+from .tile_batches import items_apart, tile_batches
 from .tile_ops import Workspace, below_row_max, exp_below_max, hides_nothing, masked_logits, multiply
 from .vjp import vjp
 
@@ -90,6 +92,11 @@ def _forward(
     x: FoldedProblem, tile_sizes: TileSizes, observed: bool, moving: LogitTangents | None
 ) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
     """The rows, strip by strip, and the tangents of output, lse and entropy."""
+    sizes = tile_sizes.on(x.query.device, masked=x.spec.mask is not None, independent=True)
+    if moving is None and (items := items_apart(x, sizes)):
+        alone = [_forward(item, tile_sizes, observed, None)[0] for item in items]
+        rows = Rows(*(torch.cat(each) for each in zip(*alone, strict=True)))
+        return rows, (rows.output, rows.lse, rows.entropy)
     shape = x.query.shape[:-1]
     dim = x.value.shape[-1]
     output = x.query.new_zeros(*shape, dim)
@@ -99,7 +106,10 @@ def _forward(
         tangents = torch.zeros_like(output), torch.zeros_like(totals[0]), torch.zeros_like(totals[0])
 
     workspace = Workspace()
-    sizes = tile_sizes.on(x.query.device, masked=x.spec.mask is not None, independent=True)
+    if moving is None and (batches := tile_batches(x, sizes, workspace)) is not None:
+        fold_batches(x, batches, observed, output, totals, workspace)
+        rows = _rows(output, totals, observed)
+        return rows, (rows.output, rows.lse, rows.entropy)
     for strip in strips(x.spec, x.query.shape, sizes):
         if not strip.runs:
             continue

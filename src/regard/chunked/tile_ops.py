@@ -15,13 +15,19 @@ from ..core.spec import Spec
 from ..core.tiling import BIAS, KEY, QUERY, ROW, KeyRun, Tile
 
 __all__ = [
+    "FLOOR",
+    "INF_BITS",
+    "Intervals",
     "RowStats",
     "Workspace",
     "below_row_max",
     "exp_below_max",
+    "exp_normal",
     "hides_nothing",
+    "intervals_of",
     "logits_and_weights",
     "masked_logits",
+    "multiply",
     "weights",
 ]
 
@@ -29,8 +35,8 @@ _ROWS_WORTH_A_COPY = 64  # from here a transposed copy of the keys pays; 16 rows
 _BLOCK_ROWS = 128  # of a matrix that is multiplied in blocks
 _FEWEST_ROWS = 8  # of a block: the bits of fewer rows depend on how many there are
 _HIDDEN_LOGIT = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
-_FLOOR = {dtype: math.log(torch.finfo(dtype).tiny) + 0.01 for dtype in (torch.float32, torch.float64)}
-_INF_BITS = {  # the integer dtype of the same size, and −inf in it
+FLOOR = {dtype: math.log(torch.finfo(dtype).tiny) + 0.01 for dtype in (torch.float32, torch.float64)}
+INF_BITS = {  # the integer dtype of the same size, and −inf in it
     torch.float32: (torch.int32, -(2**23)),
     torch.float64: (torch.int64, -(2**52)),
 }
@@ -81,7 +87,7 @@ class Workspace:
     def intervals(self, spec: Spec) -> Intervals | None:
         """The keys of every row, if each row sees one interval and all items and heads see the same."""
         if not self._intervals:
-            self._intervals.append(_intervals(spec))
+            self._intervals.append(intervals_of(spec))
         return self._intervals[0]
 
     def product(self, name: str, rows: Tensor, transposed: Tensor) -> Tensor:
@@ -123,13 +129,23 @@ class Intervals(NamedTuple):
 
     def visible(self, tile: Tile) -> Tensor:
         """Which pairs of a tile are visible: bool (r, c)."""
-        first, count = tile.rows.start, tile.rows.stop - tile.rows.start
-        keys = self.keys.narrow(0, tile.cols.start, tile.cols.stop - tile.cols.start)
-        return (keys >= self.lo.narrow(0, first, count)).bitwise_and_(keys < self.hi.narrow(0, first, count))
+        rows, cols = tile.rows, tile.cols
+        return self.between(rows.start, rows.stop - rows.start, cols.start, cols.stop - cols.start)
+
+    def at(self, row: int, height: int, key: int, width: int) -> Intervals:
+        """Those of so many rows and keys from these on, counted from the first of them."""
+        lo, hi = (end.narrow(0, row, height) - key for end in (self.lo, self.hi))
+        return Intervals(lo, hi, self.keys[:width].clone())
+
+    def between(self, row: int, height: int, key: int, width: int) -> Tensor:
+        """The same for so many rows and keys from these on."""
+        keys = self.keys.narrow(0, key, width)
+        return (keys >= self.lo.narrow(0, row, height)).bitwise_and_(keys < self.hi.narrow(0, row, height))
 
 
 @torch.no_grad()
-def _intervals(spec: Spec) -> Intervals | None:
+def intervals_of(spec: Spec) -> Intervals | None:
+    """The keys of every row, if each row sees one interval and all items and heads see the same."""
     mask = spec.mask
     if mask is None or mask.lead != (1, 1) or transforms_are_active() or is_traced() or lacks_values(*mask.tensors):
         return None
@@ -192,7 +208,7 @@ def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspac
         S.add_(added)
     if run.full:
         return S
-    several = spec.n > S.shape[3] and S.device.type == "cpu" and S.dtype in _INF_BITS  # strips that share the intervals
+    several = spec.n > S.shape[3] and S.device.type == "cpu" and S.dtype in INF_BITS  # strips that share the intervals
     intervals = workspace.intervals(spec) if several else None
     if intervals is not None:
         spec.check_unchanged()
@@ -204,7 +220,7 @@ def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspac
 
 def _hide(S: Tensor, hide: Tensor) -> None:
     """Put −inf where pairs are hidden."""
-    if S.device.type != "cpu" or S.dtype not in _INF_BITS:
+    if S.device.type != "cpu" or S.dtype not in INF_BITS:
         S.masked_fill_(hide, -torch.inf)
     else:
         _show_only(S, ~hide)
@@ -212,7 +228,7 @@ def _hide(S: Tensor, hide: Tensor) -> None:
 
 def _show_only(S: Tensor, visible: Tensor) -> None:
     """Put −inf where pairs are not visible. Branch prediction fails half the time on random masks, so bits select."""
-    kind, low = _INF_BITS[S.dtype]
+    kind, low = INF_BITS[S.dtype]
     keep = visible.to(kind).neg_()  # all ones where a pair is visible, else 0
     S.view(kind).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(low))
 
@@ -220,7 +236,7 @@ def _show_only(S: Tensor, visible: Tensor) -> None:
 def below_row_max(x: FoldedProblem, S: Tensor, row_max: Tensor, run: KeyRun) -> Tensor:
     """Logits minus the row max, in place; hidden pairs get a finite value whose exp is exactly 0."""
     S.sub_(row_max[..., None])
-    return S if hides_nothing(x, run) else S.clamp_(min=_FLOOR.get(S.dtype, _HIDDEN_LOGIT))
+    return S if hides_nothing(x, run) else S.clamp_(min=FLOOR.get(S.dtype, _HIDDEN_LOGIT))
 
 
 def hides_nothing(x: FoldedProblem, run: KeyRun) -> bool:
@@ -233,11 +249,15 @@ def exp_below_max(x: FoldedProblem, X: Tensor, run: KeyRun, out: Tensor, clamped
     Intel's exp takes a hundred times as long for those, so it is not called. `clamped` says that X is from
     `below_row_max`, which has no such numbers.
     """
-    floor = _FLOOR.get(X.dtype)
+    floor = FLOOR.get(X.dtype)
     if floor is None or hides_nothing(x, run):
         return torch.exp(X, out=out)
-    P = torch.exp(X, out=out) if clamped else torch.clamp(X, min=floor, out=out).exp_()
-    return torch.threshold_(P, math.exp(floor + 1e-3), 0.0)
+    return exp_normal(X if clamped else torch.clamp(X, min=floor, out=out), out)
+
+
+def exp_normal(X: Tensor, out: Tensor) -> Tensor:
+    """exp(X) for X of at least `FLOOR`, and 0 where X is that."""
+    return torch.threshold_(torch.exp(X, out=out), math.exp(FLOOR[X.dtype] + 1e-3), 0.0)
 
 
 def weights(x: FoldedProblem, tile: Tile, run: KeyRun, stats: RowStats, workspace: Workspace) -> Tensor:

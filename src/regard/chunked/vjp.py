@@ -14,6 +14,8 @@ from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, kept, products
 from ..core.rows import Rows
 from ..core.tiling import BIAS, KEY, QUERY, ROW, Tile, TileSizes, strips
+from .batched_vjp import RowCotangents, add_batch
+from .tile_batches import items_apart, tile_batches
 from .tile_ops import RowStats, Workspace, logits_and_weights, multiply, weights
 
 __all__ = ["GradSums", "add_to", "rows_of", "vjp"]
@@ -71,6 +73,9 @@ def vjp(
     x: FoldedProblem, tile_sizes: TileSizes, needs: Needs, rows: Rows, cotangents: MaybeTensors
 ) -> tuple[Tensor | None, ...]:
     """Cotangents of (query, key, value, bias, *shared) where needed: dS = P ∘ (dP − δ + g_lse − g_H·(S − E[S]))."""
+    sizes = tile_sizes.on(x.query.device, masked=x.spec.mask is not None, independent=False)
+    if items := items_apart(x, sizes):
+        return _vjp_of_items(x, items, tile_sizes, needs, rows, cotangents)
     dO, g_lse, g_H = cotangents
     dO = torch.zeros_like(rows.output) if dO is None else dO
     delta = -(dO * rows.output).sum(-1) if g_lse is None else g_lse - (dO * rows.output).sum(-1)  # (L, K, G, N)
@@ -79,7 +84,12 @@ def vjp(
     sums = GradSums.zeros(x, needs)
 
     workspace = Workspace()
-    sizes = tile_sizes.on(x.query.device, masked=x.spec.mask is not None, independent=False)
+    batches = None if x.spec.mask is None else tile_batches(x, sizes, workspace)
+    if batches is not None:
+        given = RowCotangents(dO, stats, delta, mean, g_H)
+        for tiles in batches:
+            add_batch(x, tiles, given, (sums.query, sums.key, sums.value), workspace)
+        return sums.cast(x)
     for strip in strips(x.spec, x.query.shape, sizes):
         for run in strip.runs:
             tile = strip.tile(run)
@@ -102,6 +112,26 @@ def vjp(
                 dS.sub_(surprise.mul_(ROW.part(g_H, tile)[..., None]))
             d_key = _add_tile(x, tile, dS, sums, workspace)
             sums.add_keys(tile, d_key, d_value)
+    return sums.cast(x)
+
+
+def _vjp_of_items(
+    x: FoldedProblem,
+    items: Sequence[FoldedProblem],
+    tile_sizes: TileSizes,
+    needs: Needs,
+    rows: Rows,
+    cotangents: MaybeTensors,
+) -> tuple[Tensor | None, ...]:
+    """The same, item by item."""
+    sums = GradSums.zeros(x, needs)
+    for b, item in enumerate(items):
+        own = Rows(*(r[b : b + 1] for r in rows))
+        g = tuple(None if t is None else t[b : b + 1] for t in cotangents)
+        found = vjp(item, tile_sizes, needs, own, g)
+        for total, part in zip((sums.query, sums.key, sums.value), found, strict=False):
+            if total is not None and part is not None:
+                total[b : b + 1] = part
     return sums.cast(x)
 
 

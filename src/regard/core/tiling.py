@@ -18,9 +18,11 @@ from .spec import Spec
 __all__ = [
     "BIAS",
     "KEY",
+    "KEY_BLOCK",
     "QUERY",
     "ROW",
     "SHARED",
+    "SHORTEST_FULL_RUN",
     "TRANSPOSED",
     "Axes",
     "KeyRun",
@@ -37,8 +39,8 @@ _BUDGET_PER_ROW = 2**13  # logits in flight per row of a strip, if there are few
 _CPU_ROWS = 128  # of a strip on a CPU
 _THREAD_BUDGET = 2**19  # logits in flight per thread of a CPU: a buffer of float32 is 2 MiB
 _MOST_THREADS = 32  # for which memory is taken
-_BLOCK = 128  # keys that are skipped or computed together
-_SHORTEST_FULL_RUN = 512  # a shorter run of fully visible keys joins its masked neighbours
+KEY_BLOCK = 128  # keys that are skipped or computed together
+SHORTEST_FULL_RUN = 512  # a shorter run of fully visible keys joins its masked neighbours
 
 
 class Tile(NamedTuple):
@@ -179,7 +181,7 @@ def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool =
         chunk = max(1, min(chunk, tile_sizes.budget // max(8 * groups * spec.m * spec.cost, 1)))
         width = max(spec.m, 1)
     else:
-        width = max(_BLOCK, tile_sizes.budget // (groups * chunk * spec.cost) // _BLOCK * _BLOCK)
+        width = max(KEY_BLOCK, tile_sizes.budget // (groups * chunk * spec.cost) // KEY_BLOCK * KEY_BLOCK)
 
     enough = tile_sizes.threads > 1 and spec.n >= tile_sizes.threads * tile_sizes.rows  # rows for every thread
     if tile_sizes.blocks and enough and spec.mask is None and groups == 1 and not whole:
@@ -211,7 +213,7 @@ def _blocks_of_rows(spec: Spec, batch: int, heads: int, chunk: int, threads: int
 def _sharing_a_mask(spec: Spec, batch: int, heads: int, together: int) -> Iterator[tuple[slice, slice]]:
     """Batch items and heads for which the mask is covered at once."""
     lead = (1, 1) if spec.mask is None else spec.mask.lead
-    apart = lead[0] > 1 and (spec.m > _BLOCK or spec.inner > 1 or spec.period != batch)
+    apart = lead[0] > 1 and (spec.m > KEY_BLOCK or spec.inner > 1 or spec.period != batch)
     items = 1 if apart else batch  # the runs of an item follow its mask; adjacent items may not be adjacent in the mask
     if lead[1] > 1:  # the runs of a head follow its mask too
         items, heads_at_once = max(1, min(items, together // heads)), min(together, heads)
@@ -240,7 +242,7 @@ def _rows(spec: Spec, probe: Tile, groups: int, chunk: int, width: int) -> Itera
         for i in starts:
             yield slice(i, min(i + chunk, n)), runs
         return
-    edges = [*range(0, m, _BLOCK), m]
+    edges = [*range(0, m, KEY_BLOCK), m]
     if lacks_values(*spec.mask.tensors):
         cover = [[PARTIAL] * (len(edges) - 1)] * len(starts)
     else:
@@ -261,9 +263,9 @@ def _runs(states: list[int], edges: list[int], width: int) -> Iterator[KeyRun]:
     merged: list[list[int]] = []
     for first, last, state in joined:
         before = merged[-1] if merged and merged[-1][1] == first else None
-        short = state == FULL and edges[last] - edges[first] < _SHORTEST_FULL_RUN
+        short = state == FULL and edges[last] - edges[first] < SHORTEST_FULL_RUN
         thin = before is not None and (
-            before[2] == state or (before[2] == FULL and edges[before[1]] - edges[before[0]] < _SHORTEST_FULL_RUN)
+            before[2] == state or (before[2] == FULL and edges[before[1]] - edges[before[0]] < SHORTEST_FULL_RUN)
         )
         if before is not None and (short or thin):
             before[1], before[2] = last, PARTIAL
