@@ -16,6 +16,7 @@ from browser import chrome, complaints, opened, prefer, settle, view
 from looks import example, layer, synthetic, words
 from regard.report import page
 from regard.report.look import Look
+from regard.report.page_pack import LEAST_WEIGHT
 
 LEGIBLE = """
 const dot = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
@@ -131,7 +132,9 @@ def partners(driver: Any) -> list[tuple[float, int]]:
 def strongest(look: Look, row: int, head: int, query: int) -> list[tuple[float, int]]:
     weights, keys = look.layers[row].heads[head].strongest
     return [
-        (weight, key) for weight, key in zip(weights[query].tolist(), keys[query].tolist(), strict=True) if weight > 0
+        (weight, key)
+        for weight, key in zip(weights[query].tolist(), keys[query].tolist(), strict=True)
+        if weight >= LEAST_WEIGHT
     ]
 
 
@@ -195,7 +198,7 @@ def test_an_address_leads_to_its_head(driver: Any, path: Path) -> None:
 
 
 def test_a_finding_selects_its_heads(driver: Any) -> None:
-    problem, notable = driver.find_elements("css selector", "#remarks a")  # problems first; one names no layer here
+    problem, other, notable = driver.find_elements("css selector", "#remarks a")  # problems first; one names no layer
     notable.click()
     assert text(driver, "#detail-title") == "transformer.h.2.attn · head 1"
     problem.click()
@@ -203,6 +206,10 @@ def test_a_finding_selects_its_heads(driver: Any) -> None:
     assert each(driver, ".cellule.named", "dataset.head") == ["0", "2"]
     assert "saturated" in text(driver, "#said")
     assert "named without a link" in text(driver, "#remarks")
+    other.click()
+    assert text(driver, "#detail-title") == "transformer.h.2.attn · head 2"
+    assert each(driver, "#remarks a[aria-current=true]", "textContent") == ["2"]
+    assert text(driver, "#findings-count") == "1 problem, 2 notable; they name 3 of 12 heads"
 
 
 def test_the_keyboard_reaches_everything(driver: Any) -> None:
@@ -227,7 +234,7 @@ def test_escape_leaves_the_tokens_for_the_grid(driver: Any, look: Look) -> None:
     driver.execute_script("document.querySelector('.token[tabindex=\"0\"]').focus()")
     press(driver, "ARROW_LEFT", "HOME", "ARROW_RIGHT", "ARROW_DOWN")
     place = int(focused(driver)["place"])
-    assert place > 6
+    assert place > 1  # in the line below
     press(driver, "ENTER")
     assert at(driver, ".token[aria-selected='true']").get_attribute("data-place") == str(place)
     assert same(partners(driver), strongest(look, 2, 0, place))

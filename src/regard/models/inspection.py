@@ -39,14 +39,20 @@ def inspect(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: 
 def build_look(loaded: LoadedModel, text: TokenizedText, seen: Seen, tell: Tell = lambda name: None) -> Look:
     """What a report shows of an inspected model; if no layer has one row or key per token, it shows positions."""
     sizes = {size for name in seen.layers for size in seen[name].shape[-2:]}
-    look = seen.look(text.pieces if len(text.pieces) in sizes else None, loaded.name, tell=tell)
+    look = seen.look(text.pieces if len(text.pieces) in sizes else None, loaded.title, tell=tell)
+    facts = {"model type": loaded.kind, "tokens": _tokens_used(text), **look.facts}
     limits = loaded.limits(text)
-    return replace(look, facts={**look.facts, "limits": limits}) if limits else look
+    return replace(look, facts={**facts, "limits": limits} if limits else facts)
+
+
+def _tokens_used(text: TokenizedText) -> str:
+    used, given = len(text.pieces), text.given
+    return f"{used:,}" if used == given else f"{used:,} of {given:,}: the last {given - used:,} are left out"
 
 
 def new_atlas(loaded: LoadedModel, text: TokenizedText) -> Atlas:
     """An atlas without layers, to be served at once while `fill_atlas` adds them."""
-    title = f"{loaded.name} (with random weights)" if loaded.random_weights else loaded.name
+    title = f"{loaded.title} (with random weights)" if loaded.random_weights else loaded.title
     return Atlas(title, expected=loaded.layers, note=loaded.limits(text))
 
 

@@ -51,18 +51,27 @@ function drawRamp(canvas) {
   pen.putImageData(image, 0, 0);
 }
 
+// Where a weight is on a scale that ends at `top`, 0 to 1. A log scale spans as many powers of ten as a map can hold.
+const DECADES = 2 * Math.log(255);
+function placed(weight, top, scale) {
+  const share = weight / top;
+  const t = scale === "root" ? Math.sqrt(share) : scale === "linear" ? share : 1 + Math.log(share) / DECADES;
+  return within(0, t, 1);
+}
+
 // A map as an image, one pixel per cell; cells of weight 0 stay transparent.
-function painted(layer, head, scale) {
-  const { width, height, cells } = opened(layer);
+function painted(layer, head, scale, top) {
+  const { width, height, cells, largest } = opened(layer);
   const canvas = make("canvas", { width, height });
   const pen = canvas.getContext("2d");
   const image = pen.createImageData(width, height);
-  const steps = look.steps[0];
-  for (let i = 0; i < width * height; i++) {
-    const count = cells[head * width * height + i];
-    const t = scale === "log" ? Math.log(count) / Math.log(steps) : (count / steps) ** 2;
-    if (count > 0) image.data.set([...colour(t), 255], 4 * i);
-  }
+  const pixels = new Uint32Array(image.data.buffer);
+  const inks = Uint32Array.from({ length: layer.steps + 1 }, (_, count) => {
+    const [r, g, b] = colour(placed(largest[head] * (count / layer.steps) ** 2, top, scale));
+    return count ? ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0 : 0;
+  });
+  const first = head * width * height;
+  for (let i = 0; i < pixels.length; i++) pixels[i] = inks[cells[first + i]];
   pen.putImageData(image, 0, 0);
   return canvas;
 }
