@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from regard.errors import ArgumentError
 from regard.observation import Observation
 from regard.report.atlas import Atlas, AtlasLayer
-from regard.report.look import Look
+from regard.report.look import Look, Remark
+from regard.report.page import render
 
 from .interceptor import CallInterceptor
 from .loading import LoadedModel, TokenizedText
@@ -47,13 +49,14 @@ def build_look(loaded: LoadedModel, text: TokenizedText, seen: Seen, tell: Tell 
 
 def _tokens_used(text: TokenizedText) -> str:
     used, given = len(text.pieces), text.given
-    return f"{used:,}" if used == given else f"{used:,} of {given:,}: the last {given - used:,} are left out"
+    return f"{used:,}" if used == given else f"{used:,} of {given:,}, the last {given - used:,} are left out"
 
 
 def new_atlas(loaded: LoadedModel, text: TokenizedText) -> Atlas:
     """An atlas without layers, to be served at once while `fill_atlas` adds them."""
     title = f"{loaded.title} (with random weights)" if loaded.random_weights else loaded.title
-    return Atlas(title, expected=loaded.layers, note=loaded.limits(text))
+    cut = f"tokens used: {_tokens_used(text)}" if text.cut else ""
+    return Atlas(title, expected=loaded.layers, note="; ".join(filter(None, (cut, loaded.limits(text)))))
 
 
 def fill_atlas(atlas: Atlas, loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: None) -> None:
@@ -73,6 +76,18 @@ def fill_atlas(atlas: Atlas, loaded: LoadedModel, text: TokenizedText, tell: Tel
     if not calls:
         raise ArgumentError(f"atlas: no attention was seen in {loaded.name!r}; there is nothing to draw.")
     atlas.complete()
+    _describe_heads(atlas, loaded, text)
+
+
+def _describe_heads(atlas: Atlas, loaded: LoadedModel, text: TokenizedText) -> None:
+    """Give the atlas a small map, statistics and findings of each head, and a report; it is served meanwhile."""
+    seen = Seen(tokens=text.inputs.get("input_ids", text.inputs.get("ids")), random_weights=loaded.random_weights)
+    for layer in atlas.layers:
+        seen.add(layer.name, layer.observation)
+        numbers = [head.numbers() for head in seen.heads if head.layer == layer.name]
+        atlas.heads.add(numbers, seen.map(layer.name))
+    atlas.report = cache(lambda: render(build_look(loaded, text, seen), atlas="./"))
+    atlas.heads.conclude([Remark(one.rule, one.level, one.text, one.layer, one.heads) for one in seen.findings()])
 
 
 def _layer(name: str, seen: Observation, pieces: list[str]) -> AtlasLayer:

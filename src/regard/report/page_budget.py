@@ -56,7 +56,7 @@ def fit_detail(layers: Sequence[LayerLook], budget: float, rows: int) -> PageDet
 
 
 def fit_maps(layers: Sequence[LayerLook], budget: float) -> tuple[int, int]:
-    """The finest maps that should fit their share: cells per side and steps. Coarse numbers come before coarse cells."""
+    """The finest maps that should fit: cells per side and steps. Coarser numbers come before coarser cells."""
     largest = max((max(layer.heads[0].map.shape) for layer in layers), default=MAP_SIDES[0])
     sides = [min(largest, MAP_SIDES[0]), *(side for side in MAP_SIDES if side < largest)]
     costs: dict[int, float] = {}

@@ -170,9 +170,14 @@ def _maps_note(layers: Sequence[LayerLook], detail: PageDetail) -> str:
     left = max(-(-side // factor) for shape, merged in shapes for side, factor in zip(shape, merged, strict=True))
     sides = max(max(shape) for shape, _ in shapes)
     merged = f", merged from up to {sides} × {sides} to fit the page" if left < sides else ""
+    exact = all(
+        tuple(shape) == (len(one.queries), len(one.keys)) for one, (shape, _) in zip(layers, shapes, strict=True)
+    )
+    holds = "a single weight" if exact and not merged else "a mean weight"
+    error = f"the error is below {100 / detail.map_steps:.1f} % of the map's largest cell"
     return (
-        f"Maps have at most {left} × {left} cells{merged}; a cell holds a mean weight, whose square root "
-        f"is rounded to {detail.map_steps} steps: the error is below {100 / detail.map_steps:.1f} % of the map's largest cell."
+        f"Maps have at most {left} × {left} cells{merged}; a cell holds {holds}, whose square root "
+        f"is rounded to {detail.map_steps} steps: {error}."
     )
 
 
