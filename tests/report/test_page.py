@@ -80,6 +80,29 @@ def test_a_page_is_filled_before_anything_is_left_out() -> None:
     assert len(text.encode()) > 0.93 * LIMIT
 
 
+def test_a_page_inside_a_notebook_keeps_every_token_in_less_than_300_kb() -> None:
+    look = example(layers=6, heads=12, tokens=120)
+    text = page.render(look, page.EMBEDDED_LIMIT)
+    assert len(text.encode()) <= 300_000
+    data = data_of(text)
+    assert data["texts"][0]["runs"][0][1] == words(120)
+    assert data["texts"][0]["parts"] == [[0, 120]]
+    assert data["layers"][0]["k"] >= 2
+    weights, keys = strongest_of(data["layers"][5], 120)
+    for head, one in enumerate(look.layers[5].heads):
+        assert np.abs(weights[head, :, 0] - one.strongest[0][:, 0].numpy()).max() <= 1 / 4095
+        assert np.array_equal(keys[head, :, 0], one.strongest[1][:, 0].numpy())
+
+
+def test_single_weights_are_kept_with_fewer_steps_before_cells_are_merged() -> None:
+    exact = page.render(synthetic(2, 8, 200, side=200), 1_000_000)
+    entry = data_of(exact)["layers"][0]
+    assert entry["every"] == [1, 1]
+    assert entry["steps"] < 255
+    assert "a cell holds a single weight" in data_of(exact)["notes"][0]
+    assert data_of(page.render(synthetic(2, 8, 200, side=200), 500_000))["layers"][0]["every"] != [1, 1]
+
+
 def test_notes_say_what_is_left_out() -> None:
     whole = data_of(page.render(synthetic(1, 1, 8, k=4)))
     assert "Maps have at most 8 × 8 cells; " in whole["notes"][0]

@@ -30,6 +30,7 @@ TEXT_SHARE, REMARK_SHARE = 0.23, 0.1  # of the whole page, at most
 MAX_TOKEN_CHARS = 120
 EXCERPT_TOKENS = 64  # at least, per excerpt of a text that does not fit whole
 MIN_KEYS = 2  # per query; below that, drop queries instead
+MIN_RECORDED = 3  # keys per query that a look has, at least
 MAP_SIDES = (512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)  # cells of a map
 SAMPLE, SAMPLED_QUERIES, SAMPLED_CELLS = 16, 1000, 600_000  # packed, to estimate what all would take
 
@@ -134,7 +135,7 @@ def keys_per_query(sizes: Iterable[Sequence[int]], most: int) -> int:
     (16, 4)
     """
     each = sum(heads * queries * (index_bytes(keys) + 2) for heads, queries, keys in sizes)
-    return min(most, max(MIN_KEYS, LIMIT * 3 // 4 // max(each, 1)))
+    return min(most, max(MIN_RECORDED, LIMIT * 3 // 4 // max(each, 1)))
 
 
 def merge_factor(cells: int, side: int) -> int:

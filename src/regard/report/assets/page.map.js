@@ -80,29 +80,30 @@ class MapFigure {
     }
   }
 
+  // Every token has a label if there is room; otherwise the first of every few cells.
   labels(pen, starts, text, flat) {
-    const size = flat ? this.across(1) - this.across(0) : this.down(1) - this.down(0);
-    const step = Math.max(1, Math.ceil(LABEL / size));
-    const [from, to] = flat ? [this.colAt(this.left), this.colAt(this.left + this.width)] : [this.rowAt(this.top), this.rowAt(this.top + this.height)];
+    const at = flat ? (cell) => this.across(cell) : (cell) => this.down(cell);
+    const size = at(1) - at(0), cells = starts.length - 1;
+    const [from, to] = flat ? [this.left, this.left + this.width] : [this.top, this.top + this.height];
+    const [first, last] = (flat ? [this.colAt(from), this.colAt(to)] : [this.rowAt(from), this.rowAt(to)]).map(Math.floor);
+    const each = (size * cells) / starts.at(-1) >= LABEL, step = each ? 1 : Math.max(1, Math.ceil(LABEL / size));
     pen.save();
     pen.fillStyle = themed("--soft");
     pen.font = `${within(9, size * step - 2, 11)}px ${themed("--mono")}`;
     pen.textBaseline = "middle";
     pen.textAlign = flat ? "left" : "right";
     const room = (flat ? this.top : this.left) - 8;
-    for (let cell = Math.ceil(Math.max(0, Math.floor(from)) / step) * step; cell < Math.min(starts.length - 1, to); cell += step) {
-      const along = flat ? this.across(cell + 0.5) : this.down(cell + 0.5);
-      if (along < (flat ? this.left : this.top) || along > (flat ? this.left + this.width : this.top + this.height)) continue;
-      const label = clipped(pen, starts[cell], legible(tokenAt(text, starts[cell])), room);
-      if (flat) {
-        if (along < 62) continue;
+    for (let cell = Math.ceil(Math.max(0, first) / step) * step; cell < Math.min(cells, last + 1); cell += step) {
+      const [start, stop] = each ? [starts[cell], starts[cell + 1]] : [starts[cell], starts[cell] + 1];
+      for (let token = start; token < stop; token++) {
+        const along = at(cell + (token - start + 0.5) / (stop - start));
+        if (along < from || along > to || (flat && along < 62)) continue;
+        const label = clipped(pen, token, legible(tokenAt(text, token)), room);
         pen.save();
-        pen.translate(along, this.top - 5);
-        pen.rotate(-Math.PI / 2);
+        pen.translate(flat ? along : this.left - 5, flat ? this.top - 5 : along);
+        if (flat) pen.rotate(-Math.PI / 2);
         pen.fillText(label, 0, 0);
         pen.restore();
-      } else {
-        pen.fillText(label, this.left - 5, along);
       }
     }
     pen.restore();
