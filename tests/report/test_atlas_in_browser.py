@@ -381,7 +381,7 @@ def test_it_opens_on_the_most_notable_head_with_the_heads_at_its_side(driver: An
         page = Page(driver, described)
         until(lambda: page.place()[:2] == (1, 1))
         entries = page.run("return [...document.querySelectorAll('.head')].map((x) => x.innerText)")
-        assert entries[0].split("\n") == ["L1 H1", "sink", "entropy 2 nats, on the first key 25 %"]
+        assert entries[0].split("\n") == ["L1 H1", "sink", "entropy 2\u00a0nats, on the first key 25\u00a0%"]
         assert [entry.split("\n")[0] for entry in entries[1:]] == ["L0 H0", "L0 H1", "L1 H0"]
         assert page.run("return document.querySelectorAll('.head canvas[data-drawn]').length") == 4
         from selenium.webdriver.support.select import Select

@@ -100,7 +100,7 @@ export class Heads {
       const { label, unit, factor } = statistics[at];
       const value = about.values[at] * factor;
       const text = unit === "%" ? value.toFixed(value < 10 ? 1 : 0) : asNumber(value);
-      return `${label.toLowerCase()} ${text}${unit ? ` ${unit}` : ""}`;
+      return `${label.toLowerCase()} ${text}${unit ? `\u00a0${unit}` : ""}`;
     });
   }
 

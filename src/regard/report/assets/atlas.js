@@ -109,8 +109,8 @@ function updateReadout() {
   const pending = weight === undefined || (Number.isNaN(weight) && tile.known < view.queries);
   const [who, whom] = [ranged("query", "queries", query, cell, view.queries), ranged("key", "keys", key, cell, view.keys)];
   const number = document.createElement("b");
-  number.textContent = pending ? "…" : asWeight(weight);
-  const said = [cell > 1 ? "mean weight " : "weight ", number, ", ", ...who, " → ", ...whom];
+  number.textContent = `${pending ? "…" : asWeight(weight)},`;
+  const said = [cell > 1 ? "mean weight " : "weight ", number, " ", ...who, " → ", ...whom];
   const text = said.map((part) => part.textContent ?? part).join("");
   if (line.dataset.said === text) return;
   line.dataset.said = text;

@@ -75,3 +75,31 @@ function painted(layer, head, scale, top) {
   pen.putImageData(image, 0, 0);
   return canvas;
 }
+
+// A small map: the mean weights of a head in at most THUMBNAIL × THUMBNAIL cells, and the largest of them.
+const THUMBNAIL = 40;
+function pooled(layer, head) {
+  const { width, height, cells, largest } = opened(layer);
+  const [down, across] = [height, width].map((count) => Math.ceil(count / THUMBNAIL));
+  const [rows, cols] = [Math.ceil(height / down), Math.ceil(width / across)];
+  const sums = new Float32Array(rows * cols);
+  const weights = Float32Array.from({ length: layer.steps + 1 }, (_, count) => largest[head] * (count / layer.steps) ** 2);
+  for (let y = 0, i = head * width * height; y < height; y++) {
+    const row = Math.floor(y / down) * cols;
+    for (let x = 0; x < width; x++, i++) sums[row + Math.floor(x / across)] += weights[cells[i]];
+  }
+  let most = 0;
+  for (let i = 0; i < sums.length; i++) {
+    const [row, col] = [Math.floor(i / cols), i % cols];
+    sums[i] /= Math.min(down, height - row * down) * Math.min(across, width - col * across);
+    if (sums[i] > most) most = sums[i];
+  }
+  return { rows, cols, sums, most };
+}
+function thumbnail({ rows, cols, sums }, scale, top) {
+  const canvas = make("canvas", { width: cols, height: rows });
+  const pen = canvas.getContext("2d"), image = pen.createImageData(cols, rows);
+  sums.forEach((weight, i) => { if (weight > 0) image.data.set([...colour(placed(weight, top, scale)), 255], 4 * i); });
+  pen.putImageData(image, 0, 0);
+  return canvas;
+}

@@ -67,11 +67,14 @@ function sizeGrid() {
 }
 
 const mapsLabel = () => (look.layers.every(isExact) ? "Maps" : "Pooled maps");
-let sharedEnd = 0;
-// The end of the scale that all small maps share: half of the heads have a cell as large as this.
-function sharedTop() {
-  sharedEnd ||= look.layers.flatMap((layer) => [...floats(layer.largest)]).sort((one, other) => one - other).at(heads() >> 1) || 1;
-  return sharedEnd;
+// Small maps of all heads, and the end of the scale that they share: half of them have a cell as large as this.
+let small = null;
+function smallMaps() {
+  if (small) return small;
+  const maps = look.layers.map((layer) => layer.heads.map((_, head) => pooled(layer, head)));
+  const most = maps.flat().map((map) => map.most).sort((one, other) => one - other);
+  small = { maps, top: most[most.length >> 1] || 1 };
+  return small;
 }
 const heads = () => look.layers.reduce((sum, layer) => sum + layer.heads.length, 0);
 
@@ -79,14 +82,14 @@ function colourGrid() {
   const which = state.statistic;
   const maps = which === MAPS;
   const about = maps ? { label: mapsLabel(), unit: "", factor: 1, meaning: "the map of every head, all in the same colours" } : look.statistics[which];
-  const top = maps ? sharedTop() : 0;
+  const shown = maps ? smallMaps() : null;
   const [low, high] = maps ? [0, 0] : look.ranges[which];
   look.layers.forEach((layer, at) => layer.heads.forEach((number, head) => {
     const cell = cells[at][head];
     const value = maps ? NaN : statisticOf(layer, head, which);
     const known = Number.isFinite(value);
     cell.style.background = known ? css(high > low ? (value - low) / (high - low) : 0.5) : "";
-    cell.replaceChildren(...(maps ? [painted(layer, head, state.scale, top)] : known ? [] : [asNumber(value)]));
+    cell.replaceChildren(...(maps ? [thumbnail(shown.maps[at][head], state.scale, shown.top)] : known ? [] : [asNumber(value)]));
     const said = maps ? "map" : `${about.label} ${withUnit(value, about)}`;
     const level = cell.classList.contains("problem") ? ", problem" : cell.classList.contains("notable") ? ", notable" : "";
     cell.setAttribute("aria-label", `${nameOf(layer)}, head ${number}: ${said}${level}`);
