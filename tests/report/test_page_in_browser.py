@@ -344,6 +344,7 @@ def test_a_short_text_is_shown_weight_by_weight_and_can_be_zoomed(driver: Any, l
     assert found, shown
     query, key = int(found[1]), int(found[2])
     assert 30 <= query <= 50  # the middle quarter is in view
+    assert 30 <= key <= 50
     given = {key: weight for weight, key in strongest(look, 1, 0, query)}.get(key, 0.0)
     assert math.isclose(float(found[3].replace("−", "-")), given, abs_tol=0.01)
     at(driver, "#map").click()

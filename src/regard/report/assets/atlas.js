@@ -161,7 +161,8 @@ function notice(text, wrong = false, progress = null) {
   find("notice").classList.toggle("wrong", wrong);
   find("notice-text").textContent = text;
   find("progress").hidden = progress === null;
-  find("progress").value = progress ?? 0;
+  if (Number.isNaN(progress)) find("progress").removeAttribute("value");  // it moves, but says no number
+  else find("progress").value = progress ?? 0;
 }
 
 // Show a failure until a request succeeds again.
@@ -385,7 +386,7 @@ async function firstLayer() {
   for (;;) {
     const found = await readMeta();
     if (found.layers.length) return found;
-    notice(`The model is reading the text${found.expected ? `: 0 of ${asCount(found.expected)} layers so far` : ""}`, false, 0);
+    notice(`The model is reading the text${found.expected ? `: 0 of ${asCount(found.expected)} layers so far` : ""}`, false, NaN);
     await new Promise((resolve) => setTimeout(resolve, 500));
   }
 }
