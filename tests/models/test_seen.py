@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +199,15 @@ def test_misuse_of_watch_is_refused() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_short_text_is_shown_weight_by_weight_and_a_long_one_by_means() -> None:
+    with regard.watch(torch.nn.Module()) as seen:
+        regard.attention(*torch.randn(3, 2, 2, 256, 8, generator=torch.Generator().manual_seed(0)).unbind())
+    torch.testing.assert_close(seen.look(item=1).layers[0].heads[1].map, seen[""].weights()[1, 1])
+    with regard.watch(torch.nn.Module()) as longer:
+        regard.attention(*torch.randn(3, 1, 1, 300, 8, generator=torch.Generator().manual_seed(0)).unbind())
+    assert longer.look().layers[0].heads[0].map.shape == (256, 256)
+
+
 def test_a_report_of_a_text_that_fits_no_layer_has_positions() -> None:
     loaded = loading.load(None)
     reading = loaded.tokenize("to be or not to be")
@@ -243,54 +251,3 @@ def test_a_name_that_is_not_there_is_an_attribute_error_and_dir_lists_what_is() 
     for package in (regard, regard.models, regard.report):
         with pytest.raises(AttributeError, match="nothing"):
             package.nothing
-
-
-def test_a_short_text_is_shown_weight_by_weight_and_a_long_one_by_means() -> None:
-    with regard.watch(torch.nn.Module()) as seen:
-        regard.attention(*torch.randn(3, 2, 2, 256, 8, generator=torch.Generator().manual_seed(0)).unbind())
-    torch.testing.assert_close(seen.look(item=1).layers[0].heads[1].map, seen[""].weights()[1, 1])
-    with regard.watch(torch.nn.Module()) as longer:
-        regard.attention(*torch.randn(3, 1, 1, 300, 8, generator=torch.Generator().manual_seed(0)).unbind())
-    assert longer.look().layers[0].heads[0].map.shape == (256, 256)
-
-
-def test_a_look_says_what_was_inspected_and_with_which_versions() -> None:
-    loaded = loading.load(None)
-    text = loaded.tokenize("to be or not to be").first(4)
-    look = inspection.build_look(loaded, text, inspection.inspect(loaded, text))
-    assert look.title == "builtin"
-    assert look.facts["model type"] == "Model"
-    assert look.facts["tokens"] == f"4 of {text.given}, the last {text.given - 4} are left out"
-    assert f"torch {torch.__version__}" in look.facts["versions"]
-    assert "regard " in look.facts["versions"]
-    assert look.facts["date"] == date.today().isoformat()
-
-
-def test_a_model_in_a_folder_is_called_by_its_name_not_by_its_path(tmp_path: Path) -> None:
-    folder = tmp_path / "tiny-bert" / "checkpoint-500"
-    folder.mkdir(parents=True)
-    loaded = replace(loading.load(None), name=str(folder))
-    assert loaded.title == "tiny-bert/checkpoint-500"
-    assert inspection.new_atlas(loaded, loaded.tokenize("to be")).title == "tiny-bert/checkpoint-500"
-    assert replace(loaded, name="org/name").title == "org/name"
-
-
-def test_an_atlas_learns_about_its_heads_after_the_model_has_read() -> None:
-    loaded = loading.load(None)
-    text = loaded.tokenize("the first citizen spoke of corn and the first citizen spoke of kings " * 3)
-    atlas = inspection.new_atlas(loaded, text)
-    assert not atlas.known_heads()["complete"]
-    inspection.fill_atlas(atlas, loaded, text)
-    known, seen = atlas.known_heads(), inspection.inspect(loaded, text)
-    assert known["complete"]
-    assert [len(heads) for heads in known["layers"]] == [8] * 4
-    names = [about["name"] for about in known["statistics"]]
-    for head in seen.heads:
-        given = known["layers"][seen.layers.index(head.layer)][head.head]["values"]
-        assert given[names.index("entropy")] == pytest.approx(head.entropy, rel=1e-5)
-    assert {remark["rule"] for remark in known["remarks"]} == {finding.rule for finding in seen.findings()}
-    layer, head = known["first"]
-    assert any(remark["layer"] == layer and head in remark["heads"] for remark in known["remarks"])
-    assert atlas.report is not None
-    assert '"atlas":"./"' in atlas.report()
-    atlas.close()
