@@ -20,12 +20,15 @@ __all__ = [
     "fit_strongest",
     "fit_tokens",
     "keys_per_query",
+    "maps_room",
     "merge_factor",
+    "merge_factors",
 ]
 
 LIMIT = 3_000_000  # bytes, the whole page
 EMBEDDED_LIMIT = 300_000  # bytes of a page inside another one, such as a notebook
 WHOLE_MAPS_SHARE, MAPS_SHARE = 0.78, 0.45  # of the bytes for numbers, at most: maps as they are, or with merged cells
+MIN_MAPS_SHARE = 0.25  # maps keep this much, even if not all queries fit then
 TEXT_SHARE, REMARK_SHARE = 0.23, 0.1  # of the whole page, at most
 MAX_TOKEN_CHARS = 120
 EXCERPT_TOKENS = 64  # at least, per excerpt of a text that does not fit whole
@@ -52,12 +55,21 @@ def fit_detail(layers: Sequence[LayerLook], budget: float, rows: int) -> PageDet
     >>> fit_detail([], 1000, 512)
     PageDetail(side=512, map_steps=255, k=0, rows=512, weight_steps=65535)
     """
-    side, steps = fit_maps(layers, budget)
+    side, steps = fit_maps(layers, budget, maps_room(layers, budget, rows))
     return fit_strongest(layers, budget * (1 - MAPS_SHARE), PageDetail(side, steps, 0, rows, 0))
 
 
-def fit_maps(layers: Sequence[LayerLook], budget: float) -> tuple[int, int]:
-    """The finest maps that should fit: cells per side and steps. Coarser numbers come before coarser cells."""
+def maps_room(layers: Sequence[LayerLook], budget: float, rows: int) -> float:
+    """The most bytes that maps may take: what the fewest keys of all queries leave, but at least a share of all."""
+    need = _estimate_strongest(layers, PageDetail(0, 0, MIN_KEYS, rows, WEIGHT_STEPS[-1]))
+    return max(MIN_MAPS_SHARE * budget, budget - need)
+
+
+def fit_maps(layers: Sequence[LayerLook], budget: float, most: float) -> tuple[int, int]:
+    """The finest maps that should fit into their share of `budget`, and into `most` bytes: cells per side and steps.
+
+    Coarser numbers come before coarser cells.
+    """
     largest = max((max(layer.heads[0].map.shape) for layer in layers), default=MAP_SIDES[0])
     sides = [min(largest, MAP_SIDES[0]), *(side for side in MAP_SIDES if side < largest)]
     costs: dict[int, float] = {}
@@ -65,7 +77,7 @@ def fit_maps(layers: Sequence[LayerLook], budget: float) -> tuple[int, int]:
         count, share = _count_cells(layers, side), WHOLE_MAPS_SHARE if side >= largest else MAPS_SHARE
         for steps in MAP_STEPS:
             costs[steps] = costs.get(steps) or _bytes_per_cell(layers, steps)
-            if count * costs[steps] <= share * budget:
+            if count * costs[steps] <= min(share * budget, most):
                 return side, steps
     return sides[-1], MAP_STEPS[-1]
 

@@ -21,6 +21,7 @@ from .page_budget import (
     fit_remarks,
     fit_strongest,
     fit_tokens,
+    maps_room,
     merge_factors,
 )
 from .page_statistics import describe, statistic_names
@@ -77,8 +78,9 @@ def _packed(layers: Sequence[LayerLook], budget: int, rows: int) -> tuple[PageDe
     """
     detail = fit_detail(layers, budget, rows)
     maps = [_packed_maps(layer, detail) for layer in layers]
-    while _bytes(maps) > budget and detail.side > 1:
-        detail = replace(detail, side=detail.side // 2)
+    room = maps_room(layers, budget, rows)
+    while _bytes(maps) > room and detail.side > 1:
+        detail = replace(detail, side=detail.side * 3 // 4)
         maps = [_packed_maps(layer, detail) for layer in layers]
     left = budget - _bytes(maps)
     detail = fit_strongest(layers, left, replace(detail, rows=rows))
