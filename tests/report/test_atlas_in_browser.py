@@ -430,6 +430,15 @@ def test_the_strongest_cells_in_view_come_one_after_the_other(driver: Any, servi
     )
     near = weights[1, int(1500 - cells[1] + 4) : int(1500 + cells[1]), int(1400 - cells[0] + 5) : int(1400 + cells[0])]
     assert found[0] == pytest.approx(float(near.max()), rel=1e-3)
+    page = Page(driver, serving, "#0/1/1500/1000/2")
+    page.run("document.getElementById('map').focus()")
+    page.press("n")
+    spot = re.search(r"query ([0-9,]+) .* key ([0-9,]+) ", page.text("readout"))
+    assert spot, page.text("readout")
+    page.press("\ue007")  # Enter
+    _, _, query, key, scale = page.place()
+    assert scale == 24
+    assert (query, key) == pytest.approx([int(at.replace(",", "")) for at in spot.groups()], abs=4)
 
 
 def test_the_atlas_and_the_report_link_to_each_other(driver: Any, described: Serving) -> None:
