@@ -199,6 +199,15 @@ def test_misuse_of_watch_is_refused() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_short_text_is_shown_weight_by_weight_and_a_long_one_by_means() -> None:
+    with regard.watch(torch.nn.Module()) as seen:
+        regard.attention(*torch.randn(3, 2, 2, 256, 8, generator=torch.Generator().manual_seed(0)).unbind())
+    torch.testing.assert_close(seen.look(item=1).layers[0].heads[1].map, seen[""].weights()[1, 1])
+    with regard.watch(torch.nn.Module()) as longer:
+        regard.attention(*torch.randn(3, 1, 1, 300, 8, generator=torch.Generator().manual_seed(0)).unbind())
+    assert longer.look().layers[0].heads[0].map.shape == (256, 256)
+
+
 def test_a_report_of_a_text_that_fits_no_layer_has_positions() -> None:
     loaded = loading.load(None)
     reading = loaded.tokenize("to be or not to be")

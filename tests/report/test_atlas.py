@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
@@ -29,6 +30,9 @@ from regard.observation import Observation
 from regard.report import atlas_maps
 from regard.report.atlas import Atlas, AtlasLayer, Serving, serve
 from regard.report.atlas_head import size_of
+from regard.report.atlas_heads import HeadList
+from regard.report.look import HeadLook, LayerLook, Look, Remark
+from regard.report.page import render
 from regard.report.pyramid import Pyramid
 
 WORDS = ["<b>bold</b>", "\n", " the", "\ud800", "\u202eturned", '"quoted"', ""]
@@ -113,6 +117,62 @@ def test_the_metadata_lists_title_and_layers(serving: Serving) -> None:
     assert meta["title"] == "A <title> & more"
     assert meta["layers"][0] == {"name": "short", "heads": 2, "queries": 300, "keys": 400, "base": 4, "top": 1}
     assert meta["layers"][1] == {"name": "long", "heads": 1, "queries": 2100, "keys": 2100, "base": 4, "top": 4}
+
+
+def test_what_is_known_of_the_heads_grows(short: Observation) -> None:
+    maps = Atlas("growing", expected=1)
+    maps.add(layer("short", short))
+    with serve(maps) as running:
+        assert read(running, "/heads.json") == {
+            "report": False,
+            "complete": False,
+            "statistics": [],
+            "layers": [],
+            "remarks": [],
+            "first": None,
+        }
+        maps.heads.add([{"entropy": 2.0}, {"entropy": float("nan")}], short.map(64, 50)[0])
+        maps.complete()
+        known = read(running, "/heads.json")
+        assert [head["values"] for head in known["layers"][0]] == [[2.0], [None]]
+        assert known["layers"][0][1]["shape"] == [32, 25]
+        cells = np.frombuffer(base64.b64decode(known["layers"][0][1]["cells"]), np.uint8).reshape(32, 25)
+        mean = short.map(64, 50)[0, 1].view(32, 2, 25, 2).mean((1, 3)).numpy()
+        found = known["layers"][0][1]["largest"] * (cells / 255.0) ** 2
+        assert np.abs(found - mean).max() <= mean.max() / 255
+        assert not known["complete"]
+        maps.report = lambda: render(Look("r", {}, [tiny_layer()], []), atlas="./")
+        maps.heads.conclude([Remark("r", "notable", "t", "short", (1,)), Remark("p", "problem", "t", "gone", (0,))])
+        known = read(running, "/heads.json")
+        assert (known["complete"], known["report"], known["first"]) == (True, True, [0, 1])
+        answer, body = ask(running, "/report.html")
+        assert answer.status == 200
+        assert b'"atlas":"./"' in body
+        policy = answer.headers["Content-Security-Policy"]
+        assert "unsafe" not in policy
+        assert policy.endswith("frame-ancestors 'none'")
+        assert re.search(r"script-src '(sha256-[^']+)'", policy)[1].encode() in body
+
+
+def tiny_layer() -> LayerLook:
+    head = HeadLook(0, {}, torch.ones(1, 1), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64)))
+    return LayerLook("short", ["a"], ["a"], [head])
+
+
+def test_without_findings_the_head_with_the_least_entropy_comes_first() -> None:
+    heads = HeadList()
+    heads.add([{"entropy": 2.0}, {"entropy": 1.0}, {"entropy": float("nan")}], torch.ones(3, 2, 2))
+    heads.conclude([])
+    assert heads.as_json(["a"])["first"] == [0, 1]
+
+
+def test_a_search_finds_tokens_and_runs_of_them(serving: Serving) -> None:
+    assert read(serving, "/search/0/queries/%3Cb%3EBOLD") == [i for i in range(300) if i % 5 and i % 7 == 0]
+    assert read(serving, "/search/0/keys/the%20%0A") == read(serving, "/search/0/keys/the")
+    assert read(serving, "/search/0/queries/%20") == []
+    assert ask(serving, "/search/0/queries/" + "x" * 601)[0].status == 404
+    assert ask(serving, "/search/9/queries/x")[0].status == 404
+    assert ask(serving, "/report.html")[0].status == 404
 
 
 def test_tokens_come_in_blocks_and_as_they_are(serving: Serving) -> None:

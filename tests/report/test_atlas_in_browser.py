@@ -15,6 +15,8 @@ import regard
 from browser import chrome, complaints, prefer, view
 from regard.observation import Observation
 from regard.report.atlas import Atlas, AtlasLayer, Serving, serve
+from regard.report.look import HeadLook, LayerLook, Look, Remark
+from regard.report.page import render
 
 N = 2100  # long enough for a level that is computed meanwhile
 HOSTILE = "<img src=x onerror=window.broken=1>"
@@ -146,7 +148,7 @@ def wrong(driver: Any) -> list[str]:
 
 
 def said(readout: str) -> float:
-    found = re.match(r"(?:mean )?weight ([0-9.]+(?:e−[0-9]+)?) · ", readout)
+    found = re.match(r"(?:mean )?weight ([0-9.]+(?:e−[0-9]+)?), ", readout)
     assert found, readout
     return float(found[1].replace("−", "-"))
 
@@ -168,16 +170,16 @@ def test_the_whole_map_is_shown_first_and_nothing_complains(driver: Any, serving
 def test_a_single_weight_is_shown_with_its_tokens(driver: Any, serving: Serving, weights: Tensor) -> None:
     page = Page(driver, serving, "#0/0/1500/1400/30")
     readout = page.point(1502.5, 1405.5)
-    assert readout.endswith(" · query 1,502 ·the1502 → key 1,405 ↵1405")
+    assert readout.endswith(", query 1,502 “·the1502” → key 1,405 “↵1405”")
     assert said(readout) == pytest.approx(float(weights[0, 1502, 1405]), rel=1e-3)
     assert page.text("unit") == "weight"
-    assert "query 1,503 \\u202eturned1503 →" in page.point(1503.5, 1405.5)
+    assert "query 1,503 “\\u202eturned1503” →" in page.point(1503.5, 1405.5)
 
 
 def test_a_cell_of_many_pairs_shows_their_range_and_mean(driver: Any, serving: Serving, weights: Tensor) -> None:
     page = Page(driver, serving, "#0/1/1200/700/0.3")
     readout = page.point(1402, 806)
-    assert " · queries 1,400–1,403 " in readout
+    assert ", queries 1,400–1,403 " in readout
     assert " → keys 804–807 " in readout
     assert said(readout) == pytest.approx(float(weights[1, 1400:1404, 804:808].mean()), rel=2e-3)
     assert page.text("unit") == "mean of 4 × 4 weights"
@@ -297,7 +299,7 @@ def test_heads_and_layers_are_switched(driver: Any, serving: Serving, weights: T
     layers.select_by_visible_text("second")
     page.settle()
     assert page.place()[:2] == (1, 1)
-    assert page.point(2.5, 4.5).endswith(" · query 2 c → key 4 y")
+    assert page.point(2.5, 4.5).endswith(", query 2 “c” → key 4 “y”")
     assert wrong(driver) == []
 
 
@@ -312,7 +314,7 @@ def test_colours_follow_the_scale_that_is_chosen(driver: Any, serving: Serving) 
 
 def test_text_from_outside_is_only_text(driver: Any, serving: Serving) -> None:
     page = Page(driver, serving, "#0/0/1500/1400/30")
-    assert f"query 1,500 {HOSTILE.replace(' ', '·')[:23]}…" in page.point(1500.5, 1404.5)
+    assert f"query 1,500 “{HOSTILE.replace(' ', '·')[:23]}…”" in page.point(1500.5, 1404.5)
     assert page.run("return window.broken") is None
     assert page.run("return document.images.length") == 0
     origins = page.run("return performance.getEntriesByType('resource').map((entry) => new URL(entry.name).origin)")
@@ -330,7 +332,8 @@ def test_it_works_in_the_dark_and_on_a_narrow_screen(driver: Any, serving: Servi
         page.settle()
         assert page.colour(100, 2000)[:3] == (0xEC, 0xEC, 0xEA)
         small = page.run(
-            "return [...document.querySelectorAll('button, select')].map((x) => x.getBoundingClientRect())"
+            "return [...document.querySelectorAll('button, select')].filter((x) => x.checkVisibility())"
+            ".map((x) => x.getBoundingClientRect())"
             ".filter((box) => box.height < 32 || box.right > innerWidth || box.left < 0).length"
         )
         assert small == 0
@@ -352,6 +355,121 @@ def test_two_fingers_zoom(driver: Any, serving: Serving) -> None:
     fingers("touchEnd")
     page.settle()
     assert page.place()[4] == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def described(seen: Observation) -> Iterator[Serving]:
+    """An atlas that knows its heads and has a report; findings name head 1 of the second layer."""
+    maps = Atlas("described", expected=2)
+    for name in ("one", "two"):
+        maps.add(AtlasLayer(name, seen, TOKENS, TOKENS))
+        numbers = [{"entropy": 1.0 + head, "first_share": 0.25} for head in range(2)]
+        maps.heads.add(numbers, seen.map(64, 64)[0])
+    maps.complete()
+    pairs = tuple(x[0].cpu() for x in seen.top(2))
+    heads = [HeadLook(h, {"entropy": 1.0}, seen.map(64, 64)[0, h], (pairs[0][h], pairs[1][h])) for h in range(2)]
+    look = Look("described", {}, [LayerLook(name, TOKENS, TOKENS, heads) for name in ("one", "two")], [])
+    maps.report = lambda: render(look, 1_000_000, atlas="./")
+    maps.heads.conclude([Remark("sink", "notable", f"rests on {HOSTILE}", "two", (1,))])
+    with serve(maps) as running:
+        yield running
+
+
+def test_it_opens_on_the_most_notable_head_with_the_heads_at_its_side(driver: Any, described: Serving) -> None:
+    try:
+        view(driver, 1200, 700)
+        page = Page(driver, described)
+        until(lambda: page.place()[:2] == (1, 1))
+        entries = page.run("return [...document.querySelectorAll('.head')].map((x) => x.innerText)")
+        assert entries[0].split("\n") == ["L1 H1", "sink", "entropy 2\u00a0nats, on the first key 25\u00a0%"]
+        assert [entry.split("\n")[0] for entry in entries[1:]] == ["L0 H0", "L0 H1", "L1 H0"]
+        assert page.run("return document.querySelectorAll('.head canvas[data-drawn]').length") == 4
+        from selenium.webdriver.support.select import Select
+
+        Select(page.by_id("order")).select_by_visible_text("Entropy, smallest first")
+        page.run("document.querySelector('.head').click()")
+        page.settle()
+        assert page.place()[:2] == (0, 0)
+        assert page.run("return window.broken") is None
+        assert Page(driver, described, "#0/1/900/900/1/log").place()[:2] == (0, 1)  # an address wins
+        assert wrong(driver) == []
+    finally:
+        view(driver, 1000, 700)
+
+
+def test_a_search_leads_from_token_to_token(driver: Any, described: Serving) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    try:
+        view(driver, 1200, 700)
+        page = Page(driver, described, "#0/0/100/100/1")
+        page.by_id("search").send_keys("THE 200", Keys.ENTER)  # " the200", " the2000", " the2006"
+        until(lambda: page.text("matches") == "1 of 3")
+        page.settle()
+        assert page.place()[2:4] == pytest.approx((200, 200), abs=5)
+        page.by_id("search").send_keys(Keys.ENTER)
+        until(lambda: page.text("matches") == "2 of 3")
+        page.settle()
+        assert page.place()[2:4] == pytest.approx((2000, 2000), abs=5)
+        page.by_id("search").send_keys("nowhere", Keys.ENTER)
+        until(lambda: page.text("matches") == "not found")
+        assert wrong(driver) == []
+    finally:
+        view(driver, 1000, 700)
+
+
+def test_the_strongest_cells_in_view_come_one_after_the_other(driver: Any, serving: Serving, weights: Tensor) -> None:
+    page = Page(driver, serving, "#0/1/1500/1400/30")
+    found = []
+    for _ in range(3):
+        page.press("n")
+        found.append(said(page.text("readout")))
+    assert found == sorted(found, reverse=True)
+    cells = page.run(
+        "const c = document.getElementById('map'); return [c.clientWidth, c.clientHeight].map((size) => size / 60)"
+    )
+    near = weights[1, int(1500 - cells[1] + 4) : int(1500 + cells[1]), int(1400 - cells[0] + 5) : int(1400 + cells[0])]
+    assert found[0] == pytest.approx(float(near.max()), rel=1e-3)
+    page = Page(driver, serving, "#0/1/1500/1000/2")
+    page.run("document.getElementById('map').focus()")
+    page.press("n")
+    spot = re.search(r"query ([0-9,]+) .* key ([0-9,]+) ", page.text("readout"))
+    assert spot, page.text("readout")
+    page.press("\ue007")  # Enter
+    _, _, query, key, scale = page.place()
+    assert scale == 24
+    assert (query, key) == pytest.approx([int(at.replace(",", "")) for at in spot.groups()], abs=4)
+
+
+def test_the_atlas_and_the_report_link_to_each_other(driver: Any, described: Serving) -> None:
+    page = Page(driver, described, "#1/0/900/900/1")
+    until(lambda: page.by_id("report").is_displayed())
+    driver.get(page.by_id("report").get_attribute("href"))
+    until(lambda: page.text("detail-title") == "two · head 0")
+    page.by_id("before").click()
+    assert page.text("detail-title") == "one · head 1"
+    page.by_id("atlas").click()
+    page.settle()
+    assert page.place()[:2] == (0, 1)
+    assert wrong(driver) == []
+
+
+def test_a_phone_says_how_to_touch(driver: Any, described: Serving) -> None:
+    try:
+        view(driver, 400, 800)
+        driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+        page = Page(driver, described)
+        assert page.by_id("touch").is_displayed()
+        assert page.text("readout").startswith("Drag to move, pinch to zoom")
+        points = [{"x": 200, "y": 400}]
+        driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": points})
+        driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+        until(lambda: not page.by_id("touch").is_displayed())
+        page.by_id("listed").click()
+        assert page.by_id("heads").is_displayed()
+    finally:
+        driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+        view(driver, 1000, 700)
 
 
 def test_a_closed_atlas_says_so(driver: Any) -> None:

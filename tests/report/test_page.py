@@ -7,6 +7,7 @@ import html
 import json
 import os
 import re
+import zlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from regard.errors import ArgumentError, DtypeError, FileError, ShapeError
 from regard.report import page
 from regard.report.look import HeadLook, LayerLook, Look, Remark
 from regard.report.page_budget import LIMIT, excerpts
-from regard.report.page_pack import cell_edges, merge_cells, quantize_root
+from regard.report.page_pack import LEAST_WEIGHT, cell_edges, merge_cells, quantize_root
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,18 @@ def unpacked(text: str, kind: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype=kind)
 
 
+def inflated(text: str) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.uint8)
+
+
 def strongest_of(entry: dict[str, Any], rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Weights and keys, (heads, rows, k), as the page unpacks them."""
-    shape = (len(entry["heads"]), rows, entry["k"])
-    counts = unpacked(entry["weights"], "<u2").astype(np.float64)
-    parts = unpacked(entry["strongest"], "u1").astype(np.int64).reshape(*shape, entry["width"])
-    return ((counts / 65535) ** 2).reshape(shape), (parts << (8 * np.arange(entry["width"]))).sum(-1)
+
+    def numbers(name: str, size: int) -> np.ndarray:
+        planes = inflated(entry[name]).astype(np.int64).reshape(size, len(entry["heads"]), entry["k"], rows)
+        return (planes << (8 * np.arange(size))[:, None, None, None]).sum(0).transpose(0, 2, 1)
+
+    return (numbers("weights", 2) / entry["fine"]) ** 2, numbers("strongest", entry["width"])
 
 
 def test_12_by_12_heads_of_256_tokens_take_less_than_3_mb() -> None:
@@ -65,22 +72,45 @@ def test_a_page_of_any_size_stays_within_3_mb(layers: int, heads: int, tokens: i
     assert len(data["layers"]) == layers
     kept = sum(stop - start for start, stop in data["texts"][0]["parts"])
     assert kept == tokens or f"for {kept:,} of up to {tokens:,} queries" in data["notes"][1]
-    assert unpacked(data["layers"][-1]["weights"], "<u2").size == heads * kept * data["layers"][-1]["k"]
+    assert inflated(data["layers"][-1]["weights"]).size == 2 * heads * kept * data["layers"][-1]["k"]
 
 
 def test_a_page_is_filled_before_anything_is_left_out() -> None:
     text = page.render(synthetic(32, 32, 600))
-    assert len(text.encode()) > 0.95 * LIMIT
+    assert len(text.encode()) > 0.93 * LIMIT
+
+
+def test_a_page_inside_a_notebook_keeps_every_token_in_less_than_300_kb() -> None:
+    look = example(layers=6, heads=12, tokens=120)
+    text = page.render(look, page.EMBEDDED_LIMIT)
+    assert len(text.encode()) <= 300_000
+    data = data_of(text)
+    assert data["texts"][0]["runs"][0][1] == words(120)
+    assert data["texts"][0]["parts"] == [[0, 120]]
+    assert data["layers"][0]["k"] >= 2
+    weights, keys = strongest_of(data["layers"][5], 120)
+    for head, one in enumerate(look.layers[5].heads):
+        assert np.abs(weights[head, :, 0] - one.strongest[0][:, 0].numpy()).max() <= 1 / 4095
+        assert np.array_equal(keys[head, :, 0], one.strongest[1][:, 0].numpy())
+
+
+def test_single_weights_are_kept_with_fewer_steps_before_cells_are_merged() -> None:
+    exact = page.render(synthetic(2, 8, 200, side=200), 1_000_000)
+    entry = data_of(exact)["layers"][0]
+    assert entry["every"] == [1, 1]
+    assert entry["steps"] < 255
+    assert "a cell holds a single weight" in data_of(exact)["notes"][0]
+    assert data_of(page.render(synthetic(2, 8, 200, side=200), 500_000))["layers"][0]["every"] != [1, 1]
 
 
 def test_notes_say_what_is_left_out() -> None:
     whole = data_of(page.render(synthetic(1, 1, 8, k=4)))
     assert "Maps have at most 8 × 8 cells; " in whole["notes"][0]
-    assert "Each query has its 4 strongest keys. " in whole["notes"][1]
-    cut = data_of(page.render(synthetic(16, 32, 3000)))
+    assert "Each query has its 4 strongest keys, down to a weight of 0.001. " in whole["notes"][1]
+    cut = data_of(page.render(synthetic(16, 32, 3000), 2_000_000))
     assert "merged from up to 64 × 64 to fit the page" in cut["notes"][0]
     kept = sum(stop - start for start, stop in cut["texts"][0]["parts"])
-    assert re.search(rf"3 strongest keys of the 16 recorded, for {kept} of up to 3,000 queries", cut["notes"][1])
+    assert re.search(rf"2 strongest keys of the 16 recorded, for {kept} of up to 3,000 queries", cut["notes"][1])
     long = data_of(page.render(synthetic(1, 1, 300_000)))
     assert any("too long to keep every token" in note for note in long["notes"])
 
@@ -104,7 +134,7 @@ def test_maps_come_back_within_a_255th_of_their_largest_cell(small: Look) -> Non
     entry = data_of(page.render(small))["layers"][0]
     maps = torch.stack([one.map for one in small.layers[0].heads]).double().numpy()
     largest = unpacked(entry["largest"], "<f4").astype(np.float64)[:, None, None]
-    back = largest * (unpacked(entry["maps"], "u1").reshape(maps.shape) / 255) ** 2
+    back = largest * (inflated(entry["maps"]).reshape(maps.shape) / 255) ** 2
     assert np.all(np.abs(back - maps) <= largest / 255 * (1 + 1e-6))
     assert np.array_equal(back == 0, maps == 0)
     fine = (maps > 1e-3 * largest) & (maps < 1e-2 * largest)
@@ -126,10 +156,10 @@ def test_the_strongest_keys_come_back_with_their_weights(small: Look) -> None:
     seen = small.layers[1]
     weights, keys = strongest_of(data_of(page.render(small))["layers"][1], 40)
     for head, one in enumerate(seen.heads):
-        there = one.strongest[1].numpy() >= 0
+        there = (one.strongest[1].numpy() >= 0) & (one.strongest[0].numpy() >= LEAST_WEIGHT)
         assert np.all(np.abs(weights[head] - np.where(there, one.strongest[0].double().numpy(), 0.0)) <= 2e-5)
         assert np.array_equal(keys[head][there], one.strongest[1].numpy()[there])
-        assert np.array_equal(weights[head] > 0, there & (one.strongest[0].numpy() > 0))
+        assert np.array_equal(weights[head] > 0, there)
 
 
 @pytest.mark.parametrize("count", [256, 257, 70_000])
@@ -250,8 +280,8 @@ def test_nonfinite_and_negative_numbers_are_packed() -> None:
         "t", {}, [LayerLook("", ["a", "b"], ["a", "b"], [HeadLook(0, {"x": -float("inf")}, map_, strongest)])], []
     )
     entry = data_of(page.render(look))["layers"][0]
-    assert unpacked(entry["maps"], "u1").tolist() == [0, 0, 0, 255]
-    assert unpacked(entry["weights"], "<u2").tolist() == [46340, 0]
+    assert inflated(entry["maps"]).tolist() == [0, 0, 0, 255]
+    assert inflated(entry["weights"]).tolist() == [46340 % 256, 0, 46340 // 256, 0]
 
 
 @pytest.mark.parametrize("layers", [[], [LayerLook("a", ["x"], ["x"], [])]])

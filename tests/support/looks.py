@@ -87,12 +87,12 @@ def example(layers: int = 12, heads: int = 12, tokens: int = 256, *, k: int = 16
 
 
 def synthetic(layers: int, heads: int, tokens: int, *, side: int = 64, k: int = 16) -> Look:
-    """A look of any size, made quickly: the same random head everywhere."""
+    """A look of any size, made quickly: the same random heads in every layer."""
     generator = torch.Generator().manual_seed(0)
     height, k = min(side, tokens), min(k, tokens)
-    weights: Tensor = torch.rand(tokens, k, generator=generator).sort(descending=True).values / k
-    keys = torch.randint(0, tokens, (tokens, k), generator=generator)
-    one = HeadLook(0, {"entropy": 1.0}, torch.rand(height, height, generator=generator), (weights, keys))
+    weights: Tensor = torch.rand(heads, tokens, k, generator=generator).sort(descending=True).values / k
+    keys = torch.randint(0, tokens, (heads, tokens, k), generator=generator)
+    maps = torch.rand(heads, height, height, generator=generator)
     text = [f" word{place}" for place in range(tokens)]
-    copies = [HeadLook(at, one.statistics, one.map, one.strongest) for at in range(heads)]
-    return Look("large", {}, [LayerLook(f"layers.{at}", text, text, copies) for at in range(layers)], [])
+    every = [HeadLook(at, {"entropy": 1.0}, maps[at], (weights[at], keys[at])) for at in range(heads)]
+    return Look("large", {}, [LayerLook(f"layers.{at}", text, text, every) for at in range(layers)], [])

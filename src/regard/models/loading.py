@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from regard.errors import ArgumentError, FileError, MissingPackageError, RegardE
 __all__ = ["BUILTIN", "UNTRAINED", "LoadedModel", "TokenizedText", "load", "random_weights_text"]
 
 BUILTIN, UNTRAINED = "builtin", "builtin-untrained"
+_VAGUE = re.compile(r"(model|weights|final|best|last|latest|output|checkpoint|step|epoch)s?[-_]?\d*|\d+", re.IGNORECASE)
 _EMPTY = "inspect: the text is empty; give at least one word."
 
 
@@ -28,11 +30,17 @@ class TokenizedText:
     inputs: dict[str, Tensor]
     pieces: list[str]
     truncated: int = 0  # tokens dropped at the end, for which the model has no positions
+    cut: int = 0  # tokens dropped at the end before that, because somebody set a limit
 
     def first(self, most: int) -> TokenizedText:
         """The first tokens, at most so many."""
         inputs = {name: x[:, :most] for name, x in self.inputs.items()}
-        return TokenizedText(inputs, self.pieces[:most], self.truncated)
+        return replace(self, inputs=inputs, pieces=self.pieces[:most], cut=self.cut + max(0, len(self.pieces) - most))
+
+    @property
+    def given(self) -> int:
+        """How many tokens the whole text has."""
+        return len(self.pieces) + self.truncated + self.cut
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,18 @@ class LoadedModel:
     layers: int
     trained_length: int | None = None  # tokens in the longest texts of its training, if known
     random_weights: tuple[str, ...] = ()  # those that its files lack, drawn at random
+
+    @property
+    def title(self) -> str:
+        """What to call the model: its name on the hub, or the name of its folder, not the path."""
+        return folder_title(Path(self.name)) if Path(self.name).is_dir() else self.name
+
+    @property
+    def kind(self) -> str:
+        """The class of the model, and the type that its config names, if it has one."""
+        kind = getattr(getattr(self.model, "config", None), "model_type", "")
+        name = type(self.model).__name__
+        return f"{name} ({kind})" if isinstance(kind, str) and kind else name
 
     def limits(self, text: TokenizedText) -> str:
         """Say which tokens are left out, or from where on the model extrapolates; empty if the text is short enough."""
@@ -77,6 +97,21 @@ class LoadedModel:
                 f"inspect: {self.name!r} cannot read this text: {_one_line(error)} Check that its config.json, its "
                 f"tokenizer and its weights belong together."
             ) from error
+
+
+def folder_title(folder: Path) -> str:
+    """What to call the model in a folder: the folder's name, or its parent's too if that alone says nothing.
+
+    >>> folder_title(Path("/home/me/tiny-bert")), folder_title(Path("/runs/tiny-bert/checkpoint-500"))
+    ('tiny-bert', 'tiny-bert/checkpoint-500')
+    >>> folder_title(Path("/cache/models--org--name/snapshots/0123abc"))
+    'org/name'
+    """
+    parts = folder.resolve().parts
+    cached = next((part for part in reversed(parts) if part.startswith("models--")), None)
+    if cached is not None:
+        return "/".join(cached.split("--")[1:])
+    return "/".join(parts[-2:] if _VAGUE.fullmatch(parts[-1]) else parts[-1:])
 
 
 def load(

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.report.files import json_safe, write_text
-from regard.report.look import HeadLook, LayerLook, Look, Remark
+from regard.report.look import MAX_CELLS, MOST_PAIRS, HeadLook, LayerLook, Look, Remark
+from regard.report.provenance import provenance
 from regard.report.tables import HeadTable
 
 from .difference import Difference
@@ -128,7 +129,7 @@ class Seen(AttentionRecord):
         remarks = [Remark(f.rule, f.level, f.text, f.layer, f.heads) for f in self.findings()]
         shapes = {self[name].shape[-2:] for name in self.layers}
         sizes = " and ".join(f"{n:,} × {m:,}" for n, m in sorted(shapes))
-        facts = {"layers": str(len(layers)), "heads": str(len(self.heads)), "queries × keys": sizes}
+        facts = {"layers": str(len(layers)), "heads": str(len(self.heads)), "queries × keys": sizes, **provenance()}
         if self.missed:
             names = [name or "the model itself" for name in self.missed]
             more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
@@ -171,13 +172,19 @@ class Seen(AttentionRecord):
         if texts and len(texts) == m and n < m:
             queries = texts[m - n :]
         weights, index = (_item(x, item).cpu() for x in self.strongest(name))
-        grid = self.map(name) if lead == 1 else _item(seen.map(min(MAP_SIDE, n), min(MAP_SIDE, m)), item).float().cpu()
+        side = MAP_SIDE if n * m > MOST_PAIRS else MAX_CELLS
+        grid = self.map(name) if lead == 1 and side == MAP_SIDE else self._grid(name, side, item)
         return LayerLook(
             name,
             queries,
             keys,
             [HeadLook(h, head.numbers(), grid[h], (weights[h].float(), index[h])) for h, head in enumerate(numbers)],
         )
+
+    def _grid(self, name: str, side: int, item: int) -> Tensor:
+        """The map of one batch item: single weights if there are at most `side` queries and keys, otherwise means."""
+        n, m = self[name].shape[-2:]
+        return _item(self[name].map(min(side, n), min(side, m)), item).float().cpu()
 
 
 def _item(x: Tensor, item: int) -> Tensor:

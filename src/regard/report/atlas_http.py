@@ -19,8 +19,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from socketserver import TCPServer
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 from regard.errors import ArgumentError, RegardError
+from regard.report import page
 from regard.report.atlas_maps import Atlas
 
 __all__ = ["HOST", "Server"]
@@ -31,7 +33,8 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_SCRIPTS = ("atlas.js", "atlas.colour.js", "atlas.draw.js", "atlas.text.js", "atlas.tiles.js", "atlas.view.js")
+_PARTS = ("colour", "draw", "heads", "search", "text", "tiles", "view")
+_SCRIPTS = ("atlas.js", *(f"atlas.{part}.js" for part in _PARTS))
 _ASSETS = {"/": "atlas.html", **{f"/{name}": name for name in ("atlas.css", *_SCRIPTS)}}
 _NUMBER = "([0-9]{1,9})"
 _MAX_CONNECTIONS = 64  # a thread each; a browser opens six
@@ -181,6 +184,21 @@ class _Handler(BaseHTTPRequestHandler):
         layer, side, block = parts
         self._send_json(self.server.atlas.tokens(int(layer), side, int(block)))
 
+    def _heads(self, parts: tuple[str, ...]) -> None:
+        self._send_json(self.server.atlas.known_heads())
+
+    def _search(self, parts: tuple[str, ...]) -> None:
+        layer, side, wanted = parts
+        self._send_json(self.server.atlas.search(int(layer), side, unquote(wanted)))
+
+    def _report(self, parts: tuple[str, ...]) -> None:
+        report = self.server.atlas.report
+        if report is None:
+            self._send_line(404, "this atlas has no report")
+            return
+        policy = f"{page.policy()}; frame-ancestors 'none'"
+        self._send(200, "text/html; charset=utf-8", report().encode(), policy)
+
     def _progress(self, parts: tuple[str, ...]) -> None:
         self._send_json(asdict(self.server.atlas.state(*map(int, parts))))
 
@@ -195,6 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
     routes: ClassVar[dict[str, Callable[[_Handler, tuple[str, ...]], None]]] = {
         "/meta.json": _meta,
         f"/tokens/{_NUMBER}/(queries|keys)/{_NUMBER}": _tokens,
+        "/heads.json": _heads,
+        "/report.html": _report,
+        f"/search/{_NUMBER}/(queries|keys)/([^/?]{{1,600}})": _search,
         f"/progress/{_NUMBER}/{_NUMBER}": _progress,
         "/tile" + f"/{_NUMBER}" * 5: _tile,
     }
@@ -212,12 +233,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_line(self, status: int, text: str) -> None:
         self._send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
-    def _send(self, status: int, content_type: str, body: bytes) -> None:
+    def _send(self, status: int, content_type: str, body: bytes, policy: str = _POLICY) -> None:
         self.send_response(status)
         headers = {
             "Content-Type": content_type,
             "Content-Length": str(len(body)),
-            "Content-Security-Policy": _POLICY,
+            "Content-Security-Policy": policy,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             "Cross-Origin-Resource-Policy": "same-origin",

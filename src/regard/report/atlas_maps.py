@@ -13,6 +13,7 @@ from typing import Any
 from regard.errors import ArgumentError, DtypeError, RegardError, ShapeError
 from regard.observation import Observation
 from regard.report.atlas_head import size_of
+from regard.report.atlas_heads import HeadList, search_tokens
 from regard.report.pyramid import SIDE, Pyramid, levels
 
 __all__ = ["TOKENS_PER_BLOCK", "Atlas", "AtlasLayer", "State"]
@@ -89,6 +90,10 @@ class Atlas:
             raise ArgumentError(f"Atlas: layers must be a list of at least one AtlasLayer. Got {layers!r}.")
         self.title, self.layers, self.note = str(title), list(layers), str(note)
         self.expected = expected  # how many layers there will be; None when no more are added
+        self.heads = HeadList()  # what is known of each head, beside its map
+        if expected is None:
+            self.heads.conclude([])
+        self.report: Callable[[], str] | None = None  # renders a report on the same model and text, if there is one
         self._maps: OrderedDict[tuple[int, int], Pyramid] = OrderedDict()  # least recently used first
         self._tiles: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
         self._errors: dict[tuple[int, int], str] = {}
@@ -122,6 +127,15 @@ class Atlas:
             )
         sizes = {"side": SIDE, "tokens": TOKENS_PER_BLOCK}
         return {"title": self.title, "note": self.note, **sizes, "layers": layers, "expected": expected}
+
+    def known_heads(self) -> dict[str, Any]:
+        """A small map, statistics and findings of each head, as far as they are known."""
+        return {"report": self.report is not None, **self.heads.as_json([layer.name for layer in list(self.layers)])}
+
+    def search(self, layer: int, side: str, wanted: str) -> list[int]:
+        """The tokens of a layer, along `side`, at which the text `wanted` begins."""
+        self._check(layer, 0)
+        return search_tokens(self.layers[layer].queries if side == "queries" else self.layers[layer].keys, wanted)
 
     def tokens(self, layer: int, side: str, block: int) -> list[str]:
         """The texts of up to 1,024 tokens from 1024·block on, along `side`: "queries" or "keys"."""

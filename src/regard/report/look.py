@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ..errors import ArgumentError, ShapeError
 
-__all__ = ["LEVELS", "HeadLook", "LayerLook", "Look", "Remark"]
+__all__ = ["LEVELS", "MAX_CELLS", "MOST_PAIRS", "HeadLook", "LayerLook", "Look", "Remark"]
 
 LEVELS = ("problem", "notable")
+MAX_CELLS = 256  # along each side of a map: shorter texts are shown weight by weight
+MOST_PAIRS = 2048**2  # with more, a map of so many cells would take another long pass over the weights
 
 
 @dataclass(frozen=True, eq=False)

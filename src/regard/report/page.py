@@ -7,22 +7,28 @@ import hashlib
 import html
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 from ..errors import ArgumentError, DtypeError
 from .files import asset, write_text
 from .look import Look
-from .page_budget import LIMIT
+from .page_budget import EMBEDDED_LIMIT, LIMIT
 from .page_data import page_data, script_json
 from .terminal import shown
 
-__all__ = ["render", "write"]
+__all__ = ["EMBEDDED_LIMIT", "policy", "render", "write"]
 
-_SCRIPTS = ("page.start.js", "page.colour.js", "page.grid.js", "page.map.js", "page.tokens.js", "page.js")
+_SCRIPTS = tuple(
+    f"page.{part}.js" for part in ("start", "colour", "grid", "heads", "map", "tokens", "lines", "findings", "address")
+)
 
 
-def render(look: Look) -> str:
-    """Render `look` as one HTML page that needs no network: at most 3 MB, and deterministic to the byte.
+def render(look: Look, limit: int = LIMIT, *, atlas: str = "") -> str:
+    """Render `look` as one HTML page that needs no network: at most `limit` bytes, and deterministic to the byte.
+
+    The less room there is, the coarser the maps and the fewer keys per query; 300,000 bytes suit a page inside a
+    notebook. With `atlas`, an address, the page links to an atlas of the same model and text.
 
     >>> import torch
     >>> from regard.report.look import HeadLook, LayerLook, Look
@@ -38,20 +44,29 @@ def render(look: Look) -> str:
             "use seen.look()."
         )
     empty = _assemble(look.title, "")
-    page = _assemble(look.title, script_json(page_data(look, LIMIT - len(empty.encode()))))
+    data = page_data(look, limit - len(empty.encode()) - len(atlas.encode()))
+    page = _assemble(look.title, script_json(data | {"atlas": atlas}))
     size = len(page.encode())
-    if size > LIMIT:
+    if size > limit:
         raise ArgumentError(
-            f"render: the page would take {size:,} bytes, more than {LIMIT:,}, even with the coarsest maps. Report "
+            f"render: the page would take {size:,} bytes, more than {limit:,}, even with the coarsest maps. Report "
             f"fewer layers at a time, or fewer facts."
         )
     return page
 
 
-def write(look: Look, path: str | os.PathLike[str]) -> Path:
-    """Write the page of `look` to `path`, atomically."""
+def write(look: Look, path: str | os.PathLike[str], limit: int = LIMIT) -> Path:
+    """Write the page of `look` to `path`, atomically, in at most `limit` bytes."""
     _check_look(look, "write")
-    return write_text(path, render(look), "write")
+    return write_text(path, render(look, limit), "write")
+
+
+def policy() -> str:
+    """The content security policy of every page: it admits only our own style and script."""
+    return (
+        f"default-src 'none'; style-src '{_hash(_style())}'; script-src '{_hash(_script())}'; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
+    )
 
 
 def _check_look(look: object, who: str) -> None:
@@ -63,16 +78,24 @@ def _check_look(look: object, who: str) -> None:
 
 
 def _assemble(title: str, data: str) -> str:
-    """The page around its data, with a content security policy that admits only our own style and script."""
-    style = asset(__package__, "page.css")
-    script = '(() => {\n"use strict";\n' + "\n".join(asset(__package__, name) for name in _SCRIPTS) + "})();\n"
-    policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
-        f"base-uri 'none'; form-action 'none'"
-    )
+    """The page around its data."""
     heading = html.escape(shown(title))
-    pieces = {"title": heading, "policy": html.escape(policy), "style": style, "script": script, "data": data}
+    parts = {"policy": html.escape(policy()), "style": _style(), "script": _script()}
+    pieces = {"title": heading, "data": data, **parts}
     return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], asset(__package__, "page.html"))
+
+
+@cache
+def _style() -> str:
+    return asset(__package__, "page.css")
+
+
+@cache
+def _script() -> str:
+    """All scripts as one, without indentation and lines of comment, which are a tenth of a small page."""
+    parts = "\n".join(asset(__package__, name) for name in (*_SCRIPTS, "page.js"))
+    short = re.sub(r"^[ ]+|^//.*\n", "", re.sub(r"^[ ]*//.*\n", "", parts, flags=re.MULTILINE), flags=re.MULTILINE)
+    return f'(() => {{\n"use strict";\n{short}}})();\n'
 
 
 def _hash(text: str) -> str:

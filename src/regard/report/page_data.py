@@ -5,11 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import page_pack
 from .look import LayerLook, Look, Remark
-from .page_budget import PageDetail, clip_token, excerpts, fit_detail, fit_remarks, fit_tokens, merge_factor
+from .page_budget import (
+    MIN_KEYS,
+    REMARK_SHARE,
+    TEXT_SHARE,
+    PageDetail,
+    clip_token,
+    excerpts,
+    fit_detail,
+    fit_remarks,
+    fit_strongest,
+    fit_tokens,
+    maps_room,
+    merge_factors,
+)
 from .page_statistics import describe, statistic_names
 
 __all__ = ["page_data", "script_json"]
@@ -31,24 +45,24 @@ def page_data(look: Look, budget: int) -> dict[str, Any]:
     """Everything the page needs, in at most about `budget` bytes of JSON."""
     layers = [layer for layer in look.layers if layer.heads]
     names = statistic_names(one for layer in layers for one in layer.heads)
-    texts = _Texts(layers)
-    remarks = fit_remarks(look.remarks)
+    texts = _Texts(layers, TEXT_SHARE * budget)
+    remarks = fit_remarks(look.remarks, REMARK_SHARE * budget)
     data: dict[str, Any] = {
         "facts": [[name, str(fact)] for name, fact in look.facts.items()],
         "statistics": [describe(name) for name in names],
         "remarks": [_remark(one, layers) for one in remarks],
-        "steps": [page_pack.MAP_STEPS, page_pack.WEIGHT_STEPS],
+        "least": page_pack.LEAST_WEIGHT,
         "texts": texts.data(texts.longest),
         "layers": [_layer(layer, texts, names) for layer in layers],
     }
-    reserved = 2_000 + 160 * len(layers)  # notes, names, padding
+    reserved = 2_000 + 200 * len(layers)  # notes, names, padding
     reserved += sum(6 * len(layer.heads) for layer in layers)  # the largest cell of each map
-    detail = fit_detail(layers, budget - reserved - len(script_json(data).encode()), texts.longest)
+    detail, packed = _packed(layers, budget - reserved - len(script_json(data).encode()), texts.longest)
     if not texts.complete:
         texts.longest = detail.rows or texts.longest
     data["texts"] = texts.data(detail.rows)
-    for layer, entry in zip(layers, data["layers"], strict=True):
-        entry.update(_packed_layer(layer, detail))
+    for entry, more in zip(data["layers"], packed, strict=True):
+        entry.update(more)
     data["notes"] = [_maps_note(layers, detail), _keys_note(layers, detail)]
     if not texts.complete:
         data["notes"].append("The text is too long to keep every token; a token without text is shown by its position.")
@@ -57,16 +71,41 @@ def page_data(look: Look, budget: int) -> dict[str, Any]:
     return data
 
 
+def _packed(layers: Sequence[LayerLook], budget: int, rows: int) -> tuple[PageDetail, list[dict[str, Any]]]:
+    """The maps and strongest keys of each layer, in `budget` bytes, and how much detail that leaves.
+
+    The detail is an estimate; if it was too high, the packed maps or keys are replaced by smaller ones.
+    """
+    detail = fit_detail(layers, budget, rows)
+    maps = [_packed_maps(layer, detail) for layer in layers]
+    room = maps_room(layers, budget, rows)
+    while _bytes(maps) > room and detail.side > 1:
+        detail = replace(detail, side=detail.side * 3 // 4)
+        maps = [_packed_maps(layer, detail) for layer in layers]
+    left = budget - _bytes(maps)
+    detail = fit_strongest(layers, left, replace(detail, rows=rows))
+    keys = [_packed_strongest(layer, detail) for layer in layers]
+    while detail.rows and (size := _bytes(keys)) > left:
+        fewer = {"k": detail.k - 1} if detail.k > MIN_KEYS else {"rows": int(detail.rows * 0.995 * left / size)}
+        detail = replace(detail, **fewer)
+        keys = [_packed_strongest(layer, detail) for layer in layers]
+    return detail, [one | other for one, other in zip(maps, keys, strict=True)]
+
+
+def _bytes(packed: Sequence[dict[str, Any]]) -> int:
+    return sum(len(text) for entry in packed for text in entry.values() if isinstance(text, str))
+
+
 class _Texts:
     """The texts of all layers, each stored once, and how many tokens of each are kept."""
 
-    def __init__(self, layers: Sequence[LayerLook]) -> None:
+    def __init__(self, layers: Sequence[LayerLook], budget: float) -> None:
         self._indices: dict[tuple[str, ...], int] = {}
         for layer in layers:
             for tokens in (layer.queries, layer.keys):
                 self._indices.setdefault(tuple(tokens), len(self._indices))
         lengths = [len(tokens) for tokens in self._indices]
-        self.longest = fit_tokens(list(self._indices))
+        self.longest = fit_tokens(list(self._indices), budget)
         self.complete = self.longest >= max(lengths, default=0)
 
     def index(self, tokens: Sequence[str]) -> int:
@@ -98,24 +137,22 @@ def _layer(layer: LayerLook, texts: _Texts, names: Sequence[str]) -> dict[str, A
     }
 
 
-def _packed_layer(layer: LayerLook, detail: PageDetail) -> dict[str, Any]:
+def _packed_maps(layer: LayerLook, detail: PageDetail) -> dict[str, Any]:
+    merged = merge_factors(layer, detail.side)
     length = (len(layer.queries), len(layer.keys))
-    height, width = layer.heads[0].map.shape
-    merged = (merge_factor(height, detail.side), merge_factor(width, detail.side))
-    k = min(detail.k, layer.heads[0].strongest[0].shape[1])
-    largest, cells = page_pack.pack_maps([one.map for one in layer.heads], length, merged)
-    pairs = [one.strongest for one in layer.heads]
-    keys, weights = page_pack.pack_strongest(pairs, excerpts(length[0], detail.rows), k, length[1])
-    return {
-        "cells": [height, width],
-        "every": merged,
-        "largest": largest,
-        "maps": cells,
-        "k": k,
-        "width": page_pack.index_bytes(length[1]),
-        "strongest": keys,
-        "weights": weights,
-    }
+    largest, cells = page_pack.pack_maps([one.map for one in layer.heads], length, merged, detail.map_steps)
+    shape = list(layer.heads[0].map.shape)
+    return {"cells": shape, "every": merged, "steps": detail.map_steps, "largest": largest, "maps": cells}
+
+
+def _packed_strongest(layer: LayerLook, detail: PageDetail) -> dict[str, Any]:
+    k, keys = min(detail.k, layer.heads[0].strongest[0].shape[1]), len(layer.keys)
+    parts = excerpts(len(layer.queries), detail.rows)
+    found, weights = page_pack.pack_strongest(
+        [one.strongest for one in layer.heads], parts, k, keys, detail.weight_steps
+    )
+    width = page_pack.index_bytes(keys)
+    return {"k": k, "width": width, "fine": detail.weight_steps, "strongest": found, "weights": weights}
 
 
 def _remark(one: Remark, layers: Sequence[LayerLook]) -> dict[str, Any]:
@@ -131,12 +168,18 @@ def _remark(one: Remark, layers: Sequence[LayerLook]) -> dict[str, Any]:
 
 
 def _maps_note(layers: Sequence[LayerLook], detail: PageDetail) -> str:
-    sides = [side for layer in layers for side in layer.heads[0].map.shape]
-    left = max(-(-side // merge_factor(side, detail.side)) for side in sides)
-    merged = f", merged from up to {max(sides)} × {max(sides)} to fit the page" if left < max(sides) else ""
+    shapes = [(one.heads[0].map.shape, merge_factors(one, detail.side)) for one in layers]
+    left = max(-(-side // factor) for shape, merged in shapes for side, factor in zip(shape, merged, strict=True))
+    sides = max(max(shape) for shape, _ in shapes)
+    merged = f", merged from up to {sides} × {sides} to fit the page" if left < sides else ""
+    exact = all(
+        tuple(shape) == (len(one.queries), len(one.keys)) for one, (shape, _) in zip(layers, shapes, strict=True)
+    )
+    holds = "a single weight" if exact and not merged else "a mean weight"
+    error = f"the error is below {100 / detail.map_steps:.1f} % of the map's largest cell"
     return (
-        f"Maps have at most {left} × {left} cells{merged}; a cell holds a mean weight, whose square root "
-        f"is rounded to {page_pack.MAP_STEPS} steps: the error is below 0.4 % of the map's largest cell."
+        f"Maps have at most {left} × {left} cells{merged}; a cell holds {holds}, whose square root "
+        f"is rounded to {detail.map_steps} steps: {error}."
     )
 
 
@@ -153,5 +196,6 @@ def _keys_note(layers: Sequence[LayerLook], detail: PageDetail) -> str:
     some = f", for {kept:,} of up to {queries:,} queries, in {len(parts)} {'part' if len(parts) == 1 else 'parts'}"
     return (
         f"Each query has its {detail.k} strongest {'key' if detail.k == 1 else 'keys'}{recorded}"
-        f"{some if kept < queries else ''}. The error of their weights is below 0.00002; weaker keys are left out."
+        f"{some if kept < queries else ''}, down to a weight of {page_pack.LEAST_WEIGHT}. "
+        f"The error of their weights is below {1 / detail.weight_steps:.1g}."
     )

@@ -20,17 +20,18 @@ export class Palette {
     this.table = new Uint32Array(1 << 15);
     this.version = 0;
     this.low = this.high = 0;
-    this.log = true;
+    this.scale = "root";
   }
 
   // The position of a weight on the scale, 0 to 1.
   place(weight) {
-    const at = this.log ? Math.log(weight / this.low) / Math.log(this.high / this.low) : weight / this.high;
+    const share = weight / this.high;
+    const at = this.scale === "log" ? 1 + Math.log(share) / Math.log(this.high / this.low) : this.scale === "root" ? Math.sqrt(share) : share;
     return Math.min(1, Math.max(0, at));
   }
 
-  set(low, high, log, none) {
-    Object.assign(this, { low, high, log });
+  set(low, high, scale, none) {
+    Object.assign(this, { low, high, scale });
     const first = 0x0080, infinite = 0x7f80;
     for (let i = first; i < infinite; i++) this.table[i] = PACKED[Math.round(255 * this.place(middles[i]))];
     this.table.fill(PACKED[0], 1, first);
@@ -53,6 +54,20 @@ export class Palette {
   }
 }
 
+// A small map of a head, from bytes that hold the square roots of its weights, up to `top`.
+export function drawThumbnail(canvas, { cells, shape: [rows, cols], largest }, top) {
+  const raw = window.atob(cells);
+  canvas.width = cols;
+  canvas.height = rows;
+  const pen = canvas.getContext("2d"), image = pen.createImageData(cols, rows);
+  const pixels = new Uint32Array(image.data.buffer), stretch = Math.sqrt(largest / top);
+  for (let i = 0; i < pixels.length; i++) {
+    const step = raw.charCodeAt(i);
+    pixels[i] = step ? PACKED[Math.min(255, Math.round(step * stretch))] : 0;
+  }
+  pen.putImageData(image, 0, 0);
+}
+
 export function drawRamp(canvas) {
   const pen = canvas.getContext("2d");
   const image = pen.createImageData(256, 1);
@@ -68,8 +83,9 @@ export function round(value, up) {
 }
 
 // The ends of the scale for the tiles in view, from their weights above 0. A log scale leaves out the lowest hundredth;
-// a linear one starts at 0 and leaves out the highest hundredth, which would make all other cells dark.
-export function ends(tiles, log) {
+// the others start at 0 and leave out the highest weights, which would make all other cells dark: a hundredth of them
+// on a linear scale, a thousandth under a square root.
+export function ends(tiles, scale) {
   let most = 0, count = 0;
   const bins = new Float64Array(1024);
   for (const { highest, counts } of tiles) {
@@ -80,9 +96,10 @@ export function ends(tiles, log) {
     }
   }
   if (!count) return null;
-  const [low, high] = [share(bins, count / 100), log ? most : Math.min(most, share(bins, 0.99 * count + 1))].map((x) => Math.min(Math.max(x, 1e-37), 1));
+  const kept = { log: 1, root: 0.999, linear: 0.99 }[scale];
+  const [low, high] = [share(bins, count / 100), kept === 1 ? most : Math.min(most, share(bins, kept * count + 1))].map((x) => Math.min(Math.max(x, 1e-37), 1));
   const top = round(high, true);
-  return log ? [Math.min(round(Math.max(low, top * 1e-9), false), top / 10), top] : [0, top];
+  return scale === "log" ? [Math.min(round(Math.max(low, top * 1e-9), false), top / 10), top] : [0, top];
 }
 
 // The weight that has `count` weights below it, to within a quarter.

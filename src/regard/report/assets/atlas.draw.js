@@ -47,7 +47,19 @@ export class Picture {
     this.unknown = this.pen.createPattern(cloth, "repeat");
   }
 
-  draw(palette, hover) {
+  // The row and the column of a token that was searched for.
+  guides(token) {
+    const { view, pen, colours } = this;
+    const thick = Math.max(1, view.scale);
+    pen.save();
+    pen.globalAlpha = view.scale > 6 ? 0.22 : 0.75;
+    pen.fillStyle = colours.accent;
+    if (token < view.queries) pen.fillRect(view.across(0), view.down(token), view.keys * view.scale, thick);
+    if (token < view.keys) pen.fillRect(view.across(token), view.down(0), thick, view.queries * view.scale);
+    pen.restore();
+  }
+
+  draw(palette, hover, token = null, backdrop = null) {
     const { pen, view, colours } = this;
     pen.setTransform(this.sharp, 0, 0, this.sharp, 0, 0);
     pen.fillStyle = colours.page;
@@ -60,11 +72,18 @@ export class Picture {
     pen.clip();
     pen.fillStyle = this.unknown;
     pen.fillRect(0, 0, view.width, view.height);
+    if (backdrop) {
+      pen.globalAlpha = 0.6; // it is coarse, and in colours of its own
+      pen.imageSmoothingEnabled = true;
+      pen.drawImage(backdrop, left, top, right - left, bottom - top);
+      pen.globalAlpha = 1;
+    }
     for (const place of visible(view, view.level, this.side)) this.place(place);
     pen.restore();
     pen.strokeStyle = colours.line;
     pen.strokeRect(left - 0.5, top - 0.5, right - left + 1, bottom - top + 1);
     if (view.scale >= 46) this.numbers(palette);
+    if (token !== null) this.guides(token);
     if (hover) this.outline(hover);
     this.axes(hover);
   }
@@ -289,7 +308,7 @@ export class Picture {
     const { none } = this.colours;
     if (tile.miniature?.none !== none) {
       const own = new Palette(), canvas = document.createElement("canvas");
-      own.set(...(ends([tile], true) ?? [1e-6, 1]), true, none);
+      own.set(...(ends([tile], "root") ?? [0, 1]), "root", none);
       canvas.width = tile.cols;
       canvas.height = tile.rows;
       own.paint({ ...tile, pen: canvas.getContext("2d") });
@@ -315,20 +334,20 @@ function shortened(pen, text, room) {
 // Ticks of the colour scale: powers of ten, or 0, half and the maximum.
 export function legend(box, palette) {
   const marks = [];
-  if (palette.log) {
+  if (palette.scale === "log") {
     const [first, last] = [Math.ceil(Math.log10(palette.low) - 1e-6), Math.floor(Math.log10(palette.high) + 1e-6)];
     const skip = Math.max(1, Math.ceil((last - first) / 5));
     for (let power = last; power >= first; power -= skip) marks.push(10 ** power);
     if (last - first < 2) for (let power = first - 1; power <= last; power++) marks.push(2 * 10 ** power, 5 * 10 ** power);
   } else {
-    for (const part of [0, 0.5, 1]) marks.push(palette.high * part);
+    for (const part of palette.scale === "root" ? [0, 0.1, 0.4, 1] : [0, 0.5, 1]) marks.push(palette.high * part);
   }
 
   const within = marks.filter((value) => value >= palette.low * 0.99 && value <= palette.high * 1.01);
   box.replaceChildren(...within.map((value) => {
     const node = document.createElement("span");
     const text = value > 0 && value < 1e-3 ? value.toExponential(0).replace("e-", "e−") : String(Number(value.toPrecision(2)));
-    node.textContent = !palette.log && value === palette.high && value < 1 ? `≥ ${text}` : text;
+    node.textContent = palette.scale !== "log" && value === palette.high && value < 1 ? `≥ ${text}` : text;
     node.style.left = `${100 * palette.place(value)}%`;
     return node;
   }));

@@ -2,16 +2,19 @@
 
 import { drawRamp, ends, Palette } from "./atlas.colour.js";
 import { legend, Picture, visible } from "./atlas.draw.js";
+import { Heads } from "./atlas.heads.js";
+import { Search, strongest } from "./atlas.search.js";
 import { asCount, asWeight, find, Tokens } from "./atlas.text.js";
 import { Tiles } from "./atlas.tiles.js";
 import { View } from "./atlas.view.js";
 
 const touched = window.matchMedia("(pointer: coarse)").matches;
-const HINT = touched ? "Drag to move, pinch to zoom, tap to read a cell." : "Drag to move, scroll to zoom. Keys: arrows, + and −, 0 for the whole map, [ and ] for the heads.";
-const state = { layer: 0, head: 0, log: true, known: Infinity, hover: null, pointer: null, keyed: false };
+const HINT = touched ? "Drag to move, pinch to zoom, tap to read a cell." : "Drag to move, scroll to zoom. Keys: arrows, + and −, 0 for the whole map, [ and ] for the heads, n for the strongest cells.";
+const SCALES = ["root", "linear", "log"];
+const state = { layer: 0, head: 0, scale: "root", known: Infinity, hover: null, pointer: null, keyed: false, spot: null, token: null };
 const view = new View();
 const palette = new Palette();
-let meta, tiles, tokens, picture, asked = false, polling = 0, writing = 0, scaled = 0;
+let meta, tiles, tokens, picture, heads, search, ranked = { key: "", at: -1, cells: [] }, moved = false, asked = false, polling = 0, writing = 0, scaled = 0;
 
 const root = document.documentElement;
 const darker = window.matchMedia("(prefers-color-scheme: dark)");
@@ -24,7 +27,7 @@ function applyTheme(theme) {
   find("theme").setAttribute("aria-pressed", String(theme === "dark"));
   if (!picture) return;
   picture.readTheme();
-  if (palette.version) palette.set(palette.low, palette.high, palette.log, picture.colours.none);
+  if (palette.version) palette.set(palette.low, palette.high, palette.scale, picture.colours.none);
   redraw();
 }
 
@@ -38,7 +41,7 @@ function redraw() {
     askFor();
     rescale();
     point();
-    picture.draw(palette, state.hover);
+    picture.draw(palette, state.hover, state.token, state.known < view.queries ? heads.thumbnail() : null);
     picture.overview(find("overview"), tiles.get(pathOf(view.top, 0, 0)));
     const { left, top } = view.bands();
     find("stage").style.setProperty("--left", `${left}px`);
@@ -70,19 +73,20 @@ function rescale() {
   const now = performance.now();
   if (!tiles.idle && palette.version && now - scaled < 400) return;
   const known = shown.length ? shown : [tiles.kept.get(pathOf(view.top, 0, 0))].filter(Boolean);
-  const found = ends(known, state.log) ?? (known.length && !palette.version ? [state.log ? 1e-6 : 0, 1] : null);
+  const found = ends(known, state.scale) ?? (known.length && !palette.version ? [state.scale === "log" ? 1e-6 : 0, 1] : null);
   if (!found) return;
   scaled = now;
   const [low, high] = found;
-  if (palette.version && palette.low === low && palette.high === high && palette.log === state.log) return;
-  palette.set(low, high, state.log, picture.colours.none);
+  if (palette.version && palette.low === low && palette.high === high && palette.scale === state.scale) return;
+  palette.set(low, high, state.scale, picture.colours.none);
   legend(find("ticks"), palette);
 }
 
 // Find the cell under the pointer, or at the centre when the keyboard is used.
 function point() {
   const { left, top } = view.bands();
-  const at = state.pointer ?? (state.keyed ? [(view.width + left) / 2, (view.height + top) / 2] : null);
+  const spot = state.spot && [view.across(state.spot.key + 0.5), view.down(state.spot.query + 0.5)];
+  const at = spot ?? state.pointer ?? (state.keyed ? [(view.width + left) / 2, (view.height + top) / 2] : null);
   const [key, query] = at ? [view.keyAt(at[0]), view.queryAt(at[1])] : [-1, -1];
   const cell = 2 ** view.level;
   const inside = at && at[0] >= left && at[1] >= top && key >= 0 && query >= 0 && key < view.keys && query < view.queries;
@@ -105,8 +109,8 @@ function updateReadout() {
   const pending = weight === undefined || (Number.isNaN(weight) && tile.known < view.queries);
   const [who, whom] = [ranged("query", "queries", query, cell, view.queries), ranged("key", "keys", key, cell, view.keys)];
   const number = document.createElement("b");
-  number.textContent = pending ? "…" : asWeight(weight);
-  const said = [cell > 1 ? "mean weight " : "weight ", number, " · ", ...who, " → ", ...whom];
+  number.textContent = `${pending ? "…" : asWeight(weight)},`;
+  const said = [cell > 1 ? "mean weight " : "weight ", number, " ", ...who, " → ", ...whom];
   const text = said.map((part) => part.textContent ?? part).join("");
   if (line.dataset.said === text) return;
   line.dataset.said = text;
@@ -121,8 +125,8 @@ function ranged(one, many, start, cell, count) {
     node.textContent = letters.length > 24 ? `${letters.slice(0, 23).join("")}…` : text;
     return node;
   };
-  if (stop - start === 1) return [`${one} ${asCount(start)} `, quote(start)];
-  return [`${many} ${asCount(start)}–${asCount(stop - 1)} `, quote(start), " … ", quote(stop - 1)];
+  if (stop - start === 1) return [`${one} ${asCount(start)} “`, quote(start), "”"];
+  return [`${many} ${asCount(start)}–${asCount(stop - 1)} “`, quote(start), "” to “", quote(stop - 1), "”"];
 }
 
 // Poll the progress of the coarse levels until they are complete.
@@ -157,7 +161,8 @@ function notice(text, wrong = false, progress = null) {
   find("notice").classList.toggle("wrong", wrong);
   find("notice-text").textContent = text;
   find("progress").hidden = progress === null;
-  find("progress").value = progress ?? 0;
+  if (Number.isNaN(progress)) find("progress").removeAttribute("value");  // it moves, but says no number
+  else find("progress").value = progress ?? 0;
 }
 
 // Show a failure until a request succeeds again.
@@ -167,6 +172,11 @@ function failed(error) {
   failing = Boolean(error);
   if (!error) return poll();
   notice(error instanceof TypeError ? "The atlas no longer answers: the program that served it has exited." : error.message, true);
+}
+
+function chosen(layer, head) {
+  moved = true;
+  choose(layer, head);
 }
 
 function choose(layer, head) {
@@ -181,6 +191,9 @@ function choose(layer, head) {
   fillSelects();
   if (other && (before.queries !== queries || before.keys !== keys)) view.show();
   canvas().setAttribute("aria-label", `Attention map of ${map().name}, head ${state.head}: ${asCount(queries)} queries by ${asCount(keys)} keys. ${HINT}`);
+  state.spot = null;
+  heads.mark(state.layer, state.head);
+  find("report").href = `report.html#layer=${encodeURIComponent(map().name)}&head=${state.head}`;
   poll();
   settled();
 }
@@ -207,20 +220,59 @@ function settled() {
     writing = 0;
     redraw();
     const digits = Math.max(0, Math.ceil(Math.log10(view.scale)) + 2);
-    history.replaceState(null, "", `#${state.layer}/${state.head}/${view.y.toFixed(digits)}/${view.x.toFixed(digits)}/${view.scale.toPrecision(6)}/${state.log ? "log" : "linear"}`);
+    history.replaceState(null, "", `#${state.layer}/${state.head}/${view.y.toFixed(digits)}/${view.x.toFixed(digits)}/${view.scale.toPrecision(6)}/${state.scale}`);
   }, 100);
 }
 
 function restoreView() {
+  const named = /^#layer=([^&]*)&head=(\d+)$/.exec(location.hash);  // as the report names a head
   const parts = location.hash.slice(1).split("/");
-  const [layer, head, y, x, scale] = parts.map(Number);
+  let [layer, head, y, x, scale] = parts.map(Number);
+  if (named) [layer, head] = [meta.layers.findIndex(({ name }) => name === decoded(named[1])), Number(named[2])];
   const there = Number.isInteger(layer) && layer in meta.layers && Number.isInteger(head) && head >= 0 && head < meta.layers[layer].heads;
-  state.log = parts[5] !== "linear";
-  for (const radio of document.getElementsByName("scale")) radio.checked = radio.value === (state.log ? "log" : "linear");
+  state.scale = SCALES.includes(parts[5]) ? parts[5] : "root";
+  for (const radio of document.getElementsByName("scale")) radio.checked = radio.value === state.scale;
   choose(there ? layer : 0, there ? head : 0);
   if (there && [x, y, scale].every(Number.isFinite) && scale > 0) view.go(x, y, scale);
   else view.show();
   settled();
+  return there;
+}
+function decoded(text) {
+  try { return decodeURIComponent(text); } catch { return ""; }
+}
+
+// Go to the next of the strongest cells in view.
+function nextStrongest() {
+  const key = [state.layer, state.head, view.level, view.x, view.y, view.scale].join();
+  if (ranked.key !== key) {
+    const there = visible(view, view.level, meta.side).map((place) => ({ ...place, tile: tiles.kept.get(pathOf(place.level, place.row, place.col)) })).filter(({ tile }) => tile);
+    ranked = { key, at: -1, cells: strongest(view, view.level, meta.side, there) };
+  }
+  if (!ranked.cells.length) return;
+  ranked.at = (ranked.at + 1) % ranked.cells.length;
+  const { query, key: at } = ranked.cells[ranked.at];
+  const half = Math.floor(2 ** view.level / 2);
+  state.spot = { query: query + half, key: at + half };
+  moved = true;
+  redraw();
+}
+
+// Zoom into the cell that was found, until its tokens can be read.
+function zoomToSpot() {
+  const { query, key } = state.spot;
+  const { left, top } = view.bands(24);
+  view.glide(() => view.go(key + 0.5 - left / 48, query + 0.5 - top / 48, Math.max(24, view.scale)), settled);
+}
+
+// Show the row and the column of a token, where they meet.
+function goToToken(token) {
+  state.token = token;
+  state.spot = null;
+  moved = true;
+  if (token === null) return redraw();
+  const scale = Math.max(view.scale, 16), { left, top } = view.bands(scale);
+  view.glide(() => view.go(Math.min(token, view.keys - 1) + 0.5 - left / 2 / scale, Math.min(token, view.queries - 1) + 0.5 - top / 2 / scale, scale), settled);
 }
 
 function zoomBy(factor, px, py) {
@@ -240,6 +292,9 @@ function pointers() {
     if (event.button !== 0) return;
     canvas().setPointerCapture(event.pointerId);
     canvas().classList.add("held");
+    find("touch").hidden = moved = true;
+    find("panel").classList.remove("open");
+    state.spot = null;
     view.stop();
     held.set(event.pointerId, spot(event));
     state.pointer = spot(event);
@@ -247,6 +302,7 @@ function pointers() {
   });
   canvas().addEventListener("pointermove", (event) => {
     state.keyed = false;
+    state.spot = null;
     state.pointer = held.size > 1 ? null : spot(event);
     if (!held.has(event.pointerId)) return redraw();
     const [before, wide] = [middle(), spread()];
@@ -268,6 +324,7 @@ function pointers() {
   canvas().addEventListener("wheel", (event) => {
     event.preventDefault();
     view.stop();
+    moved = true;
     const lines = event.deltaMode === 1 ? 16 : event.deltaMode === 2 ? 400 : 1;
     const turned = Math.max(-240, Math.min(240, event.deltaY * lines));
     view.zoom(Math.exp(-turned * (event.ctrlKey ? 0.01 : 0.0022)), ...spot(event));
@@ -294,16 +351,17 @@ function overviewEvents() {
 
 function keys() {
   window.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("select, input")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("select, input, .head")) return;
     const far = event.shiftKey ? 0.9 : 0.2, [dx, dy] = [far * view.width, far * view.height];
     const step = {
       ArrowLeft: () => view.pan(dx, 0), ArrowRight: () => view.pan(-dx, 0), ArrowUp: () => view.pan(0, dy), ArrowDown: () => view.pan(0, -dy),
     }[event.key];
-    const act = { "+": () => zoomBy(2), "=": () => zoomBy(2), "-": () => zoomBy(0.5), "−": () => zoomBy(0.5), 0: whole, Home: whole, "[": () => find("before").click(), "]": () => find("after").click() }[event.key];
+    const act = { "+": () => zoomBy(2), "=": () => zoomBy(2), "-": () => zoomBy(0.5), "−": () => zoomBy(0.5), 0: whole, Home: whole, "[": () => find("before").click(), "]": () => find("after").click(), n: nextStrongest, Enter: state.spot && event.target === canvas() ? zoomToSpot : null }[event.key];
     if (!step && !act) return;
     event.preventDefault();
-    state.keyed = true;
+    moved = state.keyed = true;
     state.pointer = null;
+    if (step) state.spot = null;
     if (step) view.glide(step, settled);
     else act();
   });
@@ -328,7 +386,7 @@ async function firstLayer() {
   for (;;) {
     const found = await readMeta();
     if (found.layers.length) return found;
-    notice(`The model is reading the text${found.expected ? `: 0 of ${asCount(found.expected)} layers so far` : ""}`, false, 0);
+    notice(`The model is reading the text${found.expected ? `: 0 of ${asCount(found.expected)} layers so far` : ""}`, false, NaN);
     await new Promise((resolve) => setTimeout(resolve, 500));
   }
 }
@@ -344,6 +402,7 @@ async function addLayers() {
       meta.expected = found.expected;
       meta.layers.push(...found.layers.slice(meta.layers.length));
       fillSelects();
+      heads.grow(meta.layers);
     }
     addLayers();
   }, 1000);
@@ -359,19 +418,24 @@ async function start() {
   picture = new Picture(canvas(), view, meta.side, (level, row, col) => tiles.get(pathOf(level, row, col)), (side, index) => tokens.at(state.layer, side, index));
   picture.readTheme();
   picture.resize();
+  heads = new Heads((layer, head) => { moved = true; find("panel").classList.remove("open"); choose(layer, head); }, examined);
+  search = new Search(() => state.layer, goToToken);
   pointers();
   overviewEvents();
   keys();
+  find("next").addEventListener("click", nextStrongest);
+  find("touch").hidden = !touched;
+  find("listed").addEventListener("click", () => find("listed").setAttribute("aria-expanded", String(find("panel").classList.toggle("open"))));
   find("in").addEventListener("click", () => zoomBy(2));
   find("out").addEventListener("click", () => zoomBy(0.5));
   find("whole").addEventListener("click", whole);
-  find("layer").addEventListener("change", (event) => choose(Number(event.target.value), state.head));
-  find("head").addEventListener("change", (event) => choose(state.layer, Number(event.target.value)));
-  find("before").addEventListener("click", () => choose(state.layer, Math.max(0, state.head - 1)));
-  find("after").addEventListener("click", () => choose(state.layer, state.head + 1));
+  find("layer").addEventListener("change", (event) => chosen(Number(event.target.value), state.head));
+  find("head").addEventListener("change", (event) => chosen(state.layer, Number(event.target.value)));
+  find("before").addEventListener("click", () => chosen(state.layer, Math.max(0, state.head - 1)));
+  find("after").addEventListener("click", () => chosen(state.layer, state.head + 1));
   for (const radio of document.getElementsByName("scale")) {
     radio.addEventListener("change", () => {
-      state.log = radio.value === "log";
+      state.scale = radio.value;
       scaled = -Infinity;
       settled();
     });
@@ -385,8 +449,16 @@ async function start() {
     if (kept) view.show();
     settled();
   }).observe(canvas());
-  restoreView();
+  moved = restoreView();
   addLayers();
+  heads.follow(meta.layers);
+}
+
+// Open on the most notable head, unless somebody has chosen one or moved the map.
+function examined({ first, report }) {
+  find("report").hidden = !report;
+  if (first && !moved && first[0] in meta.layers) choose(...first);
+  else redraw();
 }
 
 start().catch(failed);

@@ -11,6 +11,13 @@ export function asWeight(value) {
   return text.replace("e-", "e−");
 }
 
+// A statistic, to three digits.
+export function asNumber(value) {
+  const size = Math.abs(value);
+  const text = size && (size < 1e-3 || size >= 1e5) ? value.toExponential(1).replace("e+", "e") : String(Number(value.toPrecision(3)));
+  return text.replaceAll("-", "−");
+}
+
 // Invisible characters get a sign; those that would reverse or hide the text are escaped.
 const SIGNS = { " ": "·", "\n": "↵", "\r": "\\r", "\t": "⇥", "\u00a0": "␣" };
 const HIDDEN = /[ \n\r\t\u00a0]|(?![\u200c\u200d])[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu;

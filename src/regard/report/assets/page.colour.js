@@ -51,18 +51,55 @@ function drawRamp(canvas) {
   pen.putImageData(image, 0, 0);
 }
 
+// Where a weight is on a scale that ends at `top`, 0 to 1. A log scale spans as many powers of ten as a map can hold.
+const DECADES = 2 * Math.log(255);
+function placed(weight, top, scale) {
+  const share = weight / top;
+  const t = scale === "root" ? Math.sqrt(share) : scale === "linear" ? share : 1 + Math.log(share) / DECADES;
+  return within(0, t, 1);
+}
+
 // A map as an image, one pixel per cell; cells of weight 0 stay transparent.
-function painted(layer, head, scale) {
-  const { width, height, cells } = opened(layer);
+function painted(layer, head, scale, top) {
+  const { width, height, cells, largest } = opened(layer);
   const canvas = make("canvas", { width, height });
   const pen = canvas.getContext("2d");
   const image = pen.createImageData(width, height);
-  const steps = look.steps[0];
-  for (let i = 0; i < width * height; i++) {
-    const count = cells[head * width * height + i];
-    const t = scale === "log" ? Math.log(count) / Math.log(steps) : (count / steps) ** 2;
-    if (count > 0) image.data.set([...colour(t), 255], 4 * i);
+  const pixels = new Uint32Array(image.data.buffer);
+  const inks = Uint32Array.from({ length: layer.steps + 1 }, (_, count) => {
+    const [r, g, b] = colour(placed(largest[head] * (count / layer.steps) ** 2, top, scale));
+    return count ? ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0 : 0;
+  });
+  const first = head * width * height;
+  for (let i = 0; i < pixels.length; i++) pixels[i] = inks[cells[first + i]];
+  pen.putImageData(image, 0, 0);
+  return canvas;
+}
+
+// A small map: the mean weights of a head in at most THUMBNAIL × THUMBNAIL cells, and the largest of them.
+const THUMBNAIL = 40;
+function pooled(layer, head) {
+  const { width, height, cells, largest } = opened(layer);
+  const [down, across] = [height, width].map((count) => Math.ceil(count / THUMBNAIL));
+  const [rows, cols] = [Math.ceil(height / down), Math.ceil(width / across)];
+  const sums = new Float32Array(rows * cols);
+  const weights = Float32Array.from({ length: layer.steps + 1 }, (_, count) => largest[head] * (count / layer.steps) ** 2);
+  for (let y = 0, i = head * width * height; y < height; y++) {
+    const row = Math.floor(y / down) * cols;
+    for (let x = 0; x < width; x++, i++) sums[row + Math.floor(x / across)] += weights[cells[i]];
   }
+  let most = 0;
+  for (let i = 0; i < sums.length; i++) {
+    const [row, col] = [Math.floor(i / cols), i % cols];
+    sums[i] /= Math.min(down, height - row * down) * Math.min(across, width - col * across);
+    if (sums[i] > most) most = sums[i];
+  }
+  return { rows, cols, sums, most };
+}
+function thumbnail({ rows, cols, sums }, scale, top) {
+  const canvas = make("canvas", { width: cols, height: rows });
+  const pen = canvas.getContext("2d"), image = pen.createImageData(cols, rows);
+  sums.forEach((weight, i) => { if (weight > 0) image.data.set([...colour(placed(weight, top, scale)), 255], 4 * i); });
   pen.putImageData(image, 0, 0);
   return canvas;
 }

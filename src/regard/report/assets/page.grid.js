@@ -4,7 +4,9 @@ const MAPS = -1; // in place of a statistic
 const MOST_MAPS = 1200; // small maps that a browser draws quickly
 let cells = []; // [layer][head]
 
-function shortNames(names) {
+// The paths of the layers, written once: their common parts, or each one if there are few.
+function paths(names) {
+  if (names.length === 1) return `L0: ${names[0] || "the model itself"}`;
   const parts = names.map((name) => name.split("."));
   const least = Math.min(...parts.map((part) => part.length));
   const same = (place) => parts.every((part) => part.at(place) === parts[0].at(place));
@@ -12,16 +14,16 @@ function shortNames(names) {
   let after = 0;
   while (before < least - 1 && same(before)) before++;
   while (after < least - 1 - before && same(-1 - after)) after++;
-  const short = parts.map((part) => part.slice(before, part.length - after).join("."));
-  const pattern = [...parts[0].slice(0, before), "*", ...parts[0].slice(parts[0].length - after)].join(".");
-  return before + after > 0 && names.length > 1 ? { short, pattern } : { short: names, pattern: "" };
+  const own = parts.map((part) => part.slice(before, part.length - after).join("."));
+  if (own.every((name, at) => name === String(at))) return `L*: ${[...parts[0].slice(0, before), "*", ...parts[0].slice(parts[0].length - after)].join(".")}`;
+  return names.length <= 12 ? names.map((name, at) => `L${at}: ${name || "the model itself"}`).join(" · ") : "";
 }
 
 function buildGrid() {
   const grid = find("heads");
   const columns = Math.max(...look.layers.map((layer) => layer.heads.length));
-  const { short, pattern } = shortNames(look.layers.map((layer) => layer.name));
-  find("pattern").textContent = pattern ? `Layers: ${pattern}` : "";
+  look.short = look.layers.map((_, at) => `L${at}`);
+  find("pattern").textContent = paths(look.layers.map((layer) => layer.name));
   grid.setAttribute("aria-rowcount", look.layers.length + 1);
   grid.setAttribute("aria-colcount", columns + 1);
   const sparse = columns > 16 ? 4 : 1;
@@ -32,7 +34,7 @@ function buildGrid() {
   }
   grid.append(top);
   cells = look.layers.map((layer, at) => {
-    const row = make("div", { role: "row" }, make("span", { role: "rowheader", "aria-label": layer.name, text: short[at] || layer.name || "model" }));
+    const row = make("div", { role: "row" }, make("span", { role: "rowheader", "aria-label": nameOf(layer), title: nameOf(layer), text: look.short[at] }));
     const made = layer.heads.map((_, head) => make("div", { role: "gridcell", class: "cellule", tabindex: "-1", "data-layer": at, "data-head": head }));
     row.append(...made);
     for (let column = made.length; column < columns; column++) row.append(make("span"));
@@ -49,8 +51,11 @@ function buildGrid() {
   gridEvents(grid);
 }
 const remarked = (remark) => remark.heads.map((number) => cells[remark.layer][look.layers[remark.layer].heads.indexOf(number)]);
+// What was found about a head, problems first.
+const remarksOn = (layer, number) => look.remarks.filter((remark) => remark.layer === layer && remark.heads.includes(number));
 
 function sizeGrid() {
+  find("board").dataset.maps = String(state.statistic === MAPS);
   const room = find("heads").parentElement.clientWidth;
   const columns = Math.max(...look.layers.map((layer) => layer.heads.length));
   const label = cells[0][0].parentElement.firstElementChild.getBoundingClientRect().width + 12;
@@ -61,20 +66,33 @@ function sizeGrid() {
   grid.style.gridTemplateColumns = `max-content repeat(${columns}, ${size}px)`;
 }
 
+const mapsLabel = () => (look.layers.every(isExact) ? "Maps" : "Pooled maps");
+// Small maps of all heads, and the end of the scale that they share: half of them have a cell as large as this.
+let small = null;
+function smallMaps() {
+  if (small) return small;
+  const maps = look.layers.map((layer) => layer.heads.map((_, head) => pooled(layer, head)));
+  const most = maps.flat().map((map) => map.most).sort((one, other) => one - other);
+  small = { maps, top: most[most.length >> 1] || 1 };
+  return small;
+}
+const heads = () => look.layers.reduce((sum, layer) => sum + layer.heads.length, 0);
+
 function colourGrid() {
   const which = state.statistic;
   const maps = which === MAPS;
-  const about = maps ? { label: "Pooled maps", unit: "", factor: 1, meaning: "each head's map, on its own scale" } : look.statistics[which];
+  const about = maps ? { label: mapsLabel(), unit: "", factor: 1, meaning: "the map of every head, all in the same colours" } : look.statistics[which];
+  const shown = maps ? smallMaps() : null;
   const [low, high] = maps ? [0, 0] : look.ranges[which];
   look.layers.forEach((layer, at) => layer.heads.forEach((number, head) => {
     const cell = cells[at][head];
     const value = maps ? NaN : statisticOf(layer, head, which);
     const known = Number.isFinite(value);
     cell.style.background = known ? css(high > low ? (value - low) / (high - low) : 0.5) : "";
-    cell.replaceChildren(...(maps ? [painted(layer, head, state.scale)] : known ? [] : [asNumber(value)]));
+    cell.replaceChildren(...(maps ? [thumbnail(shown.maps[at][head], state.scale, shown.top)] : known ? [] : [asNumber(value)]));
     const said = maps ? "map" : `${about.label} ${withUnit(value, about)}`;
     const level = cell.classList.contains("problem") ? ", problem" : cell.classList.contains("notable") ? ", notable" : "";
-    cell.setAttribute("aria-label", `${layer.name || "model"}, head ${number}: ${said}${level}`);
+    cell.setAttribute("aria-label", `${nameOf(layer)}, head ${number}: ${said}${level}`);
   }));
   find("meaning").textContent = about.meaning ? `${about.label}: ${about.meaning}.` : "";
   find("heads-legend").hidden = maps || !(high >= low);
@@ -91,6 +109,7 @@ function markGrid() {
     cell.setAttribute("aria-selected", String(chosen));
     cell.tabIndex = chosen ? 0 : -1;
     cell.classList.toggle("named", state.named.has(cell));
+    cell.classList.toggle("pinned", state.pinned?.layer === layer && state.pinned.head === head);
   }));
 }
 
@@ -153,7 +172,7 @@ function showTip(layer, head, cell) {
     const current = which === state.statistic ? "current" : "";
     list.append(make("dt", { class: current, text: about.label }), make("dd", { class: current, text: withUnit(statisticOf(of, head, which), about) }));
   });
-  tip.replaceChildren(make("b", { text: `${of.name || "model"} · head ${of.heads[head]}` }), list);
+  tip.replaceChildren(make("b", { text: `${nameOf(of)} · head ${of.heads[head]}` }), list);
   tip.hidden = false;
   const [box, own] = [cell.getBoundingClientRect(), tip.getBoundingClientRect()];
   const right = box.right + 10 + own.width < root.clientWidth;

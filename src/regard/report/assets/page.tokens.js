@@ -6,6 +6,7 @@ const SPACED = 12; // if fewer than one in so many tokens has a space, the token
 const FIRST = 64; // the token selected at first: with some text before it, and in view
 let boxes = {}; // { queries, keys }: one box for both in self-attention
 let active = null; // { place, held }
+let target = null; // the other token of a cell that was clicked
 
 function windowsOf(spans) {
   return spans.flatMap(([start, stop]) => {
@@ -58,11 +59,15 @@ function textBox(text, label, spans) {
   };
   box.reach = (place) => {
     const at = windows.findIndex(([start, stop]) => place >= start && place < stop);
-    if (at >= 0 && at !== box.at) box.turn(at);
+    if (at >= 0 && at !== box.at) {
+      box.turn(at);
+      markMatches(find("search").value);
+    }
     return at >= 0;
   };
   const move = (at) => {
     box.turn(at);
+    markMatches(find("search").value);
     if (boxes[state.direction] === box) hold(box.window()[0]); else shade();
   };
   pick.addEventListener("change", () => move(Number(pick.value)));
@@ -120,7 +125,7 @@ function textEvents(box) {
   });
   box.list.addEventListener("click", (event) => {
     const place = placeOf(event);
-    if (place !== null) hold((held = place));
+    if (place !== null) hold((held = place), null, false); // the pointer must not end up over another token
   });
   box.list.addEventListener("keydown", (event) => textKey(event, box, placeOf(event)));
   box.release = () => { held = null; };
@@ -145,6 +150,8 @@ function textKey(event, box, place) {
   } else if (event.key === "Escape" && active?.held) {
     box.release();
     active = { place, held: false };
+    state.token = target = null;
+    writeAddress("replaceState");
     shade();
     event.stopPropagation();
   } else {
@@ -169,10 +176,12 @@ function tokenInLine(box, place, line) {
   return best;
 }
 
-function hold(place) {
+function hold(place, key = null, scroll = true) {
   active = { place, held: true };
+  target = key;
+  changed({ token: place });
   shade();
-  scrollToToken(boxes[state.direction], place);
+  if (scroll) scrollToToken(boxes[state.direction], place);
 }
 // Scroll the text, never the page.
 function scrollToToken({ list, tokens }, place) {
@@ -182,10 +191,10 @@ function scrollToToken({ list, tokens }, place) {
   if (node.offsetTop < list.scrollTop) list.scrollTop = node.offsetTop - 30;
   else if (below > list.scrollTop) list.scrollTop = below + 30;
 }
-function holdQuery(place) {
-  if (!boxes.queries) return;
-  if (state.direction !== "queries") direct("queries");
-  if (boxes.queries.reach(place)) hold(place);
+// Show the tokens of a cell: what its query attends to, or what attends to its key.
+function holdPair(query, key) {
+  const [from, to] = state.direction === "queries" ? [query, key] : [key, query];
+  if (boxes.queries && boxes[state.direction].reach(from)) hold(from, to);
 }
 
 // The strongest keys of a query: [[place, weight], …], strongest first.
@@ -198,17 +207,16 @@ function attended(layer, head, query) {
   }
   return [];
 }
-const rowsOf = (layer) => look.texts[layer.queries].parts.reduce((sum, [start, stop]) => sum + stop - start, 0);
 
 function pairs(open, layer, head, row) {
-  const found = [];
-  const first = (head * rowsOf(layer) + row) * layer.k;
-  for (let at = first; at < first + layer.k; at++) {
-    const weight = ((open.weights[2 * at] + 256 * open.weights[2 * at + 1]) / look.steps[1]) ** 2;
-    if (weight === 0) break;
+  const found = [], queries = rowsOf(layer);
+  for (let at = 0; at < layer.k; at++) {
+    const place = (head * layer.k + at) * queries + row;
+    const count = open.weights[place] + 256 * open.weights[open.pairs + place];
+    if (count === 0) break;
     let key = 0;
-    for (let byte = layer.width - 1; byte >= 0; byte--) key = key * 256 + open.keys[at * layer.width + byte];
-    found.push([key, weight]);
+    for (let byte = layer.width - 1; byte >= 0; byte--) key = key * 256 + open.keys[byte * open.pairs + place];
+    found.push([key, (count / layer.fine) ** 2]);
   }
   return found;
 }
@@ -225,40 +233,50 @@ function attending(layer, head, key) {
   return found.sort((one, other) => other[1] - one[1]);
 }
 
+const partnersOf = ({ layer, head }) => (state.direction === "queries" ? attended : attending)(look.layers[layer], head, active.place);
+
 function shade() {
   if (!boxes.queries) return;
-  const layer = here();
   const out = state.direction === "queries";
   const [from, to] = out ? [boxes.queries, boxes.keys] : [boxes.keys, boxes.queries];
   for (const box of [from, to]) {
     box.list.classList.toggle("idle", box !== from);
     for (const node of box.tokens.values()) {
       node.style.removeProperty("--w");
-      node.classList.remove("origin");
+      node.classList.remove("origin", "target");
       node.setAttribute("aria-selected", "false");
       node.tabIndex = -1;
     }
   }
   const origin = active && from.tokens.get(active.place);
   (origin ?? from.tokens.values().next().value).tabIndex = 0;
+  markLines();
   if (!active) {
     find("partners").replaceChildren(make("p", { text: "No token is selected." }));
     return;
   }
-  const found = (out ? attended : attending)(layer, state.head, active.place);
+  const found = partnersOf(state);
   for (const [place, weight] of found) to.tokens.get(place)?.style.setProperty("--w", (0.1 + 0.9 * Math.sqrt(weight)).toFixed(3));
+  if (target !== null && active.held) to.tokens.get(target)?.classList.add("target");
   origin?.classList.add("origin");
   origin?.setAttribute("aria-selected", String(active.held));
-  listPartners(layer, found, out, from, to);
+  const name = legible(tokenAt(look.texts[from.text], active.place));
+  const title = make("h3", {}, make("bdi", { text: `“${name}”` }), ` ${out ? "query" : "key"} ${asCount(active.place)}`);
+  const lists = [partnerList(state, found, from, to)];
+  const other = state.pinned && look.layers[state.pinned.layer];
+  if (other && other.queries === here().queries && other.keys === here().keys) lists.unshift(partnerList(state.pinned, partnersOf(state.pinned), from, to));
+  if (lists.length > 1) lists.forEach((list, at) => list.prepend(make("h4", { text: figures[1 - at].label })));
+  find("partners").replaceChildren(title, make("div", { class: lists.length > 1 ? "two" : "" }, ...lists));
 }
 
-function listPartners(layer, found, out, from, to) {
-  const name = legible(tokenAt(look.texts[from.text], active.place));
+function partnerList({ layer: at }, found, from, to) {
+  const layer = look.layers[at], out = state.direction === "queries";
   const total = found.reduce((sum, [, weight]) => sum + weight, 0);
-  const queries = rowsOf(layer);
+  const none = `gives no key a weight of ${look.least} or more`;
+  const strongest = found.length === 1 ? "its strongest key holds" : `its ${found.length} strongest keys hold`;
   const summary = out
-    ? found.length ? `attends to these tokens; its ${found.length} strongest keys hold ${asWeight(total)} of its weight` : "attends to nothing"
-    : `is among the ${layer.k} strongest keys of ${asCount(found.length)} of ${asCount(queries)} queries`;
+    ? found.length ? `attends to these tokens; ${strongest} ${asWeight(total)} of its weight` : none
+    : `is among the ${layer.k} strongest keys of ${asCount(found.length)} of ${asCount(rowsOf(layer))} queries`;
   const first = found.length > LISTED ? `; the first ${LISTED}:` : "";
   const list = make("ol");
   const most = found.length ? found[0][1] : 1;
@@ -268,29 +286,82 @@ function listPartners(layer, found, out, from, to) {
     const token = tokenAt(look.texts[to.text], place);
     const before = token === String(place) ? [] : [make("span", { class: "place", text: `${place} ` })];
     const who = make("bdi", { class: "who" }, ...before, ...spelled(token));
-    const row = make("button", { class: "partner", type: "button" }, bar, make("span", { class: "number", text: asWeight(weight) }), who);
+    const row = make("button", { class: place === target && active.held ? "partner target" : "partner", type: "button" }, bar, make("span", { class: "number", text: asWeight(weight) }), who);
     row.addEventListener("click", () => {
       if (to === from && to.reach(place)) hold(place); else if (to.reach(place)) shade();
       scrollToToken(to, place);
     });
     list.append(make("li", {}, row));
   }
-  const title = make("h3", {}, make("bdi", { text: `“${name}”` }), ` ${out ? "query" : "key"} ${asCount(active.place)}`);
-  find("partners").replaceChildren(title, make("p", { text: summary + first }), list);
+  return make("div", {}, make("p", { text: summary + first }), list);
 }
 
-function direct(direction) {
-  state.direction = direction;
-  document.querySelector(`input[name=direction][value=${direction}]`).checked = true;
+// Follow the direction and the token of the address.
+function showTokens() {
+  document.querySelector(`input[name=direction][value=${state.direction}]`).checked = true;
+  buildTexts();
   if (!boxes.queries) return;
-  const box = boxes[direction];
-  box.release();
-  if (!active || !box.tokens.has(active.place)) active = { place: box.window()[1] - 1, held: true };
+  const box = boxes[state.direction];
+  if (state.token !== null && box.reach(state.token)) {
+    if (active?.place !== state.token) {
+      target = null;
+      scrollToToken(box, state.token);
+    }
+    active = { place: state.token, held: true };
+  } else if (!active || !box.tokens.has(active.place) || active.held) {
+    const [start, stop] = box.window();
+    const first = Math.min(stop, start + FIRST) - 1;
+    active = { place: state.token === null || !box.tokens.has(active?.place) ? first : active.place, held: true };
+    target = null;
+  }
   shade();
 }
 
-function tokenEvents() {
-  for (const input of document.querySelectorAll("input[name=direction]")) {
-    input.addEventListener("change", () => direct(input.value));
+// Find a word: also one that several tokens make up. Spaces do not count, since many tokenizers drop them.
+const searching = { places: [], at: -1 };
+function search(text) {
+  const box = boxes[state.direction];
+  const wanted = text.replaceAll(/\s+/g, "").toLowerCase();
+  searching.places = [];
+  searching.at = -1;
+  if (box && wanted) {
+    for (const [start, tokens] of look.texts[box.text].runs) {
+      const lengths = tokens.map((token) => token.replaceAll(/\s+/g, "").toLowerCase());
+      const whole = lengths.join("");
+      const ends = [];
+      lengths.reduce((sum, token) => { ends.push(sum + token.length); return sum + token.length; }, 0);
+      let token = 0;
+      for (let at = whole.indexOf(wanted); at >= 0; at = whole.indexOf(wanted, at + 1)) {
+        while (ends[token] <= at) token++;
+        if (searching.places.at(-1) !== start + token) searching.places.push(start + token);
+      }
+    }
   }
+  markMatches(wanted);
+}
+function markMatches(wanted) {
+  const box = boxes[state.direction], found = new Set(searching.places);
+  for (const [place, node] of box?.tokens ?? []) node.classList.toggle("match", found.has(place));
+  const count = asCount(searching.places.length);
+  find("matches").textContent = !wanted ? "" : !found.size ? "not found" : searching.at < 0 ? `${count} found` : `${asCount(searching.at + 1)} of ${count}`;
+}
+function nextMatch(by) {
+  const { places } = searching;
+  if (!places.length) return;
+  searching.at = (searching.at + by + (searching.at < 0 && by < 0 ? 1 : 0) + places.length) % places.length;
+  const box = boxes[state.direction];
+  if (!box.reach(places[searching.at])) return;
+  hold(places[searching.at]);
+  markMatches("found");
+}
+
+function tokenEvents() {
+  for (const input of document.querySelectorAll("input[name=direction]")) input.addEventListener("change", () => changed({ direction: input.value }));
+  const box = find("search");
+  box.addEventListener("input", () => search(box.value));
+  box.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    nextMatch(event.shiftKey ? -1 : 1);
+  });
 }
