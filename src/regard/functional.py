@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from .backends.remembered import key_of, recall, remember
 from .backends.sdpa import fast_path
 from .biases import Bias
 from .core.contexts import ACTIVE, active_context, refuse_in_context
-from .core.options import Options
+from .core.options import Options, refuse_unknown
 from .core.problem import Problem
 from .core.validation import pose
 from .errors import ArgumentError, DtypeError, ShapeError
@@ -46,6 +48,7 @@ def attention(
     sink: Tensor | None = None,
     dropout: float = 0.0,
     backend: str | Backend = "auto",
+    **other: Never,
 ) -> Tensor:
     """Average `value` with weights softmax(score(query, key)) over the pairs that `mask` allows.
 
@@ -65,6 +68,8 @@ def attention(
     tensor([[10.],
             [20.]])
     """
+    if other:
+        refuse_unknown("attention", other)
     known = None
     usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
     if usual and not (WATCHERS or ACTIVE):
@@ -108,6 +113,7 @@ def observe(
     sink: Tensor | None = None,
     dropout: float = 0.0,
     backend: str | Backend = "auto",
+    **other: Never,
 ) -> Observation:
     """Attend, and return the output with statistics of the weights of every row, in linear memory.
 
@@ -117,6 +123,8 @@ def observe(
     >>> seen.perplexity
     tensor([[1.0000, 2.0000, 3.0000, 4.0000]])
     """
+    if other:
+        refuse_unknown("observe", other)
     options: Options = {
         "mask": mask,
         "bias": bias,
@@ -158,6 +166,7 @@ def why(
     dropout: float = 0.0,
     backend: str | Backend = "auto",
     observe: bool = False,
+    **other: Never,
 ) -> Plan:
     """Explain which backend a call takes, and why each other one refuses; no attention is computed.
 
@@ -166,6 +175,8 @@ def why(
     >>> print(regard.why(x, x, x, softcap=30.0).backend)
     chunked
     """
+    if other:
+        refuse_unknown("why", other)
     options: Options = {
         "mask": mask,
         "bias": bias,

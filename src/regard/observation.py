@@ -23,7 +23,7 @@ from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
 
 __all__ = ["WATCHERS", "Observation", "Watcher", "notify", "observed", "watchers", "watching"]
 
-Index = slice | range | Tensor | list[int] | None
+Index = int | slice | range | Tensor | list[int] | None
 _READ_LATER = ("query", "key", "mask", "bias", "score", "scale", "sink")  # what late passes read
 
 
@@ -225,12 +225,14 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
     if isinstance(index, slice):
         chosen = range(length)[index]
         return torch.arange(len(chosen), device=device) * chosen.step + chosen.start
+    if type(index) is int:
+        index = [index]
     if isinstance(index, range):
         index = list(index)
     if isinstance(index, list) and all(type(i) in (int, bool) for i in index):
         index = torch.tensor(index, device="cpu") if index else torch.empty(0, dtype=torch.int64, device="cpu")
     if not isinstance(index, Tensor) or index.dtype.is_floating_point or index.dtype.is_complex:
-        raise DtypeError(f"{member}: {name} must be a slice, or whole numbers in one dimension. Got {index!r}.")
+        raise DtypeError(f"{member}: {name} must be a whole number, a slice, or whole numbers in one dimension. Got {index!r}.")
     if index.dim() != 1:
         raise ShapeError(f"{member}: {name} must have one dimension. Got shape {tuple(index.shape)}.")
     if index.dtype == torch.bool:

@@ -27,7 +27,7 @@ def inspect(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: 
     """Watch a model run on a text; `tell` is called with the name of each layer when it has been seen."""
     with watch(loaded.model, tell) as seen:
         loaded.run(text)
-    seen.random_weights = loaded.random_weights
+    seen.random_weights, seen.texts, seen.title = loaded.random_weights, text.pieces, loaded.name
     if not seen.heads:
         raise ArgumentError(
             f"inspect: no attention was seen in {loaded.name!r}. It may compute attention by hand; only models "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def _from_transformers(name: str, remote_code: bool, random_weights: bool, devic
     return LoadedModel(
         name,
         model.to(device).eval(),
-        lambda text: _tokenized(tokenizer, config, text, device),
+        partial(_tokenized, transformers, tokenizer, config, device),
         layers if isinstance(layers, int) else 0,
         random_weights=drawn,
     )
@@ -230,9 +231,10 @@ def _auto_class(transformers: Any, config: Any) -> Any:
     return transformers.AutoModel
 
 
-def _tokenized(tokenizer: Any, config: Any, text: str, device: str) -> TokenizedText:
+def _tokenized(transformers: Any, tokenizer: Any, config: Any, device: str, text: str) -> TokenizedText:
     wanted = {"return_offsets_mapping": tokenizer.is_fast, "return_special_tokens_mask": True}
-    encoded = tokenizer(text, **wanted, return_tensors="pt")
+    with _quiet(transformers):  # a text that is too long is cut, and we say so
+        encoded = tokenizer(text, **wanted, return_tensors="pt")
     ids, special = encoded["input_ids"][0], encoded.pop("special_tokens_mask")[0]
     if not text.strip() or bool(special.all()):  # only special tokens such as [CLS]
         raise ArgumentError(_EMPTY)

@@ -16,13 +16,15 @@ from .page_budget import LIMIT
 from .page_data import page_data, script_json
 from .terminal import shown
 
-__all__ = ["render", "write"]
+__all__ = ["EMBEDDED_LIMIT", "render", "write"]
+
+EMBEDDED_LIMIT = 300_000  # bytes of a page inside another one, such as a notebook
 
 _SCRIPTS = ("page.start.js", "page.colour.js", "page.grid.js", "page.map.js", "page.tokens.js", "page.js")
 
 
-def render(look: Look) -> str:
-    """Render `look` as one HTML page that needs no network: at most 3 MB, and deterministic to the byte.
+def render(look: Look, limit: int = LIMIT) -> str:
+    """Render `look` as one HTML page that needs no network: at most `limit` bytes, and deterministic to the byte.
 
     >>> import torch
     >>> from regard.report.look import HeadLook, LayerLook, Look
@@ -38,11 +40,11 @@ def render(look: Look) -> str:
             "use seen.look()."
         )
     empty = _assemble(look.title, "")
-    page = _assemble(look.title, script_json(page_data(look, LIMIT - len(empty.encode()))))
+    page = _assemble(look.title, script_json(page_data(look, limit - len(empty.encode()))))
     size = len(page.encode())
-    if size > LIMIT:
+    if size > limit:
         raise ArgumentError(
-            f"render: the page would take {size:,} bytes, more than {LIMIT:,}, even with the coarsest maps. Report "
+            f"render: the page would take {size:,} bytes, more than {limit:,}, even with the coarsest maps. Report "
             f"fewer layers at a time, or fewer facts."
         )
     return page
