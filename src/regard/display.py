@@ -7,7 +7,20 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-__all__ = ["block", "escaped", "fact_table", "frame", "listed", "note", "picture", "preformatted", "shown", "table"]
+__all__ = [
+    "block",
+    "escaped",
+    "fact_table",
+    "frame",
+    "gallery",
+    "listed",
+    "matrix",
+    "note",
+    "paragraph",
+    "picture",
+    "shown",
+    "table",
+]
 
 _JOINERS = "\u200c\u200d"  # they shape letters and do not affect a terminal
 _UNSAFE = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
@@ -27,7 +40,10 @@ _STYLE = (
     ".regard ul{margin:0 0 .5em;padding-left:1.2em}"
     ".regard p{margin:0 0 .5em}"
     ".regard .note{opacity:.7}"
-    ".regard pre{margin:0 0 .5em;white-space:pre;overflow-x:auto;font-size:12px;color:inherit;background:none;padding:0}"
+    ".regard .plain tr+tr>*{border-top:0}"
+    ".regard .gallery{display:flex;flex-wrap:wrap;gap:.8em}"
+    ".regard figure{margin:0}.regard figcaption{font-size:12px;opacity:.8}"
+    ".regard .card{background:#fff;border-radius:6px;max-width:100%}"
     ".regard svg{display:block;max-width:100%;height:auto;margin:0 0 .4em}"
     ".regard .problem::marker{color:#d33}.regard .problem b{color:#d33}"
     ".regard iframe{width:100%;border:0;border-radius:6px;background:Canvas}"
@@ -96,19 +112,37 @@ def listed(lines: Iterable[tuple[str, bool]]) -> str:
     return f"<ul>{''.join(items)}</ul>"
 
 
+def paragraph(text: str) -> str:
+    """A paragraph."""
+    return f"<p>{escaped(text)}</p>"
+
+
 def note(text: str) -> str:
     """A remark in a fainter tone."""
     return f'<p class="note">{escaped(text)}</p>'
 
 
-def preformatted(text: str) -> str:
-    """Text as it is, in a fixed width."""
-    return f"<pre>{html.escape(shown_lines(text))}</pre>"
+def matrix(caption: str, cells: Sequence[Sequence[str]], shades: Sequence[Sequence[float]] = ()) -> str:
+    """Numbers as a grid under a caption; a shade from 0 to 1 colours the ground of its number."""
+    lines = []
+    for y, row in enumerate(cells):
+        parts = []
+        for x, cell in enumerate(row):
+            strength = round(60 * shades[y][x]) if y < len(shades) and x < len(shades[y]) else 0
+            ground = f' style="background:color-mix(in srgb, #3b82f6 {strength}%, transparent)"' if strength else ""
+            parts.append(f'<td class="n"{ground}>{escaped(cell)}</td>')
+        lines.append(f"<tr>{''.join(parts)}</tr>")
+    grid = f'<table class="plain"><tbody>{"".join(lines)}</tbody></table>' if lines else ""
+    return f"<p>{escaped(caption)}</p>{grid}"
 
 
-def shown_lines(text: str) -> str:
-    """`shown`, line by line."""
-    return "\n".join(map(shown, text.split("\n")))
+def gallery(pictures: Iterable[tuple[str, Sequence[Sequence[float]]]], side: float = 112.0) -> str:
+    """Small pictures side by side, each over its label."""
+    figures = "".join(
+        f"<figure>{picture(cells, label, side, most=side)}<figcaption>{escaped(label)}</figcaption></figure>"
+        for label, cells in pictures
+    )
+    return f'<div class="gallery">{figures}</div>'
 
 
 def picture(cells: Sequence[Sequence[float]], label: str, side: float = 256.0, most: float = 16.0) -> str:

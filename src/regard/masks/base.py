@@ -13,7 +13,7 @@ from torch import Tensor
 from regard.compat.torch import lacks_values, version_of
 from regard.errors import ArgumentError, MaskError
 from regard.masks.index import Index
-from regard.masks.picture import cell_edges, draw_pairs, draw_shades
+from regard.masks.picture import cell_edges, draw_pairs, draw_shades, html_picture
 from regard.masks.span import Span, interval
 from regard.masks.tiles import FULL, HIDDEN, PARTIAL, block_indices, tile_states, uniform_cover
 from regard.masks.transfer import Arrival, copy_to
@@ -150,6 +150,9 @@ class Mask(ABC):
         if max(n, m) <= width:
             return draw_pairs(one.dense(n, m, None if one.tensors else "cpu").reshape(n, m))
         return draw_shades(one._tile_densities(*cell_edges(n, m, width), n, m))
+
+    def _repr_html_(self) -> str:
+        return html_picture(self)
 
     def _tile_densities(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
         """Give the share of allowed pairs in each tile; only rows of tiles that `cover` leaves open are evaluated."""

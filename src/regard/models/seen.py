@@ -165,7 +165,7 @@ class Seen(AttentionRecord):
         ]
         mine, others = ([layer.size for layer in seen._records.values()] for seen in (self, other))
         rest = [a for a, b in pairs if b is None]
-        return Difference(changes, rest, list(theirs.values()), (mine, others), by_order)
+        return Difference(changes, rest, list(theirs.values()), (mine, others), by_order, self.layers)
 
     def look(
         self, tokens: Iterable[str] | None = None, title: str | None = None, item: int = 0, tell: Tell | None = None
