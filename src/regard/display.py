@@ -19,6 +19,7 @@ __all__ = [
     "paragraph",
     "picture",
     "shown",
+    "shown_lines",
     "table",
 ]
 
@@ -64,6 +65,11 @@ def shown(word: str) -> str:
     )
 
 
+def shown_lines(text: str) -> str:
+    """`shown`, line by line."""
+    return "\n".join(map(shown, text.split("\n")))
+
+
 def escaped(text: object) -> str:
     """Text that no browser takes for markup.
 
@@ -86,7 +92,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[
     >>> table(["layer", "entropy"], [["L0", "1.2"]], numbers=[1])[:46]
     '<table><thead><tr><th>layer</th><th class="n">'
     """
-    right = {at: ' class="n"' for at in numbers}
+    right = dict.fromkeys(numbers, ' class="n"')
     names = "".join(f"<th{right.get(at, '')}>{escaped(name)}</th>" for at, name in enumerate(head))
     lines = (
         "<tr>" + "".join(f"<td{right.get(at, '')}>{escaped(cell)}</td>" for at, cell in enumerate(row)) + "</tr>"
@@ -176,7 +182,9 @@ def picture(cells: Sequence[Sequence[float]], label: str, side: float = 256.0, m
 
 def frame(page: str, height: int) -> str:
     """A whole HTML page in a frame of its own, whose scripts reach nothing outside of it."""
-    inside = page.replace("&", "&amp;").replace("'", "&#39;")  # a page has many double quotes, so these stay as they are
+    inside = page.replace("&", "&amp;").replace(
+        "'", "&#39;"
+    )  # a page has many double quotes, so these stay as they are
     return (
         f'<iframe sandbox="allow-scripts" style="height:{height}px" title="attention report" '
         f"srcdoc='{inside}'></iframe>"

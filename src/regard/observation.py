@@ -260,7 +260,9 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
     if isinstance(index, list) and all(type(i) in (int, bool) for i in index):
         index = torch.tensor(index, device="cpu") if index else torch.empty(0, dtype=torch.int64, device="cpu")
     if not isinstance(index, Tensor) or index.dtype.is_floating_point or index.dtype.is_complex:
-        raise DtypeError(f"{member}: {name} must be a whole number, a slice, or whole numbers in one dimension. Got {index!r}.")
+        raise DtypeError(
+            f"{member}: {name} must be a whole number, a slice, or whole numbers in one dimension. Got {index!r}."
+        )
     if index.dim() != 1:
         raise ShapeError(f"{member}: {name} must have one dimension. Got shape {tuple(index.shape)}.")
     if index.dtype == torch.bool:

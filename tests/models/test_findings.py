@@ -324,7 +324,12 @@ def test_problems_come_first_then_the_order_of_the_rules_then_the_strongest() ->
     found = find(watched(**layers))
     assert [one.layer.removeprefix("layers.") for one in found] == ["huge", "large", "stronger", "sink"]
     assert [one.level for one in found] == ["problem"] + ["notable"] * 3
-    assert [one.rule for one in find(watched(**layers), [Sink(), LargeLogits()])] == ["logits", "sink", "sink", "logits"]
+    assert [one.rule for one in find(watched(**layers), [Sink(), LargeLogits()])] == [
+        "logits",
+        "sink",
+        "sink",
+        "logits",
+    ]
 
 
 def test_heads_with_one_finding_are_named_together() -> None:

@@ -30,10 +30,10 @@ class Options(TypedDict):
 
 _INSTEAD = {
     "is_causal": "Write mask=regard.causal().",
-    "attn_mask": "Write mask=, where True means \"may attend\"; what is added to the logits is bias=.",
+    "attn_mask": 'Write mask=, where True means "may attend"; what is added to the logits is bias=.',
     "dropout_p": "Write dropout=.",
     "enable_gqa": "Leave it out: grouped heads are recognized by their number.",
-    "key_padding_mask": "Write mask=regard.padding(keep=…), where True means \"may attend\".",
+    "key_padding_mask": 'Write mask=regard.padding(keep=…), where True means "may attend".',
     "need_weights": "Call regard.observe(…).weights().",
     "output_attentions": "Call regard.observe(…).weights().",
 }

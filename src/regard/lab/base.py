@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from ..errors import ArgumentError, MissingPackageError
 from ..display import block, escaped, note, paragraph, table
+from ..errors import ArgumentError, MissingPackageError
 from ..report.files import json_safe
 from ..report.tables import as_text
 from .cells import Row, cell, is_number, tables

@@ -151,8 +151,7 @@ class Mask(ABC):
             return draw_pairs(one.dense(n, m, None if one.tensors else "cpu").reshape(n, m))
         return draw_shades(one._tile_densities(*cell_edges(n, m, width), n, m))
 
-    def _repr_html_(self) -> str:
-        return html_picture(self)
+    _repr_html_ = html_picture
 
     def _tile_densities(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
         """Give the share of allowed pairs in each tile; only rows of tiles that `cover` leaves open are evaluated."""

@@ -60,7 +60,7 @@ def html_picture(mask: Any) -> str:
 
 
 def _sizes(mask: Any) -> Iterator[tuple[int, int]]:
-    """The sizes at which to draw a mask: those that its tensors suggest, then one that shows its numbers, then others."""
+    """The sizes at which to draw a mask: those of its tensors, then some that show its numbers."""
     for tensor in mask.tensors:
         if tensor.dim() >= 1 and tensor.dtype != torch.bool and not tensor.dtype.is_floating_point and tensor.numel():
             longest, total = int(tensor.max()), int(tensor.reshape(-1, tensor.shape[-1])[0].sum())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from regard.display import block, paragraph, shown
+from regard.report.files import json_safe, write_text
 from regard.report.tables import HeadTable
 
 from .head_statistics import Head
@@ -50,7 +53,21 @@ class Difference:
         """
         changed = self.strongest()
         rows = [(head.layer, str(head.head), head.numbers()) for head in changed[:most]]
-        return DifferenceTable([*self._paired(names), *self._summary(len(rows), len(changed), names)], rows, self.layers)
+        return DifferenceTable(
+            [*self._paired(names), *self._summary(len(rows), len(changed), names)], rows, self.layers
+        )
+
+    def to_json(self, path: str | Path, names: tuple[str, str] = ("the first", "the second")) -> None:
+        """Write the differences, head by head, and the heads that only one of the two has, as JSON."""
+        found = {
+            "first": names[0],
+            "second": names[1],
+            "paired_by": "order" if self.by_order else "name",
+            "heads": list(map(_as_object, self.heads)),
+            "only_first": list(map(_as_object, self.only_first)),
+            "only_second": list(map(_as_object, self.only_second)),
+        }
+        write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n", "to_json")
 
     def _summary(self, rows: int, changed: int, names: tuple[str, str]) -> list[str]:
         """What is subtracted from what, how many changed heads are shown, and how many could not be compared."""
@@ -105,6 +122,10 @@ class DifferenceTable:
     @property
     def _table(self) -> HeadTable:
         return HeadTable(self.rows, signed=True, layers=self.layers)
+
+
+def _as_object(head: Head) -> dict[str, object]:
+    return {name: json_safe(value) for name, value in asdict(head).items()}
 
 
 def _changed(head: Head) -> bool:

@@ -190,10 +190,20 @@ def _load_errors(name: str, part: str = "") -> Iterator[None]:
     except Exception as error:  # it reads files from outside, and may raise anything
         close = "".join(f"Did you mean {one}? " for one in get_close_matches(name, (BUILTIN, UNTRAINED), n=1))
         raise FileError(
-            f"load: {part}{name!r} could not be loaded: {_one_line(error)} {close}Give a folder with config.json, a "
+            f"load: {part}{name!r} {_not_loaded(name, error)} {close}Give a folder with config.json, a "
             f"tokenizer and safetensors, or a model name from the hub; code in a model's folder runs only with "
             f"--trust-remote-code."
         ) from error
+
+
+def _not_loaded(name: str, error: Exception) -> str:
+    """Why a model could not be loaded."""
+    text = str(error)
+    if not Path(name).exists() and ("couldn't connect" in text or "offline" in text):
+        return "was not found: there is no such folder, and the hub cannot be reached."
+    if not Path(name).exists() and ("not a local folder" in text or "Repo id must" in text or "Incorrect path" in text):
+        return "was not found: there is no such folder, and no such model on the hub."
+    return f"could not be loaded: {_one_line(error)}"
 
 
 def _one_line(error: Exception) -> str:

@@ -78,9 +78,7 @@ class Seen(AttentionRecord):
             cached = self._cached = _CachedFindings(self.calls, self.tokens, find(self, None, tell))
         return Findings(cached.findings, self.layers)
 
-    def table(
-        self, by_layer: bool = False, *, layer: str | int | None = None, sort: str | None = None
-    ) -> HeadTable:
+    def table(self, by_layer: bool = False, *, layer: str | int | None = None, sort: str | None = None) -> HeadTable:
         """The heads and their statistics as a table, or the means per layer; print it, or pass it to rich.
 
         `layer` shows the heads of one layer, given by its name or its place; `sort` is a statistic, the largest first.
@@ -130,7 +128,9 @@ class Seen(AttentionRecord):
             return block(repr(self), *parts)
         try:
             if max(max(self[name].shape[-2:]) for name in self.layers) <= _LONGEST_FRAMED:
-                return block("", frame(page.render(self.look(), page.EMBEDDED_LIMIT - _AROUND_FRAME), _FRAME_HEIGHT), *parts)
+                return block(
+                    "", frame(page.render(self.look(), page.EMBEDDED_LIMIT - _AROUND_FRAME), _FRAME_HEIGHT), *parts
+                )
             shown = [self.findings()._repr_html_(), self.table(by_layer=True)._repr_html_()]
             parts.append(note('the text is long: seen.save("report.html") writes the report, and seen.show() opens it'))
         except RegardError as error:  # such as tensors that were changed since

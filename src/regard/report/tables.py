@@ -30,7 +30,16 @@ STATISTIC_COLUMNS = {
     "distance": "distance",
     "concentration": "Σp²",
 }
-_DROPPED_FIRST = ("concentration", "effective_keys", "distance", "entropy", "self_share", "first_share")
+_DROPPED_FIRST = (
+    "concentration",
+    "effective_keys",
+    "distance",
+    "entropy",
+    "self_share",
+    "first_share",
+    "saturated_share",
+    "previous_share",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +102,10 @@ class HeadTable:
         labels = [("layer", "head"), *((label, head) for label, head, _ in self._labelled())]
         taken = sum(max(map(len, column)) for column in zip(*labels, strict=True)) + gap
         widths = {
-            name: gap + max(len(STATISTIC_COLUMNS.get(name, name)), *(len(_number(row[name], self.signed)) for *_, row in self.rows))
+            name: gap
+            + max(
+                len(STATISTIC_COLUMNS.get(name, name)), *(len(_number(row[name], self.signed)) for *_, row in self.rows)
+            )
             for name in names
         }
         for name in _DROPPED_FIRST:

@@ -79,7 +79,7 @@ class Positional(Rule):
 
 
 def heads_by_position(seen: AttentionRecord, layers: Iterable[str], share: float = 0.5) -> dict[str, set[int]]:
-    """The heads of some layers that attend to one offset in at least `share` of the rows, nearly all of which have it."""
+    """The heads of some layers that attend to one offset in at least `share` of the rows that have it."""
     names = list(layers)
     usual = _usual_offsets(seen, names)
     return {
