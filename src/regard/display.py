@@ -31,12 +31,12 @@ _STYLE = (
     ".regard .wide{overflow-x:auto}"
     ".regard .name{font-weight:600;margin:0 0 .4em}"
     ".regard table{border-collapse:collapse;margin:0 0 .5em;font-size:inherit;background:none;color:inherit}"
-    ".regard th,.regard td{padding:.15em .7em;text-align:left;vertical-align:top;border:0;background:none;"
+    ".regard th,.regard td{padding:.15em .7em;text-align:left!important;vertical-align:top;border:0;background:none;"
     "color:inherit;white-space:normal}"
     ".regard tr{background:none!important}"
     f".regard thead th{{border-bottom:{_LINE};font-weight:600;white-space:nowrap;vertical-align:bottom}}"
     f".regard tbody tr+tr>*{{border-top:{_LINE}}}"
-    ".regard .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}"
+    ".regard .n{text-align:right!important;font-variant-numeric:tabular-nums;white-space:nowrap}"
     ".regard tbody th{font-weight:600;white-space:nowrap}"
     ".regard ul{margin:0 0 .5em;padding-left:1.2em}"
     ".regard p{margin:0 0 .5em}"
@@ -176,7 +176,7 @@ def picture(cells: Sequence[Sequence[float]], label: str, side: float = 256.0, m
     return (
         f'<svg role="img" aria-label="{escaped(label)}" width="{width * size:.0f}" height="{height * size:.0f}" '
         f'viewBox="0 0 {width} {height}" fill="currentColor" shape-rendering="crispEdges" '
-        f'style="outline:{_LINE}">{paths}</svg>'
+        f'style="border:{_LINE}">{paths}</svg>'
     )
 
 

@@ -297,12 +297,13 @@ def test_wrong_options_get_one_sentence_in_the_style_of_every_other_error() -> N
     for given, said in {
         ("--sort", "width"): f"inspect: --sort: it must be one of entropy, relative, effective, max-logit, first, "
         f"self, previous, saturated, distance; got width. {remedy}",
-        ("--max-tokens", "0"): f"inspect: --max-tokens: Input should be greater than or equal to 1. {remedy}",
         ("a", "b"): f"inspect: MODEL: it takes one model; --compare takes two. {remedy}",
-        ("--wrong",): f"inspect: No such option: --wrong. {remedy}",
+        ("--zzz",): f"inspect: No such option: --zzz. {remedy}",
         ("--file", "gone.txt"): "--file: 'gone.txt' was not found.",
     }.items():
         assert refused("inspect", *given) == said
+    told = refused("inspect", "--max-tokens", "0")
+    assert re.fullmatch(rf"inspect: --max-tokens: [^.]+\. {remedy}", told)
     assert run(fails=True).split()[:2] == ["Usage:", "regard"]
 
 

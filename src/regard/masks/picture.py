@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ __all__ = ["cell_edges", "draw_pairs", "draw_shades", "html_picture"]
 
 PAIRS = "·█"
 SHADES = " ░▒▓█"
+_LONGEST = 1 << 14  # rows or keys of a mask that is drawn
 _SIDE = 64  # cells along each side of a picture in a notebook
 _USUAL = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)  # sizes at which a mask that fits any is drawn
 
@@ -61,18 +63,18 @@ def html_picture(mask: Any) -> str:
 
 def _sizes(mask: Any) -> Iterator[tuple[int, int]]:
     """The sizes at which to draw a mask: those of its tensors, then some that show its numbers."""
+    lengths: dict[int, None] = {}  # in order
     for tensor in mask.tensors:
         if tensor.dim() >= 1 and tensor.dtype != torch.bool and not tensor.dtype.is_floating_point and tensor.numel():
-            longest, total = int(tensor.max()), int(tensor.reshape(-1, tensor.shape[-1])[0].sum())
-            yield from ((size, size) for size in (longest, total) if 0 < size <= 1 << 16)
-        if tensor.dim() >= 1:
-            yield tensor.shape[-1], tensor.shape[-1]
-        if tensor.dim() >= 2:
-            yield tensor.shape[-2], tensor.shape[-1]
+            lengths |= dict.fromkeys((int(tensor.max()), int(tensor.reshape(-1, tensor.shape[-1])[0].sum())))
+        lengths |= dict.fromkeys(reversed(tensor.shape[-2:]))
+    known = [length for length in lengths if 0 < length <= _LONGEST]
+    yield from ((length, length) for length in known)
+    yield from product(known, known)
     size = getattr(mask, "size", None)
     if isinstance(size, tuple):
         yield size
-    side = min(2 * max(_numbers(mask), default=0), 1 << 13)
+    side = min(2 * max(_numbers(mask), default=0), _LONGEST)
     yield from ((usual, usual) for usual in (*(one for one in _USUAL if one >= side), side) if usual)
 
 

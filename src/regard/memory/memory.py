@@ -292,7 +292,7 @@ class Memory:
             "values": f"{self.value_dim} numbers each",
             "score": "q·k/√d" if self.score is None else repr(self.score),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "size": f"{rows * self._row_bytes / 2**20:,.1f} MiB {where}",
+            "size": f"{rows * self._row_bytes:,} bytes {where}",
         }
         return block("Memory", fact_table(facts))
 

@@ -74,7 +74,7 @@ class _Watch(AbstractContextManager[Seen]):
     """Watches a model from the beginning of a `with` block to its end."""
 
     def __init__(self, model: nn.Module, tell: Callable[[str], None] | None) -> None:
-        self._model, self._tell, self._seen = model, tell, Seen()
+        self._model, self._tell, self._seen = model, tell, Seen(title=type(model).__name__)
         self._interceptor = CallInterceptor(model, self._see, self._miss)
         self._runs, self._reported = 0, 0  # runs of the model; calls that were seen, or missed with a reason
         self._entered = False

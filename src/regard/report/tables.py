@@ -128,7 +128,8 @@ class HeadTable:
 def as_text(what: RenderableType, width: int = 160) -> str:
     """What rich prints, as plain text."""
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, legacy_windows=False, highlight=False).print(what)
+    console = Console(file=out, width=width, color_system=None, legacy_windows=False, force_jupyter=False)
+    console.print(what, highlight=False)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").splitlines())
 
 
