@@ -55,18 +55,15 @@ def attention(
     Shapes: query (…, Hq, N, D), key (…, Hk, M, D), value (…, Hk, M, Dv) with Hq a multiple of Hk; (batch, N, D) and
     (N, D) have one head. The logits are score(q, k), then capped, then biased, then masked:
 
-    - `mask`: a regard mask, or a tensor in which True, or any integer but 0, means "may attend", broadcast to
-      (…, Hq, N, M);
+    - `mask`: a regard mask, or a tensor, broadcast to (…, Hq, N, M): True, or any integer but 0, means "may attend";
     - `bias`: a tensor that is added, broadcast likewise, or `regard.biases.alibi(…)`, `regard.biases.relative(…)`;
     - `score`: a module of `regard.scores`; without one, q·k times `scale` (1/√D; a number, or a tensor, one per head);
     - `softcap`: c gives c·tanh(x/c); `sink`: one more logit per head, in the denominator only;
     - `dropout`: the probability that a weight is dropped; `backend`: "auto", a name, or a backend object.
 
     >>> import torch, regard
-    >>> q = k = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    >>> regard.attention(q, k, torch.tensor([[10.0], [20.0]]), scale=100.0)
-    tensor([[10.],
-            [20.]])
+    >>> regard.attention(torch.eye(2), torch.eye(2), torch.tensor([[10.0], [20.0]]), scale=100.0).tolist()
+    [[10.0], [20.0]]
     """
     if other:
         refuse_unknown("attention", other)
