@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -31,12 +31,20 @@ _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # the class of every error ab
 class Commands(TyperGroup):
     """The verbs of the command; an error about options reads like every other error: who, what, and the remedy."""
 
-    def main(self, *given: Any, standalone_mode: bool = True, **named: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **more: Any,
+    ) -> Any:
         """Run the command line."""
         if not standalone_mode:
-            return super().main(*given, standalone_mode=False, **named)
+            return super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
         try:
-            code = super().main(*given, standalone_mode=False, **named)
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
         except _USAGE_ERROR as error:
             if error.format_message():  # none, if no verb was given: the help has been printed
                 typer.echo(shown_lines(_usage_message(error)), err=True)
