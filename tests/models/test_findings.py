@@ -342,7 +342,9 @@ def test_heads_with_one_finding_are_named_together() -> None:
     ]
     assert (found[0].layer, found[0].heads) == ("layers.a", (1, 2))
     assert found[0].places == (Place("layers.a", (1, 2)), Place("layers.c", (3,)))
-    assert str(found) == repr(found) == f"· {found[0].text}\nL0: layers.a\nL1: layers.b\nL2: layers.c"
+    assert str(found) == repr(found)
+    assert " ".join(str(found).split()) == f"· {found[0].text} L0: layers.a L1: layers.b L2: layers.c"
+    assert max(map(len, str(found).splitlines())) <= 100
     (found,) = find(watched(a=Fixed(torch.zeros(1, 3, N, 4), torch.zeros(1, 3, N, 4))))
     assert found.text.startswith("L0, all 3 heads: ")
     assert str(find(watched(None, a=Fixed(*random())))) == "no rule found anything wrong or notable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from textwrap import fill
 
 from regard.report.labels import layer_legend
 from regard.report.tables import NOTHING_FOUND
@@ -37,6 +38,8 @@ __all__ = [
     "find",
 ]
 
+_WIDTH = 100  # characters in a line of text
+
 # The most serious first.
 RULES: tuple[Rule, ...] = (
     *(LargeLogits(), Collapsed(), Saturated(), Uniform()),
@@ -54,7 +57,10 @@ class Findings(list[Finding]):
     def __repr__(self) -> str:
         if not self:
             return NOTHING_FOUND
-        lines = [f"{'!' if finding.level == 'problem' else '·'} {shown(finding.text)}" for finding in self]
+        lines = [
+            fill(f"{'!' if one.level == 'problem' else '·'} {shown(one.text)}", _WIDTH, subsequent_indent="  ")
+            for one in self
+        ]
         return "\n".join([*lines, *self._legend()])
 
     def _repr_html_(self) -> str:
@@ -77,7 +83,8 @@ def find(
     >>> with regard.watch(attend) as seen:
     ...     _ = attend(*[torch.zeros(9, 1, 16)] * 3)
     >>> seen.findings()
-    · L0, all 2 heads: dead head: attends to every key alike, with 1.000 of the entropy of uniform attention
+    · L0, all 2 heads: dead head: attends to every key alike, with 1.000 of the entropy of uniform
+      attention
     L0: the model itself
     """
     found = []
