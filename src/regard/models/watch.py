@@ -102,7 +102,7 @@ class _Watch(AbstractContextManager[Seen]):
         self._exit.close()
         if kind is None and not self._reported and not self._seen.missed:
             self._seen.missed[""] = _NOT_SEEN if self._runs else "it was not called inside the with block"
-        if kind is None and self._runs and not self._seen.layers:
+        if kind is None and self._runs and not self._seen.calls:
             name, reason = next(iter(self._seen.missed.items()))
             more = f" and {len(self._seen.missed) - 1:,} more" if len(self._seen.missed) > 1 else ""
             place = f"{name}{more}" if name else "the model"
