@@ -17,6 +17,7 @@ from regard.masks.picture import cell_edges, draw_pairs, draw_shades, html_pictu
 from regard.masks.span import Span, interval
 from regard.masks.tiles import FULL, HIDDEN, PARTIAL, block_indices, tile_states, uniform_cover
 from regard.masks.transfer import Arrival, copy_to
+from regard.masks.values import digest, same_value, shown_value
 
 __all__ = ["CONVERTERS", "FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
 
@@ -309,11 +310,11 @@ class Mask(ABC):
         if self is other:
             return True
         return type(self) is type(other) and all(
-            _same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
+            same_value(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
         )
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, *(_digest(getattr(self, field.name)) for field in fields(self))))
+        return hash((type(self).__name__, *(digest(getattr(self, field.name)) for field in fields(self))))
 
     def __repr__(self) -> str:
         words = []
@@ -321,7 +322,7 @@ class Mask(ABC):
             value = getattr(self, field.name)
             if field.default is MISSING or isinstance(value, Tensor) or value != field.default:
                 named = field.kw_only or field.default is not MISSING
-                words.append(f"{field.name}={_show(value)}" if named else _show(value))
+                words.append(f"{field.name}={shown_value(value)}" if named else shown_value(value))
         return f"{self.factory}({', '.join(words)})"
 
 
@@ -471,26 +472,3 @@ def _broadcast(a: int, b: int, what: str, sign: str) -> int:
             f"Make both for the same batch and the same heads."
         )
     return a
-
-
-def _same(a: object, b: object) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and bool((a.cpu() == b.cpu()).all()))  # of 32 or 64 bits
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
-
-
-def _digest(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        flat = value.detach().flatten()
-        return tuple(value.shape), int(flat.sum()), tuple(flat[:64].tolist())
-    return hash(value)
-
-
-def _show(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    if value.is_meta or (value.dim() > 1 and not 0 < value.numel() <= 16):
-        return f"<{str(value.dtype).removeprefix('torch.')} {'×'.join(map(str, value.shape))}>"
-    if value.numel() > 16:
-        return f"[{', '.join(map(str, value[:3].tolist()))}, ..., {value[-1].item()}]"
-    return repr(value.tolist())
