@@ -380,6 +380,10 @@ def test_a_collapse_of_half_a_layer_is_a_problem() -> None:
     layer.q[:, 2], layer.k[:, 2] = other.q[:, 2], other.k[:, 2]
     assert [one.level for one in find(watched(a=layer), [Collapsed()])] == ["problem"]
     assert [one.level for one in find(watched(a=layer), [Collapsed(part=0.51)])] == ["notable"]
+    for target, levels in ((0, []), (5, ["problem"])):  # at rest on the first token, or stuck at another one
+        layer, other = (aimed(torch.full((N,), target), 40.0, at=at) for at in (1, 2))
+        layer.q[:, 2], layer.k[:, 2] = other.q[:, 2], other.k[:, 2]
+        assert [one.level for one in find(watched(a=layer), [Collapsed()])] == levels
 
 
 def test_logits_that_are_infinite_or_very_large_are_problems() -> None:

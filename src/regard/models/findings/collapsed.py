@@ -20,9 +20,9 @@ class Collapsed(StatisticRule):
 
     Zhai et al. 2023 ("Stabilizing Transformer Training by Preventing Attention Entropy Collapse") find that training
     becomes unstable when the entropy of attention, averaged over rows and heads, falls towards 0. A head that attends
-    by position, as to the previous token, is sharp and healthy, and is left to the rule "positional". So a finding is a
-    problem if it concerns `part` of a layer's heads, and notable otherwise; a few heads that rest on one token are left
-    to the rule "sink".
+    by position, as to the previous token, is sharp and healthy, and is left to the rule "positional"; so is one that
+    rests on the first token or a special one, and is left to the rule "sink". A finding is a problem if it concerns
+    `part` of a layer's heads, and notable otherwise.
 
     `entropy` is in nats, the mean over rows; `relative` is a share of the entropy that uniform attention would have;
     `part` is a share of a layer's heads; `rows` is the number of rows required. A head matches at or below both.
@@ -51,11 +51,13 @@ class Collapsed(StatisticRule):
     def weigh(
         self, seen: AttentionRecord, matching: dict[str, dict[Head, float]]
     ) -> dict[str, tuple[str, dict[Head, float]]]:
-        """Leave out heads by position; a problem if enough heads of the layer have collapsed, for whatever reason."""
-        healthy, resting = heads_by_position(seen, matching), resting_heads(seen, matching)
+        """Leave out healthy heads; of a few collapsed ones, leave those with a sink to the rule for sinks."""
+        by_position, resting = heads_by_position(seen, matching), resting_heads(seen, matching)
+        at_rest = resting_heads(seen, matching, healthy=True)
         found = {}
         for layer, cases in matching.items():
-            left = {head: value for head, value in cases.items() if head.head not in healthy[layer]}
+            healthy = by_position[layer] | at_rest[layer]
+            left = {head: value for head, value in cases.items() if head.head not in healthy}
             problem = len(left) >= self.part * seen[layer].shape[-3]
             some = left if problem else {h: value for h, value in left.items() if h.head not in resting[layer]}
             if some:

@@ -87,10 +87,21 @@ class Sink(Rule):
         return strongest.share >= self.share and strongest.odds >= times
 
 
-def resting_heads(seen: AttentionRecord, layers: Iterable[str], share: float = 0.5) -> dict[str, set[int]]:
-    """The heads of some layers that put at least `share` of the weight of all rows on one key."""
-    found = _strongest_keys(seen, layers)
-    return {layer: {head for head, x in enumerate(heads) if x.share >= share} for layer, heads in found.items()}
+def resting_heads(
+    seen: AttentionRecord, layers: Iterable[str], share: float = 0.5, *, healthy: bool = False
+) -> dict[str, set[int]]:
+    """The heads of some layers that put at least `share` of the weight of all rows on one key.
+
+    With `healthy`, only those that do so where heads of healthy models rest: at either end, or on a special token.
+    """
+    return {
+        layer: {
+            head
+            for head, strongest in enumerate(heads)
+            if strongest.share >= share and (not healthy or _is_expected(strongest, seen, layer))
+        }
+        for layer, heads in _strongest_keys(seen, layers).items()
+    }
 
 
 def _strongest_keys(seen: AttentionRecord, layers: Iterable[str]) -> dict[str, list[_Strongest]]:
