@@ -212,6 +212,23 @@ def test_a_report_of_a_text_that_fits_no_layer_has_positions() -> None:
     assert inspection.build_look(loaded, longer, seen).layers[0].queries[:2] == ["0", "1"]
 
 
+def test_a_layer_is_given_by_its_name_or_its_place() -> None:
+    model = Gpt()
+    with regard.watch(model) as seen:
+        model(torch.zeros(1, 9, dtype=torch.int64))
+    assert seen[1] is seen[-1] is seen["blocks.1.attn"]
+    assert list(seen) == seen.layers
+    assert torch.equal(seen.map(0), seen.map("blocks.0.attn"))
+    assert {row[0] for row in seen.table(layer=1).rows} == {"blocks.1.attn"}
+    for wrong in (2, True, 1.0):
+        with pytest.raises(ArgumentError, match=r"a layer is its name, or its place, from 0 to 1\. Got"):
+            seen[wrong]  # type: ignore[index]
+    with pytest.raises(ArgumentError, match="table: sort must be a statistic: entropy, "):
+        seen.table(sort="width")
+    order = [row[2]["entropy"] for row in seen.table(sort="entropy").rows]
+    assert order == sorted(order, reverse=True)
+
+
 def named_in_the_docs() -> list[str]:
     """Every `regard.models.x` and `regard.report.x` that a page of the docs names in code, except in the API index."""
     pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "api.md"]
@@ -244,20 +261,3 @@ def test_a_name_that_is_not_there_is_an_attribute_error_and_dir_lists_what_is() 
     for package in (regard, regard.models, regard.report):
         with pytest.raises(AttributeError, match="nothing"):
             package.nothing
-
-
-def test_a_layer_is_given_by_its_name_or_its_place() -> None:
-    model = Gpt()
-    with regard.watch(model) as seen:
-        model(torch.zeros(1, 9, dtype=torch.int64))
-    assert seen[1] is seen[-1] is seen["blocks.1.attn"]
-    assert list(seen) == seen.layers
-    assert torch.equal(seen.map(0), seen.map("blocks.0.attn"))
-    assert {row[0] for row in seen.table(layer=1).rows} == {"blocks.1.attn"}
-    for wrong in (2, True, 1.0):
-        with pytest.raises(ArgumentError, match=r"a layer is its name, or its place, from 0 to 1\. Got"):
-            seen[wrong]  # type: ignore[index]
-    with pytest.raises(ArgumentError, match="table: sort must be a statistic: entropy, "):
-        seen.table(sort="width")
-    order = [row[2]["entropy"] for row in seen.table(sort="entropy").rows]
-    assert order == sorted(order, reverse=True)
