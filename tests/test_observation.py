@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard.errors import ArgumentError, DtypeError
 
 INF = math.inf
 BACKENDS = ("reference", "chunked")
@@ -445,3 +446,16 @@ def test_received_map_and_top_are_of_weights_before_dropout_and_with_a_sink_sum_
     torch.testing.assert_close(seen.max_logit, regard.observe(*tensors).max_logit)
     torch.testing.assert_close(seen.entropy, -(weights * weights.log()).sum(-1))
     torch.testing.assert_close(seen.gradient_health, (weights * (1 - weights)).sum(-1))
+
+
+def test_one_row_and_one_key_are_given_by_their_number() -> None:
+    seen = regard.observe(*torch.randn(3, 2, 5, 4).unbind())
+    for rows, same in ((3, [3]), (-1, [4])):
+        torch.testing.assert_close(seen.weights(rows=rows), seen.weights(rows=same), rtol=0, atol=0)
+        torch.testing.assert_close(seen.scores(cols=rows), seen.scores(cols=same), rtol=0, atol=0)
+    with pytest.raises(
+        DtypeError, match=r"^weights: rows must be a whole number, a slice, or whole numbers .* Got True"
+    ):
+        seen.weights(rows=True)
+    with pytest.raises(ArgumentError, match=r"rows must be within 5\. Got 5 to 5"):
+        seen.weights(rows=5)

@@ -22,7 +22,7 @@ NAMES = [str(file.relative_to(PACKAGE)) for file in FILES]
 
 # A module imports only from its own level and from those before it; within a level, only from names before its own.
 LEVELS = (
-    ("errors",),
+    ("errors", "display"),
     ("compat",),
     ("softmax",),
     ("masks",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from .backends.remembered import key_of, recall, remember
 from .backends.sdpa import fast_path
 from .biases import Bias
 from .core.contexts import ACTIVE, active_context, refuse_in_context
-from .core.options import Options
+from .core.options import Options, refuse_unknown
 from .core.problem import Problem
 from .core.validation import pose
 from .errors import ArgumentError, DtypeError, ShapeError
@@ -48,25 +50,25 @@ def attention(
     sink: Tensor | None = None,
     dropout: float = 0.0,
     backend: str | Backend = "auto",
+    **other: Never,
 ) -> Tensor:
     """Average `value` with weights softmax(score(query, key)) over the pairs that `mask` allows.
 
     Shapes: query (…, Hq, N, D), key (…, Hk, M, D), value (…, Hk, M, Dv) with Hq a multiple of Hk; (batch, N, D) and
     (N, D) have one head. The logits are score(q, k), then capped, then biased, then masked:
 
-    - `mask`: a regard mask, or a tensor in which True, or any integer but 0, means "may attend", broadcast to
-      (…, Hq, N, M);
+    - `mask`: a regard mask, or a tensor, broadcast to (…, Hq, N, M): True, or any integer but 0, means "may attend";
     - `bias`: a tensor that is added, broadcast likewise, or `regard.biases.alibi(…)`, `regard.biases.relative(…)`;
     - `score`: a module of `regard.scores`; without one, q·k times `scale` (1/√D; a number, or a tensor, one per head);
     - `softcap`: c gives c·tanh(x/c); `sink`: one more logit per head, in the denominator only;
     - `dropout`: the probability that a weight is dropped; `backend`: "auto", a name, or a backend object.
 
     >>> import torch, regard
-    >>> q = k = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    >>> regard.attention(q, k, torch.tensor([[10.0], [20.0]]), scale=100.0)
-    tensor([[10.],
-            [20.]])
+    >>> regard.attention(torch.eye(2), torch.eye(2), torch.tensor([[10.0], [20.0]]), scale=100.0).tolist()
+    [[10.0], [20.0]]
     """
+    if other:
+        refuse_unknown("attention", other)
     known = None
     usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
     if usual and not (WATCHERS or ACTIVE):
@@ -110,6 +112,7 @@ def observe(
     sink: Tensor | None = None,
     dropout: float = 0.0,
     backend: str | Backend = "auto",
+    **other: Never,
 ) -> Observation:
     """Attend, and return the output with statistics of the weights of every row, in linear memory.
 
@@ -119,6 +122,8 @@ def observe(
     >>> seen.perplexity
     tensor([[1.0000, 2.0000, 3.0000, 4.0000]])
     """
+    if other:
+        refuse_unknown("observe", other)
     options: Options = {
         "mask": mask,
         "bias": bias,
@@ -161,6 +166,7 @@ def why(
     dropout: float = 0.0,
     backend: str | Backend = "auto",
     observe: bool = False,
+    **other: Never,
 ) -> Plan:
     """Explain which backend a call takes, and why each other one refuses; no attention is computed.
 
@@ -169,6 +175,8 @@ def why(
     >>> print(regard.why(x, x, x, softcap=30.0).backend)
     chunked
     """
+    if other:
+        refuse_unknown("why", other)
     options: Options = {
         "mask": mask,
         "bias": bias,

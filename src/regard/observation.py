@@ -20,11 +20,13 @@ from .compat.torch import forward_mode_is_active, is_wrapped, shared_with_backwa
 from .core.problem import Problem
 from .core.rows import Rows, unstacked
 from .core.versions import Versions
-from .errors import ArgumentError, ChangedError, DtypeError, ShapeError
+from .display import block, gallery, note, table
+from .errors import ArgumentError, ChangedError, DtypeError, RegardError, ShapeError
 
 __all__ = ["WATCHERS", "Observation", "Watcher", "notify", "observed", "watchers", "watching"]
 
-Index = slice | range | Tensor | list[int] | None
+Index = int | slice | range | Tensor | list[int] | None
+_DRAWN_HEADS, _MAP_SIDE, _DRAWN_PAIRS = 8, 32, 1 << 28  # what a notebook shows, and the pairs that this may read
 _READ_LATER = ("query", "key", "mask", "bias", "score", "scale", "sink")  # what late passes read
 
 
@@ -87,6 +89,32 @@ class Observation:
     def __repr__(self) -> str:
         p = self._problem
         return f"Observation(heads {tuple(p.lead)}, {p.rows} queries, {p.keys} keys, by {self._backend.name})"
+
+    def _repr_html_(self) -> str:
+        """The first heads: their map, pooled, and what their rows attend to."""
+        p, seen = self._problem, self.lse.numel() > 0
+        if not seen or not p.keys or is_wrapped(self.lse) or p.rows * p.keys * self.lse[..., 0].numel() > _DRAWN_PAIRS:
+            return block(repr(self))
+        try:
+            maps = self.map(min(_MAP_SIDE, p.rows), min(_MAP_SIDE, p.keys)).detach()
+        except RegardError as error:
+            return block(repr(self), note(str(error)))
+        maps = maps.reshape(-1, *maps.shape[-2:])[:_DRAWN_HEADS].float().nan_to_num().cpu()
+        entropy, most = (x.detach().reshape(-1, p.rows)[:_DRAWN_HEADS].cpu() for x in (self.entropy, self.max_logit))
+        shades = (maps / maps.amax((-2, -1), keepdim=True).clamp(min=1e-12)).sqrt().tolist()
+        rows = [
+            (f"H{head}", f"{x.mean():.2f}", f"{x.exp().mean():.1f}", f"{y.max():.3g}")
+            for head, (x, y) in enumerate(zip(entropy, most, strict=True))
+        ]
+        heads = self.lse[..., 0].numel()
+        more = f"the first {len(rows)} of {heads:,} heads; " if heads > len(rows) else ""
+        says = "mean weight in each cell, as its square root; queries go down and keys to the right"
+        return block(
+            repr(self),
+            gallery((f"H{head}", cells) for head, cells in enumerate(shades)),
+            table(["head", "entropy", "effective keys", "max logit"], rows, numbers=(1, 2, 3)),
+            note(more + says),
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -264,12 +292,16 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
     if isinstance(index, slice):
         chosen = range(length)[index]
         return torch.arange(len(chosen), device=device) * chosen.step + chosen.start
+    if type(index) is int:
+        index = [index]
     if isinstance(index, range):
         index = list(index)
     if isinstance(index, list) and all(type(i) in (int, bool) for i in index):
         index = torch.tensor(index, device="cpu") if index else torch.empty(0, dtype=torch.int64, device="cpu")
     if not isinstance(index, Tensor) or index.dtype.is_floating_point or index.dtype.is_complex:
-        raise DtypeError(f"{member}: {name} must be a slice, or whole numbers in one dimension. Got {index!r}.")
+        raise DtypeError(
+            f"{member}: {name} must be a whole number, a slice, or whole numbers in one dimension. Got {index!r}."
+        )
     if index.dim() != 1:
         raise ShapeError(f"{member}: {name} must have one dimension. Got shape {tuple(index.shape)}.")
     if index.dtype == torch.bool:

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from .compat.torch import without_autocast
 from .core.problem import Problem
+from .display import block, matrix
 from .softmax import stable
 
 __all__ = ["Steps", "walk"]
 
-_SHOWN = 8  # rows and columns that are printed
+_SHOWN, _MORE = 8, "…"  # rows and columns that are printed, and what stands for the others
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Steps:
     """The four stages of softmax(Q Kᵀ · scale) V; `str` prints them as matrices, each with a sentence on what it is."""
 
@@ -26,17 +27,33 @@ class Steps:
     output: Tensor  # (…, N, Dv)  weights V
     scale: float
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
+        return "\n\n".join(_stage(name, getattr(self, name), fact) for name, fact in self._facts().items())
+
+    def _repr_html_(self) -> str:
+        parts = []
+        for name, fact in self._facts().items():
+            x = getattr(self, name)
+            first = x[(0,) * (x.dim() - 2)] if x.numel() else x.new_zeros(0, 0)
+            more = "" if x.dim() == 2 or not x.numel() else " (the first of them)"
+            shades = first[:_SHOWN, :_SHOWN].tolist() if name == "weights" else ()
+            parts.append(matrix(f"{name} {tuple(x.shape)}: {fact}{more}", _cells(first), shades))
+        return block("", *parts)
+
+    def _facts(self) -> dict[str, str]:
+        """What each stage is, in a sentence."""
         sums = self.weights.double().sum(-1)
         empty = sums == 0
-        facts = {
+        return {
             "scores": "Q Kᵀ: entry (i, j) is the dot product of query i and key j",
             "scaled": f"scores × {self.scale:.4g}" + ("; −inf where the mask hides" if self._hides() else ""),
             "weights": f"softmax of each row: non-negative, row sums {_range(sums[~empty])}"
             + (f"; {int(empty.sum())} rows see nothing and are 0" if bool(empty.any()) else ""),
             "output": "weights V: each row is a convex combination of the values",
         }
-        return "\n\n".join(_stage(name, getattr(self, name), fact) for name, fact in facts.items())
 
     def _hides(self) -> bool:
         return bool((self.scaled == -torch.inf).any())
@@ -71,12 +88,16 @@ def _stage(name: str, x: Tensor, fact: str) -> str:
 
 def _matrix(x: Tensor) -> str:
     """The first rows and columns of a matrix as text."""
-    rows, cols = x.shape
-    cells = [[_cell(v) for v in row[:_SHOWN]] for row in x[:_SHOWN].tolist()]
+    cells = _cells(x)
     width = max((len(c) for row in cells for c in row), default=0)
-    more = "  …" if cols > _SHOWN else ""
-    lines = ["  " + "  ".join(c.rjust(width) for c in row) + more for row in cells]
-    return "\n".join(lines + ["  …"] * (rows > _SHOWN))
+    return "\n".join("  " + "  ".join(c if c == _MORE else c.rjust(width) for c in row) for row in cells)
+
+
+def _cells(x: Tensor) -> list[list[str]]:
+    """The first rows and columns of a matrix as texts, with an ellipsis where there are more."""
+    rows, cols = x.shape
+    cells = [[_cell(v) for v in row[:_SHOWN]] + [_MORE] * (cols > _SHOWN) for row in x[:_SHOWN].tolist()]
+    return cells + [[_MORE]] * (rows > _SHOWN)
 
 
 def _cell(v: float) -> str:

@@ -268,18 +268,54 @@ def test_warmup_says_what_it_needs_and_what_it_knows() -> None:
     assert "bfloat16, float16, float32" in run("warmup", "--dtype", "int8", fails=True)
 
 
+def test_a_comparison_says_what_is_subtracted_from_what_and_how_much_it_shows(tmp_path: Path) -> None:
+    html, numbers = tmp_path / "report.html", tmp_path / "heads.json"
+    output = run("inspect", "--compare", "builtin-untrained", "builtin", "--html", str(html), "--json", str(numbers))
+    lines = output.splitlines()
+    assert lines[0] == "builtin minus builtin-untrained: the 20 strongest of 32 heads that changed"
+    assert lines[22] == "L0–3: blocks.*.attention"
+    assert "heads.json" in output[-300:]
+    assert "report.html" in output[-300:]
+    found = json.loads(numbers.read_text(encoding="utf-8"))
+    assert (found["first"], found["second"], found["paired_by"]) == ("builtin-untrained", "builtin", "name")
+    assert len(found["heads"]) == 32
+    assert min(head["entropy"] for head in found["heads"]) < -2
+    page = html.read_text(encoding="utf-8")
+    assert "Change of entropy" in page
+    assert "only in builtin: attends to the previous token" in page
+
+
 @pytest.mark.usefixtures("idle")
-@pytest.mark.parametrize("option", ["--html", "--json"])
-def test_a_comparison_that_is_to_write_a_file_is_refused(option: str, tmp_path: Path) -> None:
-    said = refused("inspect", "--compare", "builtin", "builtin-untrained", option, str(tmp_path / "x"))
-    assert "writes no file: leave out --html and --json" in said
-    assert not list(tmp_path.iterdir())
+def test_a_comparison_takes_neither_a_layer_nor_an_order() -> None:
+    for option in (("--layer", "0"), ("--sort", "entropy")):
+        assert "leave out --layer and --sort" in refused("inspect", "--compare", "builtin", "builtin", *option)
 
 
-def test_a_comparison_says_what_is_subtracted_from_what_and_how_much_it_shows() -> None:
-    output = run("inspect", "--compare", "builtin-untrained", "builtin")
-    assert output.splitlines()[0] == "builtin minus builtin-untrained: the 20 strongest of 32 heads that changed"
-    assert len(output.splitlines()) == 1 + 1 + 20
+@pytest.mark.usefixtures("idle")
+def test_wrong_options_get_one_sentence_in_the_style_of_every_other_error() -> None:
+    remedy = "regard inspect -h lists the options."
+    for given, said in {
+        ("--sort", "width"): f"inspect: --sort: it must be one of entropy, relative, effective, max-logit, first, "
+        f"self, previous, saturated, distance; got width. {remedy}",
+        ("a", "b"): f"inspect: MODEL: it takes one model; --compare takes two. {remedy}",
+        ("--zzz",): f"inspect: No such option: --zzz. {remedy}",
+        ("--file", "gone.txt"): "--file: 'gone.txt' was not found.",
+    }.items():
+        assert refused("inspect", *given) == said
+    told = refused("inspect", "--max-tokens", "0")
+    assert re.fullmatch(rf"inspect: --max-tokens: [^.]+\. {remedy}", told)
+    told = run(fails=True)
+    assert told.split()[0] == "Usage:"
+    assert "lists the options" not in told
+
+
+def test_warnings_of_other_packages_are_not_shown(tmp_path: Path) -> None:
+    script = (
+        "import warnings; from regard.cli.output import hush_other_packages as hush; hush(); warnings.warn('noise')"
+    )
+    for flags, noise in (([], False), (["-W", "default"], True)):
+        done = subprocess.run([sys.executable, *flags, "-c", script], capture_output=True, text=True, check=True)
+        assert ("noise" in done.stderr) == noise
 
 
 def test_a_comparison_without_a_difference_says_so_and_prints_no_empty_table() -> None:

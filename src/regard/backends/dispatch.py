@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from ..compat.torch import (
 )
 from ..core.problem import Problem
 from ..core.rows import Rows
+from ..display import block, table
 from ..errors import BackendError
 from ..masks.causal import Causal
 from ..masks.everything import Everything
@@ -100,7 +102,7 @@ def _faster_on_hopper(p: Problem) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(p.query.device) == (9, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The backend that a call takes, and every other's reasons; `str` draws it as a table."""
 
@@ -108,19 +110,26 @@ class Plan:
     detail: str
     refusals: dict[str, tuple[str, ...]]
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         width = max(map(len, self.refusals))
-        lines = []
-        for name in self.refusals:
-            reasons = self.refusals.get(name, ())
+        return "\n".join(f"{mark} {name:<{width}}  {text}" for mark, name, text in self._lines())
+
+    def _repr_html_(self) -> str:
+        return block("", table(["", "backend", "what it says"], self._lines()))
+
+    def _lines(self) -> Iterator[tuple[str, str, str]]:
+        """A mark at the one that runs, the name, and what it does or why it refuses."""
+        for name, reasons in self.refusals.items():
             if name == self.backend:
-                lines.append(f"→ {name:<{width}}  {self.detail}")
+                yield "→", name, self.detail
             elif reasons:
-                lines += [f"  {name if not at else '':<{width}}  no: {reason}" for at, reason in enumerate(reasons)]
+                yield from ((" ", "" if at else name, f"no: {reason}") for at, reason in enumerate(reasons))
             else:
                 could = "could" if self.backend is None else "could, but is not the first choice"
-                lines.append(f"  {name:<{width}}  {could}: {KNOWN[name].about}")
-        return "\n".join(lines)
+                yield " ", name, f"{could}: {KNOWN[name].about}"
 
 
 def _captured() -> bool:

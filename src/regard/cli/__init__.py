@@ -8,10 +8,12 @@ import typer
 
 from . import atlas, info, inspect, lab, show, warmup
 from .encoding import fall_back_to_ascii
+from .output import Commands, hush_other_packages
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -23,6 +25,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line."""
     fall_back_to_ascii()
+    hush_other_packages()
     app(prog_name="regard")
 
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.rule import Rule
+from rich.text import Text
 
 from regard.report.terminal import shown
 
@@ -42,6 +43,9 @@ def lab(
             rest = ": --json works with one, not with --all" if as_json else ", or give --all"
             raise typer.BadParameter(f"name an experiment{rest}", param_hint="NAME")
         console.print(listing(studies()))
+        console.print(
+            Text("regard lab NAME runs one: its claim, numbers and verdict. --all runs every one.", style="dim")
+        )
         return
     if everything and (name is not None or as_json):
         raise typer.BadParameter("it runs every experiment; a name and --json select one", param_hint="--all")

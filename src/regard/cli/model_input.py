@@ -71,8 +71,15 @@ def read_text(text: str | None, file: Path | None, max_tokens: int) -> str:
     try:
         with file.open(encoding="utf-8") as opened:
             return _cut(opened.read(max_tokens * _CHARACTERS_PER_TOKEN + 1), max_tokens)
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"--file: {str(file)!r} cannot be read as UTF-8 text: {error}.") from error
+    except FileNotFoundError as error:
+        raise FileError(f"--file: {str(file)!r} was not found.") from error
+    except OSError as error:
+        raise FileError(f"--file: {str(file)!r} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise FileError(
+            f"--file: {str(file)!r} is not UTF-8 text: byte {error.start:,} is 0x{error.object[error.start]:02x}. "
+            f"Save it as UTF-8."
+        ) from error
 
 
 def _cut(text: str, max_tokens: int) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -14,13 +17,57 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
+from typer.core import TyperGroup
 
+from regard.display import shown, shown_lines
 from regard.errors import FileError, RegardError
-from regard.report.terminal import shown
 
-__all__ = ["check_writable", "errors_as_messages", "progress"]
+__all__ = ["Commands", "check_writable", "errors_as_messages", "hush_other_packages", "progress"]
 
 _SECONDS_BETWEEN_LINES = 5.0
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # the class of every error about options and arguments
+
+
+class Commands(TyperGroup):
+    """The verbs of the command; an error about options reads like every other error: who, what, and the remedy."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **more: Any,
+    ) -> Any:
+        """Run the command line."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
+        except _USAGE_ERROR as error:
+            if error.format_message():  # none, if no verb was given: the help has been printed
+                typer.echo(shown_lines(_usage_message(error)), err=True)
+            sys.exit(2)
+        except typer.Abort:
+            sys.exit(1)
+        sys.exit(code or 0)
+
+
+def _usage_message(error: Any) -> str:
+    """One sentence about a wrong option, and where the options are listed."""
+    verb = getattr(error.ctx, "command_path", "").partition(" ")[2]
+    hint = error.param_hint if isinstance(error, typer.BadParameter) else None
+    text = f"{hint}: {error.message}" if isinstance(hint, str) else error.format_message()
+    text = re.sub(r"^Invalid value for '?([^':]+)'?: ", r"\1: ", text)
+    return f"{verb or 'regard'}: {text.rstrip('. ')}. {f'regard {verb}'.strip()} -h lists the options."
+
+
+def hush_other_packages() -> None:
+    """Show no warnings of the packages that we call, unless somebody asks for them by -W or by their own variables."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def progress() -> Progress:

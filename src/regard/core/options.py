@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import NoReturn, TypedDict
 
 from torch import Tensor
 
 from ..biases import Bias
+from ..errors import DtypeError
 from ..masks import Mask
 from ..scores import Score
 
-__all__ = ["Options"]
+__all__ = ["Options", "refuse_unknown"]
 
 
 class Options(TypedDict):
@@ -23,3 +26,23 @@ class Options(TypedDict):
     softcap: float | None
     sink: Tensor | None
     dropout: float
+
+
+_INSTEAD = {
+    "is_causal": "Write mask=regard.causal().",
+    "attn_mask": 'Write mask=, where True means "may attend"; what is added to the logits is bias=.',
+    "dropout_p": "Write dropout=.",
+    "enable_gqa": "Leave it out: grouped heads are recognized by their number.",
+    "key_padding_mask": 'Write mask=regard.padding(keep=…), where True means "may attend".',
+    "need_weights": "Call regard.observe(…).weights().",
+    "output_attentions": "Call regard.observe(…).weights().",
+}
+
+
+def refuse_unknown(who: str, given: Mapping[str, object]) -> NoReturn:
+    """Refuse arguments that do not exist, and say what is meant instead by those of torch's own functions."""
+    name = next(iter(given))
+    known = (*Options.__annotations__, "backend", *(["observe"] if who == "why" else []))
+    close = get_close_matches(name, known, n=1)
+    instead = _INSTEAD.get(name) or (f"Did you mean {close[0]}=?" if close else f"There are {', '.join(known)}.")
+    raise DtypeError(f"{who}: there is no argument {name}. {instead}")

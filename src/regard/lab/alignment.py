@@ -74,6 +74,7 @@ class Alignment(Study):
     """
 
     name: ClassVar[str] = "alignment"
+    brief: ClassVar[str] = "Trained to translate, attention learns to align words"
     claim: ClassVar[str] = (
         "Attention that is trained to translate words learns to align sentences, by meaning and not by position, "
         "although it is never told where a translation is. It aligns unseen words too if their parts were trained, and "

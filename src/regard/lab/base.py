@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -11,15 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
+from ..display import block, escaped, note, paragraph, table
 from ..errors import ArgumentError, MissingPackageError
 from ..report.files import json_safe
+from ..report.tables import as_text
+from .cells import Row, cell, is_number, tables
+from .terminal import summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Experiment", "Progress", "Row", "Study", "canvas"]
 
-Row = dict[str, Any]
 Progress = Callable[[float], None]
 """A callback that takes the share of the work done, from 0 to 1."""
 
@@ -33,6 +38,8 @@ class Study(ABC):
     """
 
     name: ClassVar[str]
+    brief: ClassVar[str] = ""
+    """What it is about, in at most 60 characters."""
     claim: ClassVar[str]
     test: ClassVar[str]
     caption: ClassVar[str]
@@ -107,9 +114,9 @@ class Study(ABC):
             self.refuse(name, what)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Experiment:
-    """The result of a study: its rows and its verdict.
+    """The result of a study: its rows and its verdict. `str` prints it in full, and notebooks show it with its figure.
 
     >>> import regard
     >>> found = regard.lab.run("variance", dims=(16, 64), draws=20_000)
@@ -135,6 +142,29 @@ class Experiment:
     def test(self) -> str:
         """The test by which the verdict was reached."""
         return self.study.test
+
+    def __repr__(self) -> str:
+        return as_text(summary(self), width=100)
+
+    def _repr_html_(self) -> str:
+        numbers = []
+        for some in tables(self.rows):
+            right = [at for at, name in enumerate(some[0]) if all(is_number(row[name]) for row in some)]
+            numbers.append(table(list(some[0]), ([cell(value) for value in row.values()] for row in some), right))
+        verdict = "supports" if self.verdict else "does not support"
+        said = note(f"test: {self.test}") + paragraph(f"verdict: the measurement {verdict} the claim")
+        return block(self.name, paragraph(self.claim), self._drawn(), *numbers, said)
+
+    def _drawn(self) -> str:
+        """The figure as an image, on a light card; none without matplotlib."""
+        try:
+            figure = self.figure()
+        except MissingPackageError as missing:
+            return note(str(missing))
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", facecolor="white")
+        data = base64.b64encode(out.getvalue()).decode("ascii")
+        return f'<img class="card" alt="{escaped(self.study.caption)}" src="data:image/svg+xml;base64,{data}">'
 
     def figure(self) -> Figure:
         """Plot it with matplotlib."""

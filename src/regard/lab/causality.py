@@ -28,6 +28,7 @@ class Causality(Study):
     """Gradients and bits by the offset of a key, and constants against −inf for rows that see some keys or none."""
 
     name: ClassVar[str] = "causality"
+    brief: ClassVar[str] = "Under a causal mask no bit depends on later keys"
     claim: ClassVar[str] = (
         "Under a causal mask no gradient and no bit of a row depends on later keys. Adding −1e9 instead of masking "
         "gives rows that see a key the same bits in float32, but a row that sees none averages all values where the "

@@ -6,9 +6,9 @@ import math
 from itertools import groupby
 from typing import Any
 
-from .base import Row
+__all__ = ["Row", "cell", "is_number", "tables"]
 
-__all__ = ["cell", "is_number", "tables"]
+Row = dict[str, Any]
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 

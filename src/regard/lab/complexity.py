@@ -48,6 +48,7 @@ class Complexity(Study):
     """
 
     name: ClassVar[str] = "complexity"
+    brief: ClassVar[str] = "FLOP grow as n·m·d: quadratic only where n = m"
     claim: ClassVar[str] = (
         "Both products take FLOP in proportion to n·m·d (or d_v); scaling and softmax take n·m, whatever d is. So the "
         "cost is linear in the queries, in the keys and in the dim, and quadratic only where n = m. Tiles and chunks "

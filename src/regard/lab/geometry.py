@@ -28,6 +28,7 @@ class Geometry(Study):
     """Random directions, norms and balls, from few dimensions to many."""
 
     name: ClassVar[str] = "geometry"
+    brief: ClassVar[str] = "In high dimensions random vectors are nearly orthogonal"
     claim: ClassVar[str] = (
         "In high dimensions random directions are nearly orthogonal: u·v of unit vectors has mean 0 and variance 1/d. "
         "Norms of normal vectors concentrate around √d, almost all of a ball is near its surface, and since "

@@ -35,6 +35,7 @@ class GradientCascade(Study):
     """
 
     name: ClassVar[str] = "gradient-cascade"
+    brief: ClassVar[str] = "Through many layers, unscaled scores lose the gradient"
     claim: ClassVar[str] = (
         "Through a stack of layers the derivatives of the softmax multiply: with 1/√d a layer passes on most of a "
         "gradient; unscaled it passes on almost nothing, so that the gradient vanishes with depth. (If it can also "

@@ -33,6 +33,7 @@ class Kernel(Study):
     """
 
     name: ClassVar[str] = "kernel"
+    brief: ClassVar[str] = "Attention is kernel regression of the values on the keys"
     claim: ClassVar[str] = (
         "Attention is Nadaraya–Watson regression of the values on the keys, with the kernel exp(q·k/√d); and with keys "
         "of unit norm the Gaussian kernel exp(−‖q − k‖²/2h²) gives the same weights as the dot product over h²."

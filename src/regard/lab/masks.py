@@ -48,6 +48,7 @@ class MaskSavings(Study):
     """A gallery of masks over `length` tokens, each timed against the pass without a mask."""
 
     name: ClassVar[str] = "masks"
+    brief: ClassVar[str] = "Masks save time only where they hide whole tiles"
     claim: ClassVar[str] = (
         "A mask saves the time of the pairs it hides if they fill whole tiles of the matrix: these are never computed. "
         "Scattered hidden pairs are computed with their tile and save nothing, and neither does a pass that writes "

@@ -32,6 +32,7 @@ class MaximumEntropy(Study):
     """
 
     name: ClassVar[str] = "maximum-entropy"
+    brief: ClassVar[str] = "Softmax has the most entropy for its mean score"
     claim: ClassVar[str] = (
         "Among all distributions over the keys with the same mean score, softmax(s/T) has the largest entropy; another "
         "distribution q falls short of it by exactly KL(q ‖ softmax(s/T)). The mean score determines the temperature."

@@ -26,6 +26,7 @@ class MemoryCapacity(Study):
     """Items are stored as keys and read back with noisy keys, by a softmax at some temperature."""
 
     name: ClassVar[str] = "memory"
+    brief: ClassVar[str] = "A memory whose capacity grows exponentially with the dim"
     claim: ClassVar[str] = (
         "Attention is a content-addressable memory: at a low temperature a noisy key retrieves what was stored under "
         "the nearest key, and the number of items it can hold grows exponentially with the dimension. At a high "

@@ -36,6 +36,7 @@ class Online(Study):
     """The running state of a row, the peak memory of three implementations, and the bytes that a tiled pass loads."""
 
     name: ClassVar[str] = "online"
+    brief: ClassVar[str] = "Softmax block by block: exact attention, linear memory"
     claim: ClassVar[str] = (
         "With a running maximum, denominator and numerator, the softmax can be computed block by block over the keys, "
         "with the same result, and no block has to be kept. So exact attention takes memory linear in the length, not "

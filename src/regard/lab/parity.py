@@ -38,6 +38,7 @@ class Parity(Study):
     """
 
     name: ClassVar[str] = "parity"
+    brief: ClassVar[str] = "Dot products are even and additive scores are odd"
     claim: ClassVar[str] = (
         "Dot-product scores are even, s(−q, −k) = s(q, k), and additive scores vᵀtanh(W₁q + W₂k) are odd, "
         "s(−q, −k) = −s(q, k); only 0 is both, so neither can express the other, whatever its weights."

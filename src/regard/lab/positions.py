@@ -27,6 +27,7 @@ class Positions(Study):
     """Permutations, products of positions, aliases, and the four terms of a score and their balance."""
 
     name: ClassVar[str] = "positions"
+    brief: ClassVar[str] = "Sinusoidal positions give attention the order of its keys"
     claim: ClassVar[str] = (
         "Without positions attention ignores the order of its keys. Sinusoidal positions provide it: p_i·p_j is "
         "cos(2π(i−j)/T) for each period T, so positions one period apart are indistinguishable, and coprime periods "

@@ -35,6 +35,7 @@ class Precision(Study):
     """The error of every backend that runs here, against float64 on the same inputs and on unrounded inputs."""
 
     name: ClassVar[str] = "precision"
+    brief: ClassVar[str] = "Half precision is accurate if computed in float32"
     claim: ClassVar[str] = (
         "If half-precision inputs are computed in float32, the result is as close to float64 as its dtype allows, "
         "however large the logits; if every step is stored in the dtype of the inputs, the error grows with the "

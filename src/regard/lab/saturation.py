@@ -36,6 +36,7 @@ class Saturation(Study):
     """
 
     name: ClassVar[str] = "saturation"
+    brief: ClassVar[str] = "Large scores saturate the softmax and stop the gradient"
     claim: ClassVar[str] = (
         "Unscaled scores sharpen the softmax, and large ones saturate it: the weights of (20, 22, 18, 21) are (0.089, "
         "0.657, 0.012, 0.242), and after division by √512 only (0.247, 0.270, 0.226, 0.258). The larger the scores, "

@@ -37,6 +37,7 @@ class Scores(Study):
     """
 
     name: ClassVar[str] = "scores"
+    brief: ClassVar[str] = "Which scores can align two languages, and what they cost"
     claim: ClassVar[str] = (
         "Dot product, cosine and Gaussian compare vectors in a shared space: without learned projections they cannot "
         "align two languages whose vectors are rotated against each other. Bilinear and additive scores have matrices "

@@ -30,6 +30,7 @@ class Temperature(Study):
     """
 
     name: ClassVar[str] = "temperature"
+    brief: ClassVar[str] = "Softmax at temperature T: from the best key to the mean"
     claim: ClassVar[str] = (
         "The weights softmax(s/T) are a Gibbs distribution: their entropy H rises strictly with T, by "
         "dH/dT = Var_p(s)/T³. As T → 0 attention returns the value of the best key, as T → ∞ the mean of all values."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -11,21 +12,40 @@ from rich.table import Table
 from rich.text import Text
 
 from ..report.terminal import shown
-from .base import Experiment, Row, Study
-from .cells import cell, is_number, tables
+from .cells import Row, cell, is_number, tables
 
 __all__ = ["RowTable", "listing", "summary", "verdict"]
 
 _GAP = 2
 
 
+class Study(Protocol):
+    """What a listing shows of a study."""
+
+    brief: ClassVar[str]
+    claim: ClassVar[str]
+
+
+class Experiment(Protocol):
+    """What is printed of the result of a study."""
+
+    @property
+    def claim(self) -> str: ...
+    @property
+    def rows(self) -> list[Row]: ...
+    @property
+    def test(self) -> str: ...
+    @property
+    def verdict(self) -> bool: ...
+
+
 def listing(studies: Mapping[str, type[Study]]) -> Table:
-    """The names of the experiments with their claims."""
-    table = Table.grid(padding=(0, _GAP, 1, 0))
+    """The names of the experiments, and what each is about, one per line."""
+    table = Table.grid(padding=(0, _GAP, 0, 0))
     table.add_column(style="bold cyan", no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column(overflow="ellipsis", no_wrap=True)
     for name, study in studies.items():
-        table.add_row(Text(shown(name)), Text(shown(study.claim)))
+        table.add_row(Text(shown(name)), Text(shown(study.brief or study.claim)))
     return table
 
 

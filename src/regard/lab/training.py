@@ -35,6 +35,7 @@ class Training(Study):
     """
 
     name: ClassVar[str] = "training"
+    brief: ClassVar[str] = "Unscaled scores stall learning: their gradient is noise"
     claim: ClassVar[str] = (
         "Unscaled scores stall learning, but not because the gradient vanishes. In a residual stack it is larger than "
         "with 1/√d, most of all for W_q and W_k; but it is noise: on two batches it points in unrelated directions. A "

@@ -37,6 +37,7 @@ class Variance(Study):
     """Var(q·k) for normal q and k, what each scaling does to it and to the softmax, and the dims of real models."""
 
     name: ClassVar[str] = "variance"
+    brief: ClassVar[str] = "Why scores are divided by √d: q·k has variance d"
     claim: ClassVar[str] = (
         "For q and k with independent entries of variance 1, q·k has variance d; divided by √d it has variance 1 for "
         "every d, 95 % of the scores are within ±2, the entropy of the weights does not change, and the gradient of a "

@@ -13,10 +13,11 @@ from torch import Tensor
 from regard.compat.torch import lacks_values, version_of
 from regard.errors import ArgumentError, MaskError
 from regard.masks.index import Index
-from regard.masks.picture import cell_edges, draw_pairs, draw_shades
+from regard.masks.picture import cell_edges, draw_pairs, draw_shades, html_picture
 from regard.masks.span import Span, interval
 from regard.masks.tiles import FULL, HIDDEN, PARTIAL, block_indices, tile_states, uniform_cover
 from regard.masks.transfer import Arrival, copy_to
+from regard.masks.values import digest, same_value, shown_value
 
 __all__ = ["CONVERTERS", "FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
 
@@ -151,6 +152,8 @@ class Mask(ABC):
         if max(n, m) <= width:
             return draw_pairs(one.dense(n, m, None if one.tensors else "cpu").reshape(n, m))
         return draw_shades(one._tile_densities(*cell_edges(n, m, width), n, m))
+
+    _repr_html_ = html_picture
 
     def _tile_densities(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
         """Give the share of allowed pairs in each tile; only rows of tiles that `cover` leaves open are evaluated."""
@@ -313,11 +316,11 @@ class Mask(ABC):
         if self is other:
             return True
         return type(self) is type(other) and all(
-            _same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
+            same_value(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
         )
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, *(_digest(getattr(self, field.name)) for field in fields(self))))
+        return hash((type(self).__name__, *(digest(getattr(self, field.name)) for field in fields(self))))
 
     def __repr__(self) -> str:
         words = []
@@ -325,7 +328,7 @@ class Mask(ABC):
             value = getattr(self, field.name)
             if field.default is MISSING or isinstance(value, Tensor) or value != field.default:
                 named = field.kw_only or field.default is not MISSING
-                words.append(f"{field.name}={_show(value)}" if named else _show(value))
+                words.append(f"{field.name}={shown_value(value)}" if named else shown_value(value))
         return f"{self.factory}({', '.join(words)})"
 
 
@@ -475,26 +478,3 @@ def _broadcast(a: int, b: int, what: str, sign: str) -> int:
             f"Make both for the same batch and the same heads."
         )
     return a
-
-
-def _same(a: object, b: object) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and bool((a.cpu() == b.cpu()).all()))  # of 32 or 64 bits
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
-
-
-def _digest(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        flat = value.detach().flatten()
-        return tuple(value.shape), int(flat.sum()), tuple(flat[:64].tolist())
-    return hash(value)
-
-
-def _show(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    if value.is_meta or (value.dim() > 1 and not 0 < value.numel() <= 16):
-        return f"<{str(value.dtype).removeprefix('torch.')} {'×'.join(map(str, value.shape))}>"
-    if value.numel() > 16:
-        return f"[{', '.join(map(str, value[:3].tolist()))}, ..., {value[-1].item()}]"
-    return repr(value.tolist())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.contexts import outside_context
+from ..display import block, fact_table, note
 from ..errors import ArgumentError, DtypeError
 from ..nn.arguments import optional_score
 from ..scores import Score
@@ -278,6 +279,22 @@ class Memory:
         score = "" if self.score is None else f"{self.score!r}, "
         dtype = str(self.dtype).removeprefix("torch.")
         return f"Memory({count} rows, key_dim={self.key_dim}, value_dim={self.value_dim}, {score}{dtype}, {where})"
+
+    def _repr_html_(self) -> str:
+        with self._lock:
+            if self._store is None:
+                return block("Memory", note("it is closed; Memory.open(path) opens it again"))
+            where = f"on disk at {self._store.path}" if isinstance(self._store, DiskStore) else "in memory"
+            rows = self._store.count
+        facts = {
+            "rows": f"{rows:,}",
+            "keys": f"{self.key_dim} numbers each",
+            "values": f"{self.value_dim} numbers each",
+            "score": "q·k/√d" if self.score is None else repr(self.score),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "size": f"{rows * self._row_bytes:,} bytes {where}",
+        }
+        return block("Memory", fact_table(facts))
 
     def _opened(self, what: str) -> InMemoryStore | DiskStore:
         if self._store is None:

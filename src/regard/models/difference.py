@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from regard.display import block, paragraph, shown
+from regard.report.files import json_safe, write_text
 from regard.report.tables import HeadTable
-from regard.report.terminal import shown
 
 from .head_statistics import Head
 
 __all__ = ["Difference", "DifferenceTable"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Difference:
     """Two watched runs compared head by head: the statistics of `heads` are the second minus the first."""
 
@@ -26,6 +29,13 @@ class Difference:
     only_second: list[Head]
     sizes: tuple[list[int], list[int]] = ([], [])  # the number of heads per layer, for the first and the second
     by_order: bool = False  # the two share no layer name, so layers were paired by order
+    layers: Sequence[str] = ()  # the names of the first one's layers, in order
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
     def strongest(self) -> list[Head]:
         """The heads that changed, sorted by the largest change of any share."""
@@ -43,7 +53,21 @@ class Difference:
         """
         changed = self.strongest()
         rows = [(head.layer, str(head.head), head.numbers()) for head in changed[:most]]
-        return DifferenceTable([*self._paired(names), *self._summary(len(rows), len(changed), names)], rows)
+        return DifferenceTable(
+            [*self._paired(names), *self._summary(len(rows), len(changed), names)], rows, self.layers
+        )
+
+    def to_json(self, path: str | Path, names: tuple[str, str] = ("the first", "the second")) -> None:
+        """Write the differences, head by head, and the heads that only one of the two has, as JSON."""
+        found = {
+            "first": names[0],
+            "second": names[1],
+            "paired_by": "order" if self.by_order else "name",
+            "heads": list(map(_as_object, self.heads)),
+            "only_first": list(map(_as_object, self.only_first)),
+            "only_second": list(map(_as_object, self.only_second)),
+        }
+        write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n", "to_json")
 
     def _summary(self, rows: int, changed: int, names: tuple[str, str]) -> list[str]:
         """What is subtracted from what, how many changed heads are shown, and how many could not be compared."""
@@ -73,21 +97,35 @@ class Difference:
         return [f"{shapes}: layers are paired by {how} and heads by number; left out: {out}"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DifferenceTable:
     """A table of differences under a summary in words. `str` gives it as text; rich prints it in colour."""
 
     lines: list[str]
     rows: list[tuple[str, str, dict[str, float]]]
+    layers: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from (Text(shown(line)) for line in self.lines)
         if self.rows:
-            yield HeadTable(self.rows, signed=True)
+            yield self._table
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
-        table = [str(HeadTable(self.rows, signed=True))] if self.rows else []
-        return "\n".join([*map(shown, self.lines), *table])
+        return "\n".join([*map(shown, self.lines), *([str(self._table)] if self.rows else [])])
+
+    def _repr_html_(self) -> str:
+        return block("", *map(paragraph, self.lines), self._table._repr_html_() if self.rows else "")
+
+    @property
+    def _table(self) -> HeadTable:
+        return HeadTable(self.rows, signed=True, layers=self.layers)
+
+
+def _as_object(head: Head) -> dict[str, object]:
+    return {name: json_safe(value) for name, value in asdict(head).items()}
 
 
 def _changed(head: Head) -> bool:

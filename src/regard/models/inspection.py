@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +13,7 @@ import torch
 from regard.errors import ArgumentError
 from regard.observation import Observation
 from regard.report.atlas import Atlas, AtlasLayer
-from regard.report.look import Look, Remark
+from regard.report.look import HeadLook, Look, Remark
 from regard.report.page import render
 
 from .interceptor import CallInterceptor
@@ -20,16 +21,17 @@ from .loading import LoadedModel, TokenizedText
 from .seen import Seen
 from .watch import watch
 
-__all__ = ["build_look", "fill_atlas", "inspect", "new_atlas"]
+__all__ = ["build_comparison", "build_look", "fill_atlas", "inspect", "new_atlas"]
 
 Tell = Callable[[str], None]
 
 
 def inspect(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: None) -> Seen:
     """Watch a model run on a text; `tell` is called with the name of each layer when it has been seen."""
-    with watch(loaded.model, tell) as seen:
+    with warnings.catch_warnings(), watch(loaded.model, tell) as seen:
+        warnings.simplefilter("ignore")  # that nothing was seen is an error here
         loaded.run(text)
-    seen.random_weights = loaded.random_weights
+    seen.random_weights, seen.texts, seen.title = loaded.random_weights, text.pieces, loaded.title
     if not seen.heads:
         raise ArgumentError(
             f"inspect: no attention was seen in {loaded.name!r}. It may compute attention by hand; only models "
@@ -50,6 +52,59 @@ def build_look(loaded: LoadedModel, text: TokenizedText, seen: Seen, tell: Tell 
 def _tokens_used(text: TokenizedText) -> str:
     used, given = len(text.pieces), text.given
     return f"{used:,}" if used == given else f"{used:,} of {given:,}, the last {given - used:,} are left out"
+
+
+def build_comparison(first: Seen, second: Seen, names: tuple[str, str]) -> Look:
+    """What a report shows of two runs: the maps of the second, its statistics, and how much each has changed.
+
+    A finding that holds for only one of the two says for which.
+    """
+    difference = first.diff(second)
+    ours = dict(zip(second.layers, first.layers, strict=False)) if difference.by_order else {}
+    theirs = {name: other for other, name in ours.items()}
+    changes = {(theirs.get(head.layer, head.layer), head.head): head.numbers() for head in difference.heads}
+    look = second.look(title=f"{names[1]} minus {names[0]}")
+    layers = [
+        replace(
+            layer,
+            heads=[
+                replace(one, statistics=_with_changes(one, changes.get((layer.name, one.head)))) for one in layer.heads
+            ],
+        )
+        for layer in look.layers
+    ]
+    before = {(one.rule, theirs.get(one.layer, one.layer), head): one for one in _remarks(first) for head in one.heads}
+    after = {(one.rule, one.layer, head): one for one in _remarks(second) for head in one.heads}
+    remarks = [
+        *_split(after, set(before), "", f"only in {names[1]}: "),
+        *_split(
+            {place: one for place, one in before.items() if place not in after}, set(), "", f"only in {names[0]}: "
+        ),
+    ]
+    facts = {"first": names[0], "second": names[1], "maps and statistics": f"of {names[1]}", **look.facts}
+    return replace(look, facts=facts, layers=layers, remarks=remarks)
+
+
+def _remarks(seen: Seen) -> list[Remark]:
+    return [Remark(one.rule, one.level, one.says, *place) for one in seen.findings() for place in one.places]
+
+
+def _with_changes(head: HeadLook, change: dict[str, float] | None) -> dict[str, float]:
+    """The statistics of a head, and the change of each, if it has a counterpart."""
+    changed = {f"change_of_{name}": value for name, value in (change or {}).items()}
+    return {**changed, **head.statistics}
+
+
+def _split(
+    places: dict[tuple[str, str, int], Remark], others: set[tuple[str, str, int]], both: str, alone: str
+) -> Iterator[Remark]:
+    """The remarks of one run, apart for the heads that have it in the other run too."""
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    for (rule, layer, head), one in places.items():
+        prefix = both if (rule, layer, head) in others else alone
+        groups.setdefault((rule, one.level, prefix + one.text, layer), []).append(head)
+    for (rule, level, text, layer), heads in groups.items():
+        yield Remark(rule, level, text, layer, tuple(heads))
 
 
 def new_atlas(loaded: LoadedModel, text: TokenizedText) -> Atlas:
@@ -87,7 +142,7 @@ def _describe_heads(atlas: Atlas, loaded: LoadedModel, text: TokenizedText) -> N
         numbers = [head.numbers() for head in seen.heads if head.layer == layer.name]
         atlas.heads.add(numbers, seen.map(layer.name))
     atlas.report = cache(lambda: render(build_look(loaded, text, seen), atlas="./"))
-    atlas.heads.conclude([Remark(one.rule, one.level, one.text, one.layer, one.heads) for one in seen.findings()])
+    atlas.heads.conclude(_remarks(seen))
 
 
 def _layer(name: str, seen: Observation, pieces: list[str]) -> AtlasLayer:

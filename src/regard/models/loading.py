@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def _from_transformers(name: str, remote_code: bool, random_weights: bool, devic
     return LoadedModel(
         name,
         model.to(device).eval(),
-        lambda text: _tokenized(tokenizer, config, text, device),
+        partial(_tokenized, transformers, tokenizer, config, device),
         layers if isinstance(layers, int) else 0,
         random_weights=drawn,
     )
@@ -224,10 +225,20 @@ def _load_errors(name: str, part: str = "") -> Iterator[None]:
     except Exception as error:  # it reads files from outside, and may raise anything
         close = "".join(f"Did you mean {one}? " for one in get_close_matches(name, (BUILTIN, UNTRAINED), n=1))
         raise FileError(
-            f"load: {part}{name!r} could not be loaded: {_one_line(error)} {close}Give a folder with config.json, a "
+            f"load: {part}{name!r} {_not_loaded(name, error)} {close}Give a folder with config.json, a "
             f"tokenizer and safetensors, or a model name from the hub; code in a model's folder runs only with "
             f"--trust-remote-code."
         ) from error
+
+
+def _not_loaded(name: str, error: Exception) -> str:
+    """Why a model could not be loaded."""
+    text = str(error)
+    if not Path(name).exists() and ("couldn't connect" in text or "offline" in text):
+        return "was not found: there is no such folder, and the hub cannot be reached."
+    if not Path(name).exists() and ("not a local folder" in text or "Repo id must" in text or "Incorrect path" in text):
+        return "was not found: there is no such folder, and no such model on the hub."
+    return f"could not be loaded: {_one_line(error)}"
 
 
 def _one_line(error: Exception) -> str:
@@ -265,9 +276,10 @@ def _auto_class(transformers: Any, config: Any) -> Any:
     return transformers.AutoModel
 
 
-def _tokenized(tokenizer: Any, config: Any, text: str, device: str) -> TokenizedText:
+def _tokenized(transformers: Any, tokenizer: Any, config: Any, device: str, text: str) -> TokenizedText:
     wanted = {"return_offsets_mapping": tokenizer.is_fast, "return_special_tokens_mask": True}
-    encoded = tokenizer(text, **wanted, return_tensors="pt")
+    with _quiet(transformers):  # a text that is too long is cut, and we say so
+        encoded = tokenizer(text, **wanted, return_tensors="pt")
     ids, special = encoded["input_ids"][0], encoded.pop("special_tokens_mask")[0]
     if not text.strip() or bool(special.all()):  # only special tokens such as [CLS]
         raise ArgumentError(_EMPTY)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..compat.compiled import replace_compiled_call, runs_compiled
 from ..compat.torch import in_backward
+from ..display import block, table
 from ..errors import DtypeError
 from ..observation import Observation
 from ..scores.base import whole
@@ -104,7 +105,7 @@ class Monitor:
         self.model, self.every, self.group = model, whole("Monitor", "every", every), group
         self.last, self.max_logits = {}, {}
         self._report = reporter(log)
-        self._number = 0
+        self._number = self._logged = 0  # this step, and the one of `last`
         self._counts_calls = True
         self._lock = threading.Lock()
         self._thread: int | None = None  # the thread whose call is under way
@@ -119,6 +120,22 @@ class Monitor:
         self._of_step: Tallies | None = None  # None until the step is observed
         self._missed: dict[str, str] = {}
         self._warned = False
+
+    def __repr__(self) -> str:
+        state = "running" if self._hook is not None or self._restore is not None else "not running"
+        seen = f"{len(self.last) // 2} heads at step {self._logged}" if self.last else "nothing logged yet"
+        return f"Monitor({type(self.model).__name__}, every {self.every} steps, {state}, {seen})"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name, value in self.last.items():
+            place, statistic = name.removeprefix("attention/").rsplit("/", 1)
+            if statistic == "entropy":
+                layer, _, head = place.rpartition("/")
+                largest = self.last[f"{name.removesuffix('entropy')}max_logit"]
+                rows.append((layer or "the model itself", head.removeprefix("head"), f"{value:.3g}", f"{largest:.3g}"))
+        parts = [table(["layer", "head", "entropy", "max logit"], rows, numbers=(1, 2, 3))] if rows else []
+        return block(repr(self), *parts)
 
     def start(self) -> Self:
         """Start to watch the model's calls."""
@@ -210,7 +227,7 @@ class Monitor:
         self._of_step = None
         self._warn(tallies)
         self.max_logits = {name: tally.max_logit for name, tally in tallies.items()}
-        self.last = _scalars(tallies)
+        self.last, self._logged = _scalars(tallies), self._number
         if logs:
             self._report(self.last, self._number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -61,6 +62,8 @@ class AttentionRecord:
     """The layers, heads and tokens of a watched model: what the rules of `findings` read."""
 
     tokens: Tensor | None = None  # (batch, n), if the model was called with integers
+    texts: list[str] | None = field(default=None, kw_only=True)  # of the tokens, if somebody gave them
+    title: str = field(default="attention", kw_only=True)  # what a report is called: the model
     calls: int = 0
     missed: dict[str, str] = field(default_factory=dict)  # calls that could not be observed, and why
     random_weights: tuple[str, ...] = ()  # weights of the model that its files lack, and that were drawn at random
@@ -80,17 +83,21 @@ class AttentionRecord:
             self._heads = self._read_heads()
         return list(self._heads)
 
-    def __getitem__(self, layer: str) -> Observation:
+    def __getitem__(self, layer: str | int) -> Observation:
+        """The last call of a layer, by its name or by its place in the order of the first calls."""
         return self._record(layer).last
 
-    def map(self, layer: str) -> Tensor:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def map(self, layer: str | int) -> Tensor:
         """The pooled weights of the layer's last call, mean over the batch: (heads, height, width), at most 64 × 64."""
         record = self._record(layer)
         if record.grid is None:
             record.grid = record.call.survey.map.mean(0).float().cpu()
         return record.grid
 
-    def strongest(self, layer: str) -> tuple[Tensor, Tensor]:
+    def strongest(self, layer: str | int) -> tuple[Tensor, Tensor]:
         """The strongest keys of each row in the layer's last call, as `Observation.top` gives them; computed once.
 
         There are 16 per row, or for long texts as many as a report can hold, but at least 3.
@@ -149,7 +156,17 @@ class AttentionRecord:
                 heads.append(Head(name, head, **dict(zip(STATISTICS, numbers, strict=True))))
         return heads
 
-    def _record(self, name: str) -> LayerRecord:
+    def layer_name(self, layer: str | int) -> str:
+        """The name of a layer that is given by its name, or by its place in the order of the first calls."""
+        if isinstance(layer, str):
+            return layer
+        if type(layer) is not int or not -len(self._records) <= layer < len(self._records):
+            most = f"from 0 to {len(self._records) - 1}" if self._records else "but none was seen"
+            raise ArgumentError(f"Seen: a layer is its name, or its place, {most}. Got {layer!r}.")
+        return self.layers[layer]
+
+    def _record(self, layer: str | int) -> LayerRecord:
+        name = self.layer_name(layer)
         if name not in self._records:
             known = ", ".join(map(repr, self._records)) or "none; did the model run inside watch, and does it call "
             known += "" if self._records else "scaled_dot_product_attention, regard or torch.nn.MultiheadAttention?"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
+import webbrowser
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,14 +15,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from regard.errors import ArgumentError
+from regard.display import block, frame, note
+from regard.errors import ArgumentError, RegardError
+from regard.report import page
 from regard.report.files import json_safe, write_text
 from regard.report.look import MAX_CELLS, MOST_PAIRS, HeadLook, LayerLook, Look, Remark
 from regard.report.provenance import provenance
 from regard.report.tables import HeadTable
 
 from .difference import Difference
-from .findings import Finding, Rule, find
+from .findings import Finding, Findings, Rule, find
 from .head_statistics import STATISTICS, Head
 from .loading import random_weights_text
 from .record import MAP_SIDE, AttentionRecord
@@ -27,6 +32,10 @@ from .record import MAP_SIDE, AttentionRecord
 __all__ = ["Seen"]
 
 Tell = Callable[[str], None]
+TableRow = tuple[str, str, dict[str, float]]
+_LONGEST_FRAMED = 512  # rows or keys; a longer text makes a large and slow page
+_FRAME_HEIGHT = 720  # pixels
+_AROUND_FRAME = 6_000  # bytes around the page, and of its characters that are escaped
 
 
 class _CachedFindings(NamedTuple):
@@ -34,7 +43,7 @@ class _CachedFindings(NamedTuple):
 
     calls: int
     tokens: Tensor | None
-    findings: list[Finding]
+    findings: Findings
 
 
 @dataclass
@@ -58,7 +67,7 @@ class Seen(AttentionRecord):
         counts = {"layer": len(self.layers), "head": heads, "call": self.calls}
         return f"Seen({', '.join(f'{n} {what}' if n == 1 else f'{n} {what}s' for what, n in counts.items())})"
 
-    def findings(self, rules: Iterable[Rule] | None = None, tell: Tell | None = None) -> list[Finding]:
+    def findings(self, rules: Iterable[Rule] | None = None, tell: Tell | None = None) -> Findings:
         """What is wrong or notable, in words and numbers, problems first; `regard.models.findings` has the rules.
 
         `tell`, if given, is called with the name of each rule when it is done.
@@ -68,27 +77,73 @@ class Seen(AttentionRecord):
         cached = self._cached
         if cached is None or cached.calls != self.calls or cached.tokens is not self.tokens:
             cached = self._cached = _CachedFindings(self.calls, self.tokens, find(self, None, tell))
-        return list(cached.findings)
+        return Findings(cached.findings, self.layers)
 
-    def table(self, by_layer: bool = False) -> HeadTable:
-        """The heads and their statistics as a table, or the means per layer; print it, or pass it to rich."""
-        if not by_layer:
-            return HeadTable([(head.layer, str(head.head), head.numbers()) for head in self.heads])
-        rows = []
-        for name in self.layers:
-            heads = [head.numbers() for head in self._heads_of(name)]
-            means = {key: fmean(head[key] for head in heads) for key in STATISTICS}
-            largest = [head["max_logit"] for head in heads]
-            means["max_logit"] = math.nan if any(map(math.isnan, largest)) else max(largest)
-            rows.append((name, f"all {len(heads)}", means))
-        return HeadTable(rows)
+    def table(self, by_layer: bool = False, *, layer: str | int | None = None, sort: str | None = None) -> HeadTable:
+        """The heads and their statistics as a table, or the means per layer; print it, or pass it to rich.
+
+        `layer` shows the heads of one layer, given by its name or its place; `sort` is a statistic, the largest first.
+        """
+        if sort is not None and sort not in STATISTICS:
+            raise ArgumentError(f"table: sort must be a statistic: {', '.join(STATISTICS)}. Got {sort!r}.")
+        some = self.layers if layer is None else [self._known(layer)]
+        rows = [row for name in some for row in (self._means(name) if by_layer else self._rows(name))]
+        if sort is not None:
+            rows.sort(key=lambda row: (math.isnan(row[2][sort]), -row[2][sort]))
+        return HeadTable(rows, layers=self.layers)
+
+    def _rows(self, name: str) -> list[TableRow]:
+        return [(name, str(head.head), head.numbers()) for head in self._heads_of(name)]
+
+    def _means(self, name: str) -> list[TableRow]:
+        heads = [head.numbers() for head in self._heads_of(name)]
+        means = {key: fmean(head[key] for head in heads) for key in STATISTICS}
+        largest = [head["max_logit"] for head in heads]
+        means["max_logit"] = math.nan if any(map(math.isnan, largest)) else max(largest)
+        return [(name, f"all {len(heads)}", means)]
+
+    def _known(self, layer: str | int) -> str:
+        self[layer]  # an error names the layers that there are
+        return self.layer_name(layer)
+
+    def save(
+        self, path: str | os.PathLike[str], *, tokens: Iterable[str] | None = None, title: str | None = None
+    ) -> Path:
+        """Write the interactive report as one HTML file that opens from disk, and return its path.
+
+        `tokens` are the texts of the tokens; without them the report shows `texts`, or positions.
+        """
+        return page.write(self.look(tokens, title), path)
+
+    def show(self, *, tokens: Iterable[str] | None = None, title: str | None = None) -> Path:
+        """Write the report into a temporary folder, open it in a browser, and return its path."""
+        path = self.save(Path(tempfile.mkdtemp(prefix="regard-")) / "report.html", tokens=tokens, title=title)
+        webbrowser.open(path.as_uri())
+        return path
+
+    def _repr_html_(self) -> str:
+        """The report in a frame, or a summary if the text is long."""
+        parts = [] if self.layers else [note("no attention was seen")]
+        parts += [note(f"not seen: {layer or 'the model itself'}: {why}") for layer, why in self.missed.items()]
+        if not self.layers:
+            return block(repr(self), *parts)
+        try:
+            if max(max(self[name].shape[-2:]) for name in self.layers) <= _LONGEST_FRAMED:
+                return block(
+                    "", frame(page.render(self.look(), page.EMBEDDED_LIMIT - _AROUND_FRAME), _FRAME_HEIGHT), *parts
+                )
+            shown = [self.findings()._repr_html_(), self.table(by_layer=True)._repr_html_()]
+            parts.append(note('the text is long: seen.save("report.html") writes the report, and seen.show() opens it'))
+        except RegardError as error:  # such as tensors that were changed since
+            shown = [note(str(error))]
+        return block(repr(self), *shown, *parts)
 
     def to_json(self, path: str | Path) -> None:
         """Write layers, heads and findings as JSON; an undefined number becomes null."""
         found = {
             "layers": self.layers,
             "heads": [{key: json_safe(value) for key, value in asdict(head).items()} for head in self.heads],
-            "findings": [asdict(finding) for finding in self.findings()],
+            "findings": [_as_object(finding) for finding in self.findings()],
             "missed": self.missed,
             "random_weights": self.random_weights,
         }
@@ -111,22 +166,26 @@ class Seen(AttentionRecord):
         ]
         mine, others = ([layer.size for layer in seen._records.values()] for seen in (self, other))
         rest = [a for a, b in pairs if b is None]
-        return Difference(changes, rest, list(theirs.values()), (mine, others), by_order)
+        return Difference(changes, rest, list(theirs.values()), (mine, others), by_order, self.layers)
 
     def look(
-        self, tokens: Iterable[str] | None = None, title: str = "attention", item: int = 0, tell: Tell | None = None
+        self, tokens: Iterable[str] | None = None, title: str | None = None, item: int = 0, tell: Tell | None = None
     ) -> Look:
-        """What a report shows of one batch item, with the texts of its `tokens`, or positions if there are none.
+        """What a report shows of one batch item, with the texts of its `tokens`.
+
+        Without tokens it shows `texts`, if somebody gave them and they fit, or else positions.
 
         `tell`, if given, is called with the name of each layer when it is done.
         """
+        if tokens is None and len(self.texts or ()) in {size for name in self for size in self[name].shape[-2:]}:
+            tokens = self.texts
         texts = self._texts(tokens)
         layers = []
         for name in self.layers:
             layers.append(self._look(name, texts, item))
             if tell is not None:
                 tell(name)
-        remarks = [Remark(f.rule, f.level, f.text, f.layer, f.heads) for f in self.findings()]
+        remarks = [Remark(f.rule, f.level, f.says, *place) for f in self.findings() for place in f.places]
         shapes = {self[name].shape[-2:] for name in self.layers}
         sizes = " and ".join(f"{n:,} × {m:,}" for n, m in sorted(shapes))
         facts = {"layers": str(len(layers)), "heads": str(len(self.heads)), "queries × keys": sizes, **provenance()}
@@ -136,7 +195,7 @@ class Seen(AttentionRecord):
             facts["calls not seen in"] = ", ".join(names[:3]) + more
         if self.random_weights:
             facts["random weights"] = random_weights_text(self.random_weights)
-        return Look(title, facts, layers, remarks)
+        return Look(self.title if title is None else title, facts, layers, remarks)
 
     def _texts(self, tokens: Iterable[str] | None) -> list[str]:
         """Check that the tokens are strings, and that some layer has as many queries or keys."""
@@ -185,6 +244,13 @@ class Seen(AttentionRecord):
         """The map of one batch item: single weights if there are at most `side` queries and keys, otherwise means."""
         n, m = self[name].shape[-2:]
         return _item(self[name].map(min(side, n), min(side, m)), item).float().cpu()
+
+
+def _as_object(finding: Finding) -> dict[str, object]:
+    """A finding as JSON shows it."""
+    places = [{"layer": layer, "heads": list(heads)} for layer, heads in finding.places]
+    found = asdict(finding) | {"places": places, "value": json_safe(finding.value)}
+    return {name: found[name] for name in ("rule", "level", "text", "layer", "heads", "value", "places")}
 
 
 def _item(x: Tensor, item: int) -> Tensor:

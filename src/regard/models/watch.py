@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
@@ -73,7 +74,7 @@ class _Watch(AbstractContextManager[Seen]):
     """Watches a model from the beginning of a `with` block to its end."""
 
     def __init__(self, model: nn.Module, tell: Callable[[str], None] | None) -> None:
-        self._model, self._tell, self._seen = model, tell, Seen()
+        self._model, self._tell, self._seen = model, tell, Seen(title=type(model).__name__)
         self._interceptor = CallInterceptor(model, self._see, self._miss)
         self._runs, self._reported = 0, 0  # runs of the model; calls that were seen, or missed with a reason
         self._entered = False
@@ -101,6 +102,11 @@ class _Watch(AbstractContextManager[Seen]):
         self._exit.close()
         if kind is None and not self._reported and not self._seen.missed:
             self._seen.missed[""] = _NOT_SEEN if self._runs else "it was not called inside the with block"
+        if kind is None and self._runs and not self._seen.calls:
+            name, reason = next(iter(self._seen.missed.items()))
+            more = f" and {len(self._seen.missed) - 1:,} more" if len(self._seen.missed) > 1 else ""
+            place = f"{name}{more}" if name else "the model"
+            warnings.warn(f"watch: no attention was seen in {place}: {reason}.", stacklevel=2)
 
     def _track(self, stack: ExitStack, name: str, module: nn.Module) -> None:
         """Record it if a module named attention ran and no call of it was reported."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from .terminal import shown
+from ..display import block, note, shown, table
+from .labels import layer_label, layer_legend
 
-__all__ = ["HeadTable", "findings"]
+__all__ = ["NOTHING_FOUND", "STATISTIC_COLUMNS", "HeadTable", "as_text", "findings"]
 
-_HEADERS = {
+NOTHING_FOUND = "no rule found anything wrong or notable"
+STATISTIC_COLUMNS = {
     "entropy": "entropy",
     "relative_entropy": "relative",
     "effective_keys": "effective",
@@ -32,57 +34,103 @@ _DROPPED_FIRST = (
     "concentration",
     "effective_keys",
     "distance",
-    "saturated_share",
+    "entropy",
     "self_share",
     "first_share",
-    "entropy",
+    "saturated_share",
+    "previous_share",
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadTable:
-    """One row per head: (layer, head, numbers by name). `str` gives plain text; rich prints it in colour.
+    """One row per head: (layer, head, numbers by name). `str` gives plain text; rich and notebooks print it, too.
+
+    `layers` are the layers of the model in order, by which L0, L1 and so on are counted; by default, those of the rows.
 
     >>> print(HeadTable([("attn", "0", {"entropy": 1.5, "max_logit": 12.25})]))
     layer  head  entropy  max logit
-    attn      0     1.50       12.2
-    >>> print(HeadTable([]))
+    L0        0     1.50       12.2
+    L0: attn
+    >>> HeadTable([])
     there are no heads to show
     """
 
     rows: list[tuple[str, str, dict[str, float]]]
     signed: bool = False
+    layers: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._table(self._fitting_columns(options.max_width)) if self.rows else Text("there are no heads to show")
+        if not self.rows:
+            yield Text("there are no heads to show")
+            return
+        yield self._table(self._fitting_columns(options.max_width))
+        yield from (Text(line, style="dim") for line in layer_legend(self._order))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        if not self.rows:
+            return block("", note("there are no heads to show"))
+        head = ["layer", "head", *(STATISTIC_COLUMNS.get(name, name) for name in self._names)]
+        cells = ((label, number, *self._cells(numbers, self._names)) for label, number, numbers in self._labelled())
+        legend = (note(line) for line in layer_legend(self._order))
+        return block("", table(head, cells, numbers=range(1, len(head))), *legend)
+
+    @property
+    def _names(self) -> list[str]:
+        return list(self.rows[0][2]) if self.rows else []
+
+    @property
+    def _order(self) -> list[str]:
+        return list(self.layers) or list(dict.fromkeys(layer for layer, *_ in self.rows))
+
+    def _labelled(self) -> Iterator[tuple[str, str, dict[str, float]]]:
+        for layer, head, numbers in self.rows:
+            yield layer_label(layer, self._order), head, numbers
+
+    def _cells(self, numbers: dict[str, float], names: Sequence[str]) -> list[str]:
+        return [_number(numbers[name], self.signed) for name in names]
 
     def _fitting_columns(self, width: int) -> list[str]:
         """The columns that fit, after dropping the less informative ones first."""
-        names = list(self.rows[0][2]) if self.rows else []
-        available = width - min(32, max((len(layer) for layer, *_ in self.rows), default=0)) - 8
+        names, gap = self._names, 2
+        labels = [("layer", "head"), *((label, head) for label, head, _ in self._labelled())]
+        taken = sum(max(map(len, column)) for column in zip(*labels, strict=True)) + gap
+        widths = {
+            name: gap
+            + max(
+                len(STATISTIC_COLUMNS.get(name, name)), *(len(_number(row[name], self.signed)) for *_, row in self.rows)
+            )
+            for name in names
+        }
         for name in _DROPPED_FIRST:
-            if sum(max(6, len(_HEADERS.get(column, column))) + 2 for column in names) <= available:
+            if taken + sum(widths[one] for one in names) <= width:
                 break
             names = [column for column in names if column != name]
         return names
 
     def _table(self, names: list[str]) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("layer", overflow="fold", min_width=8)
-        table.add_column("head", justify="right")
+        lines = Table(box=None, pad_edge=False, header_style="bold")
+        lines.add_column("layer", no_wrap=True)
+        lines.add_column("head", justify="right", no_wrap=True)
         for name in names:
-            table.add_column(_HEADERS.get(name, name), justify="right", no_wrap=True)
-        last = None
-        for layer, head, numbers in self.rows:
-            label = Text(shown(layer) or "(model)") if layer != last else Text("")
-            table.add_row(label, head, *(_number(numbers[name], self.signed) for name in names))
-            last = layer
-        return table
+            lines.add_column(STATISTIC_COLUMNS.get(name, name), justify="right", no_wrap=True)
+        for label, head, numbers in self._labelled():
+            lines.add_row(Text(label), head, *self._cells(numbers, names))
+        return lines
 
-    def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=160, color_system=None, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").splitlines())
+
+def as_text(what: RenderableType, width: int = 160) -> str:
+    """What rich prints, as plain text."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, legacy_windows=False, force_jupyter=False)
+    console.print(what, highlight=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").splitlines())
 
 
 class FindingLike(Protocol):
@@ -96,13 +144,13 @@ class FindingLike(Protocol):
 
 def findings(found: Sequence[FindingLike]) -> Table:
     """Findings, one per line, problems marked."""
-    table = Table.grid(padding=(0, 1))
+    lines = Table.grid(padding=(0, 1))
     for finding in found:
         problem = finding.level == "problem"
-        table.add_row(Text("!" if problem else "·", style="bold red" if problem else "cyan"), Text(shown(finding.text)))
+        lines.add_row(Text("!" if problem else "·", style="bold red" if problem else "cyan"), Text(shown(finding.text)))
     if not found:
-        table.add_row(Text("no rule found anything wrong or notable"))
-    return table
+        lines.add_row(Text(NOTHING_FOUND))
+    return lines
 
 
 def _number(x: float, signed: bool) -> str:

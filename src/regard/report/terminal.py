@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,26 +11,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..display import shown
+
 __all__ = ["Alignment", "bar", "facts", "shown"]
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_JOINERS = "\u200c\u200d"  # they shape letters and do not affect a terminal
-_UNSAFE = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 _LONGEST_QUERY, _LONGEST_KEY, _WIDEST_BAR = 16, 12, 8
-
-
-def shown(word: str) -> str:
-    r"""Make `word` safe to print: escape characters that would move the cursor or change the text direction.
-
-    >>> print(shown("caf\u00e9"), shown("\x1b[31mred"), shown("\u202etxt"))
-    café \x1b[31mred \u202etxt
-    """
-    return "".join(
-        char
-        if char in _JOINERS or unicodedata.category(char) not in _UNSAFE
-        else char.encode("unicode_escape", "surrogatepass").decode()
-        for char in word
-    )
 
 
 def bar(share: float, width: int, *, ascii_only: bool = False) -> str:

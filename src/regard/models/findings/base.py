@@ -1,28 +1,40 @@
-"""What a finding and a rule are, and how one sentence names several heads with the same finding."""
+"""What a finding and a rule are, and how one sentence names all the heads with the same finding."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+
+from regard.report.labels import layer_label, runs
 
 from ...errors import ArgumentError
 from ..head_statistics import Head
 from ..record import AttentionRecord
 
-__all__ = ["Finding", "Rule", "StatisticRule", "by_layer", "span", "where"]
+__all__ = ["Finding", "Place", "Rule", "StatisticRule", "by_layer", "span", "where"]
+
+
+class Place(NamedTuple):
+    """A layer and some of its heads."""
+
+    layer: str
+    heads: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found in a layer, in words and numbers.
+    """What a rule found in a model, in words and numbers: one finding for all heads that show the same.
 
-    `level` is "problem" or "notable"; `value` is the number that decided, for the strongest head if there are several.
+    `level` is "problem" or "notable"; `value` is the number that decided, for the strongest head; `layer` and `heads`
+    are where the strongest is, and `places` are all layers with their heads, in the order of the model. `says` is the
+    sentence without the places.
 
-    >>> print(Finding("sink", "notable", 'layer "attn", head 3: …', "attn", (3,), 0.83))
-    layer "attn", head 3: …
+    >>> found = Finding("sink", "notable", "L0 H3: rests on the first token", "attn", (3,), 0.83)
+    >>> print(found, found.places)
+    L0 H3: rests on the first token (Place(layer='attn', heads=(3,)),)
     """
 
     rule: str
@@ -31,6 +43,12 @@ class Finding:
     layer: str
     heads: tuple[int, ...]
     value: float
+    places: tuple[Place, ...] = ()
+    says: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", self.places or (Place(self.layer, self.heads),))
+        object.__setattr__(self, "says", self.says or self.text)
 
     def __str__(self) -> str:
         return self.text
@@ -58,13 +76,18 @@ class Rule(ABC):
 
     @abstractmethod
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
-        """Yield the findings, layer by layer."""
+        """Yield the findings, each with all the heads that it concerns."""
 
-    def found(self, layer: str, heads: Mapping[int, float], of: int, says: str, level: str = "notable") -> Finding:
-        """Build one finding about some of the layer's `of` heads, given with their values; `says` ends the sentence."""
-        strongest = (min if self.falling else max)(heads.values())
-        numbers = tuple(sorted(heads))
-        return Finding(self.name, level, f"{where(layer, numbers, of)}: {says}", layer, numbers, strongest)
+    def found(
+        self, seen: AttentionRecord, cases: Mapping[str, Mapping[int, float]], says: str, level: str = "notable"
+    ) -> Finding:
+        """Build one finding about heads of some layers, given with their values; `says` ends the sentence."""
+        places = tuple(Place(layer, tuple(sorted(heads))) for layer, heads in cases.items())
+        best = min if self.falling else max
+        strongest = {layer: best(heads.values()) for layer, heads in cases.items()}
+        layer = best(strongest, key=strongest.__getitem__)
+        text = f"{where(places, seen)}: {says}"
+        return Finding(self.name, level, text, layer, tuple(sorted(cases[layer])), strongest[layer], places, says)
 
 
 @dataclass(frozen=True)
@@ -79,20 +102,28 @@ class StatisticRule(Rule):
 
     @abstractmethod
     def says(self, heads: list[Head], values: list[float]) -> str:
-        """Say in words what these heads of one layer do."""
+        """Say in words what these heads do."""
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
-        """Yield one finding per layer, with all the heads that match."""
+        """Yield one finding per level, with all the heads that match."""
+        matching: dict[str, dict[Head, float]] = {}
         for layer, heads in by_layer(seen).items():
             cases = {head: value for head in heads if (value := self.measure(head)) is not None}
             if cases and seen[layer].lse.numel() >= self.rows * len(heads):
-                values = {head.head: value for head, value in cases.items()}
-                text = self.says(list(cases), list(cases.values()))
-                yield self.found(layer, values, len(heads), text, self.severity(len(cases) / len(heads)))
+                matching[layer] = cases
+        groups: dict[str, dict[str, dict[Head, float]]] = {}
+        for layer, (level, some) in self.weigh(seen, matching).items():
+            groups.setdefault(level, {})[layer] = some
+        for level, layers in groups.items():
+            values = {layer: {head.head: value for head, value in cases.items()} for layer, cases in layers.items()}
+            every = {head: value for cases in layers.values() for head, value in cases.items()}
+            yield self.found(seen, values, self.says(list(every), list(every.values())), level)
 
-    def severity(self, part: float) -> str:
-        """The level of a finding that concerns this part of a layer's heads."""
-        return "notable"
+    def weigh(
+        self, seen: AttentionRecord, matching: dict[str, dict[Head, float]]
+    ) -> dict[str, tuple[str, dict[Head, float]]]:
+        """The level of the finding in each layer, and the heads that stay in it."""
+        return {layer: ("notable", cases) for layer, cases in matching.items()}
 
 
 def by_layer(seen: AttentionRecord) -> dict[str, list[Head]]:
@@ -103,18 +134,13 @@ def by_layer(seen: AttentionRecord) -> dict[str, list[Head]]:
     return layers
 
 
-def where(layer: str, heads: tuple[int, ...], of: int) -> str:
-    """Name a layer and its heads.
-
-    >>> where("blocks.2", (3,), 8), where("blocks.2", (0, 1, 5), 8), where("", (0, 1), 2)
-    ('layer "blocks.2", head 3', 'layer "blocks.2", heads 0, 1 and 5', 'the model itself, all 2 heads')
-    """
-    place = f'layer "{layer}"' if layer else "the model itself"
-    if len(heads) == 1:
-        return f"{place}, head {heads[0]}"
-    if len(heads) == of:
-        return f"{place}, all {of} heads"
-    return f"{place}, heads {', '.join(map(str, heads[:-1]))} and {heads[-1]}"
+def where(places: Sequence[Place], seen: AttentionRecord) -> str:
+    """Name layers by their place in the model, and heads by their number: L1 H0, 2–4; L2, all 8 heads."""
+    named = []
+    for layer, heads in places:
+        label, size = layer_label(layer, seen.layers), seen[layer].shape[-3]
+        named.append(f"{label}, all {size} heads" if len(heads) == size > 1 else f"{label} H{runs(heads)}")
+    return "; ".join(named)
 
 
 def span(values: Iterable[float], form: str = ".2f") -> str:

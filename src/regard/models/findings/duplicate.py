@@ -10,11 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from regard.report.labels import layer_label
+
 from ...observation import Observation
 from ..head_statistics import Head
 from ..record import AttentionRecord
 from ..transfer import on_host
-from .base import Finding, Rule, by_layer, span
+from .base import Finding, Place, Rule, by_layer
 from .sampling import evenly_spaced, flatten_batch, row_batches
 
 __all__ = ["Duplicate"]
@@ -48,14 +50,24 @@ class Duplicate(Rule):
     relative: float = 0.99
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
-        """Yield one finding per group of heads that are alike."""
+        """Yield one finding with every group of heads that are alike."""
         layers = {layer: (heads, self._candidates(heads)) for layer, heads in by_layer(seen).items()}
         layers = {layer: both for layer, both in layers.items() if len(both[1]) > 1}
         apart = distances([seen[layer] for layer in layers], self.rows, self.least)
-        for (layer, (heads, candidates)), far in zip(layers.items(), apart, strict=True):
-            for group in self._groups(candidates, far):
-                text = f"the same weights except for {span([max(group.values())], '.3f')} of them (duplicates)"
-                yield self.found(layer, group, len(heads), text)
+        groups = [
+            (Place(layer, tuple(sorted(group))), group)
+            for (layer, (_, candidates)), far in zip(layers.items(), apart, strict=True)
+            for group in self._groups(candidates, far)
+        ]
+        if groups:
+            named = "; ".join(
+                f"{layer_label(place.layer, seen.layers)} H{' = H'.join(map(str, place.heads))}" for place, _ in groups
+            )
+            furthest = max(far for _, group in groups for far in group.values())
+            says = f"duplicates: the same weights except for {furthest:.3f} of them"
+            place, group = min(groups, key=lambda one: min(one[1].values()))
+            places = tuple(place for place, _ in groups)
+            yield Finding(self.name, "notable", f"{named}: {says}", *place, min(group.values()), places, says)
 
     def _candidates(self, heads: list[Head]) -> list[int]:
         return [head.head for head in heads if math.isfinite(head.max_logit) and not self._is_plain(head)]

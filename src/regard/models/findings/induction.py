@@ -1,4 +1,4 @@
-"""Induction heads: they attend to what followed an earlier occurrence of the current token."""
+"""Induction heads: they attend to the token after an earlier copy of the current one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ...observation import Observation
 from ..record import AttentionRecord
 from ..transfer import on_host
 from .base import Finding, Rule, span
+from .positional import heads_by_position
 from .sampling import evenly_spaced, flatten_batch, row_batches
 
 __all__ = ["Induction"]
@@ -21,7 +22,7 @@ __all__ = ["Induction"]
 
 @dataclass(frozen=True)
 class Induction(Rule):
-    """Induction heads: they attend to the token that followed an earlier occurrence of the current one.
+    """Induction heads: they attend to the token after an earlier copy of the current one.
 
     Olsson et al. 2022 ("In-context Learning and Induction Heads") define them by this prefix matching and by the
     copying that follows from it; the weights show only the matching. For a row i whose token also occurs at earlier
@@ -29,10 +30,13 @@ class Induction(Rule):
     spread over those that repeat a token and see what followed it.
 
     `share` is that mean, a share of the weight; it must also be `times` what uniform attention would give. At least
-    `least` such rows, over the batch, are required, as are the model's token ids and as many keys as rows.
+    `least` such rows and `kinds` different tokens that repeat, over the batch, are required, as are the model's token
+    ids and as many keys as rows. The first layer has nothing to compose with: no earlier head has told its keys which
+    token precedes them, so it is left out. So are heads that attend by position, which match by accident where a text
+    has a rhythm.
 
     >>> Induction(share=0.5)
-    Induction(share=0.5, times=3.0, least=8, rows=256)
+    Induction(share=0.5, times=3.0, least=16, kinds=4, rows=256)
     """
 
     name: ClassVar[str] = "induction"
@@ -40,32 +44,42 @@ class Induction(Rule):
 
     share: float = 0.3
     times: float = 3.0
-    least: int = 8
+    least: int = 16
+    kinds: int = 4
     rows: int = 256
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
-        """Yield one finding per layer, with all its induction heads."""
+        """Yield one finding with all induction heads."""
         tokens = None if seen.tokens is None else seen.tokens.cpu()
-        layers = [layer for layer in seen.layers if tokens is not None and _match(tokens, seen[layer])]
+        layers = [layer for layer in seen.layers if tokens is not None and _match(tokens, seen[layer])][1:]
         if tokens is None or not layers:
             return
-        rows = evenly_spaced(repeated(tokens).any(0).nonzero().squeeze(-1), self.rows)
-        follows = _followers(tokens, rows)
-        for layer, sums in zip(layers, _on_followers([seen[layer] for layer in layers], follows, rows), strict=True):
-            share, uniform = (sums[:2] / sums[2].clamp(min=1)).tolist()
-            counted = sums[2].tolist()
-            cases = {
-                head: value
-                for head, value in enumerate(share)
-                if counted[head] >= self.least and value >= max(self.share, self.times * uniform[head])
-            }
-            if cases:
-                even = span([uniform[head] for head in cases])
-                text = (
-                    f"{span(cases.values())} of the weight goes to the token that followed its previous occurrence, "
-                    f"where uniform attention gives {even} (an induction head)"
-                )
-                yield self.found(layer, cases, len(share), text)
+        again = repeated(tokens)
+        if len(tokens[again].unique()) < self.kinds:
+            return
+        rows = evenly_spaced(again.any(0).nonzero().squeeze(-1), self.rows)
+        found = _on_followers([seen[layer] for layer in layers], _followers(tokens, rows), rows)
+        cases: dict[str, dict[int, float]] = {}
+        uniform: dict[str, list[float]] = {}
+        for layer, sums in zip(layers, found, strict=True):
+            share, uniform[layer] = (sums[:2] / sums[2].clamp(min=1)).tolist()
+            for head, (value, counted) in enumerate(zip(share, sums[2].tolist(), strict=True)):
+                if counted >= self.least and value >= max(self.share, self.times * uniform[layer][head]):
+                    cases.setdefault(layer, {})[head] = value
+        by_position = heads_by_position(seen, cases, share=0.9)
+        cases = {
+            layer: {head: value for head, value in heads.items() if head not in by_position[layer]}
+            for layer, heads in cases.items()
+        }
+        cases = {layer: heads for layer, heads in cases.items() if heads}
+        if cases:
+            even = span([uniform[layer][head] for layer, heads in cases.items() for head in heads])
+            shares = span(value for heads in cases.values() for value in heads.values())
+            text = (
+                f"induction head: attends to the token after an earlier copy of the current one, with {shares} of its "
+                f"weight where uniform attention gives {even}"
+            )
+            yield self.found(seen, cases, text)
 
 
 def _match(tokens: Tensor, seen: Observation) -> bool:

@@ -36,20 +36,21 @@ class LargeLogits(Rule):
     problem: float = 1000.0
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
-        """Yield at most three findings per layer: logits not finite, beyond `problem`, and beyond `notable`."""
+        """Yield at most three findings: logits not finite, beyond `problem`, and beyond `notable`."""
         layers = by_layer(seen)
         sums = seen.sums()
         last = on_host([sums[layer].rows.max_logit.amax(0) for layer in layers])
+        groups: dict[str, dict[str, dict[int, float]]] = {}
         for (layer, heads), largest_logits in zip(layers.items(), last, strict=True):
             broken = largest_logits.isnan().tolist()
-            groups: dict[str, dict[int, float]] = {}
             for head in heads:
                 largest = math.inf if broken[head.head] else head.max_logit
                 if largest > min(self.notable, self.problem):
-                    groups.setdefault(self._kind(largest), {})[head.head] = largest
-            for kind, cases in groups.items():
-                text = "the logits are not finite" if kind == "infinite" else _sizes(cases.values())
-                yield self.found(layer, cases, len(heads), text, "notable" if kind == "notable" else "problem")
+                    groups.setdefault(self._kind(largest), {}).setdefault(layer, {})[head.head] = largest
+        for kind, cases in groups.items():
+            sizes = [value for heads in cases.values() for value in heads.values()]
+            text = "the logits are not finite" if kind == "infinite" else _sizes(sizes)
+            yield self.found(seen, cases, text, "notable" if kind == "notable" else "problem")
 
     def _kind(self, largest: float) -> str:
         if largest == math.inf:

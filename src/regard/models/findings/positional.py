@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
@@ -15,7 +15,7 @@ from ..transfer import on_host
 from .base import Finding, Rule, span
 from .sampling import flatten_batch
 
-__all__ = ["Positional"]
+__all__ = ["Positional", "heads_by_position"]
 
 
 class _Offset(NamedTuple):
@@ -60,26 +60,44 @@ class Positional(Rule):
     rows: int = 8
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
-        """Yield one finding per layer and offset, with all the heads that have it."""
-        calls = {layer: call for layer, call in seen.surveys().items() if _is_square(call)}
-        numbers = [(call.survey.key.int(), call.survey.largest, call.seen.visible > 1) for call in calls.values()]
-        read = iter(on_host([flatten_batch(x, 1) for each in numbers for x in each]))
-        for layer in calls:
-            found = [_Offset.of(*head) for head in _offsets(next(read), next(read), next(read)).T.tolist()]
-            groups: dict[int, dict[int, _Offset]] = {}
-            for head, usual in enumerate(found):
+        """Yield one finding per offset, with all the heads that have it."""
+        groups: dict[int, dict[str, dict[int, _Offset]]] = {}
+        for layer, heads in _usual_offsets(seen, seen.layers).items():
+            for head, usual in enumerate(heads):
                 if self._matches(usual):
-                    groups.setdefault(usual.offset, {})[head] = usual
-            for offset, cases in sorted(groups.items()):
-                rows, weight = (span([getattr(x, field) for x in cases.values()]) for field in ("share", "weight"))
-                text = (
-                    f"{rows} of the rows attend most to {_named(offset)}, with {weight} of their weight (by position)"
-                )
-                yield self.found(layer, {head: case.share for head, case in cases.items()}, len(found), text)
+                    groups.setdefault(usual.offset, {}).setdefault(layer, {})[head] = usual
+        for offset, layers in sorted(groups.items()):
+            cases = [case for heads in layers.values() for case in heads.values()]
+            rows, weight = (span([getattr(x, field) for x in cases]) for field in ("share", "weight"))
+            text = f"attends to {_named(offset)} in {rows} of the rows, with {weight} of their weight"
+            shares = {layer: {head: case.share for head, case in heads.items()} for layer, heads in layers.items()}
+            yield self.found(seen, shares, text)
 
     def _matches(self, usual: _Offset) -> bool:
         enough = usual.rows >= self.rows and usual.reach >= self.reach
         return enough and usual.share >= self.share and usual.weight >= self.weight
+
+
+def heads_by_position(seen: AttentionRecord, layers: Iterable[str], share: float = 0.5) -> dict[str, set[int]]:
+    """The heads of some layers that attend to one offset in at least `share` of the rows that have it."""
+    names = list(layers)
+    usual = _usual_offsets(seen, names)
+    return {
+        layer: {head for head, x in enumerate(usual.get(layer, ())) if x.share >= share and x.reach >= Positional.reach}
+        for layer in names
+    }
+
+
+def _usual_offsets(seen: AttentionRecord, layers: Iterable[str]) -> dict[str, list[_Offset]]:
+    """The usual offset of each head, in layers with as many keys as rows."""
+    surveys = seen.surveys()
+    calls = {layer: surveys[layer] for layer in layers if _is_square(surveys[layer])}
+    numbers = [(call.survey.key.int(), call.survey.largest, call.seen.visible > 1) for call in calls.values()]
+    read = iter(on_host([flatten_batch(x, 1) for each in numbers for x in each]) if calls else ())
+    return {
+        layer: [_Offset.of(*head) for head in _offsets(next(read), next(read), next(read)).T.tolist()]
+        for layer in calls
+    }
 
 
 def _is_square(call: SurveyedCall) -> bool:
@@ -106,5 +124,5 @@ def _offsets(key: Tensor, weight: Tensor, several: Tensor) -> Tensor:
 
 def _named(offset: int) -> str:
     if abs(offset) <= 1:
-        return {-1: "the previous token", 0: "themselves", 1: "the next token"}[offset]
-    return f"the token {abs(offset)} {'before' if offset < 0 else 'after'} them"
+        return {-1: "the previous token", 0: "its own position", 1: "the next token"}[offset]
+    return f"the token {abs(offset)} {'before' if offset < 0 else 'after'}"
