@@ -327,7 +327,6 @@ MEMBERS = {
     "rows beyond": (ArgumentError, "weights", lambda seen: seen.weights(rows=[0, 5]), "5"),
     "rows before": (ArgumentError, "weights", lambda seen: seen.weights(rows=[-6]), "-6"),
     "cols beyond": (ArgumentError, "weights", lambda seen: seen.weights(cols=[7]), "cols"),
-    "rows as one number": (DtypeError, "weights", lambda seen: seen.weights(rows=3), "3"),
     "rows as words": (DtypeError, "weights", lambda seen: seen.weights(rows=["a"]), "rows"),
     "a list of fractions": (DtypeError, "weights", lambda seen: seen.weights(rows=[0.5]), "rows"),
     "a truth for too few rows": (RegardError, "weights", lambda seen: seen.weights(rows=torch.tensor([True])), "rows"),

@@ -54,8 +54,15 @@ def offset_like(who: str, value: object) -> int | Tensor | None:
     return None if value is None else one_or_per_item(who, "offset", value)
 
 
-def integers(who: str, name: str, value: object, dims: tuple[int, ...] = (1,), least: int | None = None) -> Tensor:
-    """Read a tensor or a (nested) list of integers."""
+def integers(
+    who: str,
+    name: str,
+    value: object,
+    dims: tuple[int, ...] = (1,),
+    least: int | None = None,
+    dtypes: tuple[torch.dtype, ...] = (torch.int64,),
+) -> Tensor:
+    """Read a tensor or a (nested) list of integers; a tensor of one of the dtypes stays as it is."""
     found = tensor_like(who, name, value)
     if found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
         raise MaskError(
@@ -66,7 +73,7 @@ def integers(who: str, name: str, value: object, dims: tuple[int, ...] = (1,), l
         raise MaskError(f"{who}: {name} must be {allowed}; got shape {tuple(found.shape)}.")
     if least is not None and isinstance(value, list | tuple) and any(isinstance(x, int) and x < least for x in value):
         raise ArgumentError(f"{who}: {name} must be at least {least}; got {min(value)}.")
-    return found.to(torch.int64)
+    return found if found.dtype in dtypes else found.to(torch.int64)
 
 
 def tensor_like(who: str, name: str, value: Any) -> Tensor:

@@ -257,9 +257,7 @@ def packed(
 
 def _cumulative(name: str, value: object) -> Tensor:
     """Read cumulative lengths. Those of 32 bits stay, so that the mask sees when its tensor is changed in place."""
-    found = integers("packed", name, value)
-    if isinstance(value, Tensor) and value.dtype == torch.int32:
-        found = value
+    found = integers("packed", name, value, dtypes=(torch.int64, torch.int32))
     if found.shape[0] == 0:
         raise MaskError(f"packed: {name} must start with 0; got no entry. Without a document it is [0].")
     ends = _numbers_on_host(found)
