@@ -124,6 +124,13 @@ def observe(
     """
     if other:
         refuse_unknown("observe", other)
+    known = None
+    usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
+    if usual and query.is_cuda and not ACTIVE:
+        known = key_of(query, key, value, mask, scale, softcap, sink, backend, True)
+        if known is not None and (call := recall(known)) is not None:
+            problem = call.problem(query, key, value, mask, sink)
+            return _notified(Observation(problem, call.backend, call.attend(query, key, value, mask, sink)))
     options: Options = {
         "mask": mask,
         "bias": bias,
@@ -136,13 +143,6 @@ def observe(
     if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
         observation: Observation = context.observe(query, key, value, **options, backend=backend)
         return observation
-    known = None
-    usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
-    if usual and query.is_cuda:
-        known = key_of(query, key, value, mask, scale, softcap, sink, backend, True)
-        if known is not None and (call := recall(known)) is not None:
-            problem = call.problem(query, key, value, mask, sink)
-            return _notified(Observation(problem, call.backend, call.attend(query, key, value, mask, sink)))
     problem = pose(query, key, value, **options, observed=True, who="observe")
     if known is None:
         return _observe(problem, backend)

@@ -57,7 +57,7 @@ class Observation:
     def _store(
         self, problem: Problem, backend: Backend, rows: Rows | tuple[Tensor, Tensor], versions: Versions
     ) -> None:
-        if any(t is None for t in rows):
+        if isinstance(rows, Rows) and any(t is None for t in rows):
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
         self.output = rows[0]
         self._problem, self._backend = problem, backend
