@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import io
 import json
+import pkgutil
 import re
 import unicodedata
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -180,6 +182,29 @@ def test_every_page_is_in_the_navigation() -> None:
     config = (ROOT / "mkdocs.yml").read_text("utf-8")
     named = set(re.findall(r": ([\w/]+\.md)$", config, re.M))
     assert named == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def in_the_api() -> list[tuple[object, list[str]]]:
+    """What the API pages show: every object, with those of its members that they list."""
+    text = "\n".join(page.read_text("utf-8") for page in (DOCS / "api").glob("*.md"))
+    shown = re.findall(r"^::: (\S+)\n((?: +.*\n)*)", text, re.M)
+    listed = [(path, re.search(r" members: \[(.*)\]", options)) for path, options in shown]
+    return [(pkgutil.resolve_name(path), found[1].split(", ") if found and found[1] else []) for path, found in listed]
+
+
+def test_the_api_pages_show_public_names_and_all_of_them() -> None:
+    shown = in_the_api()
+    hidden = [
+        f"{getattr(thing, '__name__', thing)}.{name}"
+        for thing, names in shown
+        for name in names
+        if name not in (thing.__all__ if isinstance(thing, ModuleType) else [*dir(thing), *thing.__annotations__])
+        or (name.startswith("_") and name != "__getitem__")
+    ]
+    assert not hidden
+    named = {getattr(thing, "__name__", "") for thing, _ in shown} | {name for _, names in shown for name in names}
+    public = {name for name in regard.__all__ if not isinstance(getattr(regard, name), ModuleType)}
+    assert public <= named
 
 
 def test_every_example_is_listed_in_the_readme() -> None:
