@@ -18,7 +18,7 @@ from .backends.remembered import key_of, recall, remember
 from .chunked.statistics import Survey, logits_at
 from .compat.torch import forward_mode_is_active, is_wrapped, shared_with_backward
 from .core.problem import Problem
-from .core.rows import Rows, unstacked
+from .core.rows import Rows
 from .core.versions import Versions
 from .display import block, gallery, note, table
 from .errors import ArgumentError, ChangedError, DtypeError, RegardError, ShapeError
@@ -45,46 +45,24 @@ class Observation:
     """
 
     output: Tensor
+    lse: Tensor
+    entropy: Tensor
+    max_logit: Tensor
 
-    def __init__(self, problem: Problem, backend: Backend, rows: Rows | tuple[Tensor, Tensor]) -> None:
-        """`rows` may be the output and all statistics in one tensor, as `core.rows.unstacked` reads it."""
+    def __init__(self, problem: Problem, backend: Backend, rows: Rows) -> None:
         versions = Versions(_read(problem))
         if not torch.compiler.is_compiling() and (versions.uncounted or problem.value.is_inference()):
             problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _READ_LATER})
             versions = Versions(_read(problem))
         self._store(problem, backend, rows, versions)
 
-    def _store(
-        self, problem: Problem, backend: Backend, rows: Rows | tuple[Tensor, Tensor], versions: Versions
-    ) -> None:
-        if isinstance(rows, Rows) and any(t is None for t in rows):
+    def _store(self, problem: Problem, backend: Backend, rows: Rows, versions: Versions) -> None:
+        if any(t is None for t in rows):
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
-        self.output = rows[0]
-        self._problem, self._backend = problem, backend
-        self._given: Rows | tuple[Tensor, Tensor] = rows
+        self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = rows
+        self._problem, self._backend, self._rows = problem, backend, rows
         self._computed_moments: tuple[Tensor, Tensor] | None = None
         self._versions = versions
-
-    @property
-    def _rows(self) -> Rows:
-        if not isinstance(self._given, Rows):
-            self._given = unstacked(*self._given)
-        return self._given
-
-    @property
-    def lse(self) -> Tensor:
-        """log Σ exp(logits) of each row, with the sink, (…, Hq, N); differentiable."""
-        return self._rows.lse
-
-    @property
-    def entropy(self) -> Tensor:
-        """−Σ p·log p of each row, (…, Hq, N); differentiable."""
-        return self._rows.entropy
-
-    @property
-    def max_logit(self) -> Tensor:
-        """The largest logit of each row, (…, Hq, N)."""
-        return self._rows.max_logit
 
     def __repr__(self) -> str:
         p = self._problem
@@ -159,7 +137,7 @@ class Observation:
         S = logits_at(p, i, j)
         shown = torch.gt(S, -torch.inf)
         lse, row_max, log_row_sum = (
-            x.index_select(-1, i)[..., None] for x in (self.lse, self.max_logit, self._rows.log_row_sum)
+            x.index_select(-1, i)[..., None] for x in (self.lse, self.max_logit, self._log_row_sum)
         )
         some = torch.gt(row_max, -torch.inf)
         lse, row_max = torch.where(some, lse, 0.0), torch.where(some, row_max, 0.0)

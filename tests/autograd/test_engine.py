@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,12 +10,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 import regard
 from contract_cases import BY_NAME, Case, leaves
 from derivative_cases import BY_ROWS, CHECKED, SMALL, checkable, small
-from regard.autograd.engine import MaybeTensors, Needs, attend
 from regard.backends import Backend
 from regard.chunked.engine import ChunkedEngine
-from regard.core.rows import unstacked
-from regard.core.spec import Spec
-from regard.core.tiling import TileSizes
 
 
 @pytest.mark.parametrize("case", CHECKED, ids=lambda c: c.name)
@@ -158,45 +152,3 @@ def test_forward_over_reverse_with_one_input_that_needs_a_gradient() -> None:
             out[b] = forward_ad.unpack_dual(g(d, b)).tangent
     torch.testing.assert_close(out["chunked"], out["reference"])
     torch.testing.assert_close(out["auto"], out["reference"])
-
-
-class StackedEngine(ChunkedEngine):
-    """An engine with the shorter passes for calls of which nobody reads the statistics."""
-
-    output_alone = True
-    short = 0
-
-    def forward_stacked(self, x: MaybeTensors) -> tuple[Tensor, Tensor]:
-        rows = self.forward(x)
-        return rows.output, torch.stack((rows.lse, rows.max_logit, rows.log_row_sum, rows.entropy))
-
-    def vjp_stacked(self, x: MaybeTensors, output: Tensor, statistics: Tensor, g: Tensor | None, needs: Needs) -> Any:
-        if not all(needs[:3]):
-            return None
-        type(self).short += 1
-        return self.vjp(x, unstacked(output, statistics), (g, None, None), needs)
-
-
-def test_stacked_statistics_give_every_derivative() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = [
-        torch.randn(s, dtype=torch.float64, generator=generator) for s in ((1, 2, 1, 5, 4), (1, 2, 5, 4), (1, 2, 5, 3))
-    ]
-    upstream, batch = (torch.randn(*n, 1, 2, 1, 5, 3, dtype=torch.float64, generator=generator) for n in ((), (4,)))
-    found: list[list[Tensor]] = []
-    for kind in (ChunkedEngine, StackedEngine):
-        engine = kind(Spec(5, 5, regard.causal(), period=1), TileSizes(), False)
-        leaves = [t.clone().requires_grad_() for t in x]
-        output = attend(engine, (*leaves, None)).output
-        keep = {"retain_graph": True}
-        first = torch.autograd.grad(output, leaves, upstream, **keep)
-        short = StackedEngine.short
-        (one,) = torch.autograd.grad(output, leaves[:1], upstream, **keep)
-        batched = torch.autograd.grad(output, leaves, batch, is_grads_batched=True, **keep)
-        graph = torch.autograd.grad(output, leaves, upstream, create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in graph), leaves)
-        found.append([output.detach(), *first, one, *batched, *(g.detach() for g in graph), *second])
-        alone = attend(engine, (leaves[0], *x[1:], None)).output  # vjp_stacked does not take it
-        found[-1] += torch.autograd.grad(alone, leaves[:1], upstream)
-    assert short == 1
-    torch.testing.assert_close(*found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
-from regard.backends import KNOWN, remembered
+from regard.backends import KNOWN, Triton, remembered
 from regard.backends.remembered import key_of, recall, remember
+from regard.compat.triton import INTERPRETED
 from regard.core.validation import pose
 
 TENSORS = ("query", "key", "value")
@@ -59,6 +62,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def test_calls_differ_by_all_that_decides_them_and_by_nothing_else() -> None:
+    for change in CHANGES.values():
+        key_of(**call(**change))  # the first call of a mask may not count
     keys = [key_of(**call()), *(key_of(**call(**change)) for change in CHANGES.values())]
     assert None not in keys
     assert len(set(keys)) == len(keys)
@@ -81,17 +86,21 @@ def test_intervals_made_anew_are_the_same_if_their_tensors_differ_by_values_alon
 def test_other_masks_are_the_same_while_their_tensors_are_not_changed() -> None:
     ids = torch.tensor([0, 0, 1, 0, 2, 2])
     mask = regard.documents(ids)
+    assert key_of(**call(mask=mask)) is None  # such a mask is often made for one call
     before = key_of(**call(mask=mask))
     assert key_of(**call(mask=mask)) == before
-    assert key_of(**call(mask=regard.documents(ids))) != before
+    other = regard.documents(ids)
+    assert key_of(**call(mask=other)) != key_of(**call(mask=other)) != before
     ids[0] = 4
     assert key_of(**call(mask=mask)) != before
 
 
 def test_switches_of_torch_count() -> None:
     before = key_of(**call())
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert key_of(**call()) != before
+    for mask in (None, regard.causal(), regard.everything()):
+        there = key_of(**call(mask=mask))
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            assert key_of(**call(mask=mask)) != there
     with torch.no_grad():
         assert key_of(**call()) != before
     torch.use_deterministic_algorithms(True)
@@ -162,3 +171,18 @@ def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         remember((n,), (q, k, v, None), pose(q, k, v), KNOWN["chunked"])
     assert len(remembered._CALLS) == remembered._SIZE
     assert recall((0,)) is None
+
+
+@pytest.mark.parametrize("mask", [lambda: regard.documents(torch.tensor([0, 0, 1, 0, 2, 2])), regard.window])
+def test_what_our_kernels_prepare_keeps_no_mask_with_tensors_alive(mask: Any) -> None:
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        pytest.skip("the interpreter prepares nothing")
+    p = pose(*torch.randn(3, 2, 4, 6, 8).unbind(), mask=mask() if mask is not regard.window else mask(3))
+    assert p.mask is not None
+    kept, constant = weakref.ref(p.mask), p.mask.constant
+    prepared = Triton().prepare(p)
+    del p
+    gc.collect()
+    assert prepared is not None
+    assert (kept() is not None) is constant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import regard
-from regard.backends.sdpa.derivatives import second_derivatives, with_second_derivatives
+from regard.backends.sdpa.derivatives import attend_on_gpu, second_derivatives
 from regard.chunked.foreign import AttentionFormula
 from regard.errors import BackendError
 
@@ -459,23 +461,30 @@ def test_every_edge_that_torchs_kernels_accept_equals_the_reference(
         torch.testing.assert_close(x.double(), y, rtol=10 * tolerance, atol=margin)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_torchs_own_node_gets_second_derivatives_by_a_hook(causal: bool) -> None:
+def hooked(formula: AttentionFormula, causal: bool, last: int = 8) -> Callable[..., Tensor]:
     """As on a GPU, but with the node of torch's CPU kernel, which has no second derivative either."""
-    formula = AttentionFormula(regard.causal(offset=0) if causal else None, None, 0.3)
-    x = made((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), dtype=torch.float64)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
-        return with_second_derivatives(output[..., :5], second_derivatives(formula))  # torch slices padded dims
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=formula.scale)
+        return output if last == 8 else output[..., :last]  # torch slices padded dims
+
+    hook = second_derivatives(formula)
+    return lambda q, k, v: attend_on_gpu(attend, q, k, v, formula, hook)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("last", [8, 5])
+def test_torchs_own_node_gets_second_derivatives_by_a_hook(causal: bool, last: int) -> None:
+    mask = regard.causal(offset=0) if causal else None
+    x = made((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), dtype=torch.float64)
+    made_upstream = torch.randn(1, 2, 6, last, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    upstream = made_upstream.requires_grad_()
 
     def matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = regard.causal(offset=0) if causal else None
-        return regard.attention(q, k, v, mask=mask, scale=0.3, backend="reference")[..., :5]
+        return regard.attention(q, k, v, mask=mask, scale=0.3, backend="reference")[..., :last]
 
-    upstream = torch.randn(1, 2, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     found: list[list[Tensor]] = []
-    for function in (ours, matrix):
+    for function in (hooked(AttentionFormula(mask, None, 0.3), causal, last), matrix):
         first = torch.autograd.grad(function(*x), x, upstream, create_graph=True)
         (alone,) = torch.autograd.grad(function(*x), x[1], upstream, create_graph=True)
         again = torch.autograd.grad(sum(g.square().sum() for g in (*first, alone)), [*x, upstream])
@@ -484,14 +493,33 @@ def test_torchs_own_node_gets_second_derivatives_by_a_hook(causal: bool) -> None
     torch.testing.assert_close(*found)
 
 
+def test_second_derivatives_of_a_checkpointed_call() -> None:
+    x = made((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), dtype=torch.float64)
+    function = hooked(AttentionFormula(None, None, 0.3), False)
+    found: list[tuple[Tensor, ...]] = []
+    for call in (function, lambda *x: checkpoint(function, *x, use_reentrant=False)):
+        (first,) = torch.autograd.grad(call(*x).square().sum(), x[0], create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), x)))
+    torch.testing.assert_close(*found)
+
+
+def test_the_hook_is_on_this_calls_node_and_on_no_earlier_one() -> None:
+    """Where torch takes its matrix path, which has every derivative, nothing is hooked."""
+    x = made((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), dtype=torch.float64)
+    first = F.scaled_dot_product_attention(*x)
+    asked: list[object] = []
+    formula = AttentionFormula(None, None, 0.3)
+    by_matrix = torch.softmax(first @ x[1].mT, -1)
+    attend_on_gpu(lambda q, k, v: by_matrix @ v, *x, formula, lambda *_: asked.append(1)).sum().backward()
+    assert not asked
+
+
 def test_the_hook_keeps_no_tensor_alive() -> None:
     x = made((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8))
     query = x[0] * 2
     kept = weakref.ref(query)
-    formula = AttentionFormula(None, None, 0.3)
-    output = F.scaled_dot_product_attention(query, x[1], x[2], scale=0.3)
-    loss = with_second_derivatives(output, second_derivatives(formula)).sum()
-    del query, output
+    loss = hooked(AttentionFormula(None, None, 0.3), False)(query, x[1], x[2]).sum()
+    del query
     assert kept() is not None
     loss.backward()
     assert kept() is None

@@ -62,6 +62,7 @@ NEEDED_FOR = {
     "outside_transforms": "a cached block mask must not hold wrapped tensors",
     "raw_stream": "what one stream computed is not read by another before it is there",
     "samples": "a table over which vmap runs hides a key only where it is -inf in every sample",
+    "saved_tensors_are_packed": "a checkpoint lets each saved tensor be read once, and the hook would read it again",
     "sdpa_switches": "a remembered call took the kernel that these switches allowed",
     "shared_with_backward": "a watch sees what a backward pass repeats in a thread of autograd, and no other thread",
     "tensor_indices_in_vmap": "mask functions of Hugging Face index tensors inside vmap",
@@ -279,6 +280,13 @@ def test_operations_are_plain() -> None:
         found: list[bool] = []
         torch.func.grad(lambda x: (found.append(compat.operations_are_plain()), x)[1])(torch.tensor(1.0))
         assert found == [False]
+
+
+def test_saved_tensors_are_packed() -> None:
+    with needs("saved_tensors_are_packed"):
+        assert compat.saved_tensors_are_packed() is False
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            assert compat.saved_tensors_are_packed() is True
 
 
 def test_sdpa_switches() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import regard
 from gpu.test_kernels_on_gpu import DEVICE, pytestmark, random, same_bits  # noqa: F401
@@ -128,3 +129,14 @@ def test_what_is_refused_is_still_refused_with_the_same_words() -> None:
         with pytest.raises(regard.errors.RegardError) as on_cpu_error:
             regard.attention(*(t.cpu() for t in x), **there)
         assert str(on_gpu_error.value) == str(on_cpu_error.value)
+
+
+@pytest.mark.parametrize("mask", [None, regard.window(100)])
+def test_the_first_step_of_a_checkpointed_call(mask: regard.Mask | None) -> None:
+    """The forward pass of the first call takes the long way, and its repetition the short one."""
+    x = tensors(0, torch.bfloat16)
+    for _ in range(2):
+        output = checkpoint(lambda *x: regard.attention(*x, mask=mask), *x, use_reentrant=False)
+        found = torch.autograd.grad(output, x, torch.ones_like(output))
+    expected = results(x, False, {"mask": mask})[1:]
+    torch.testing.assert_close(list(found), expected, atol=2e-2, rtol=2e-2)

@@ -35,7 +35,7 @@ from ..compat.torch import (
     may_need_grad,
     transforms_are_active,
 )
-from ..core.rows import Rows, unstacked
+from ..core.rows import Rows
 from ..errors import ArgumentError
 from .batching import apply_batched
 from .strip_map import jvp_of, vjp_of
@@ -65,16 +65,6 @@ class Engine(ABC):
     @abstractmethod
     def forward(self, x: MaybeTensors) -> Rows:
         """The forward pass."""
-
-    def forward_stacked(self, x: MaybeTensors) -> tuple[Tensor, Tensor] | None:
-        """The output and the statistics, which `core.rows.unstacked` reads; None where this is not quicker."""
-        return None
-
-    def vjp_stacked(
-        self, x: MaybeTensors, output: Tensor, statistics: Tensor, g: Tensor | None, needs: Needs
-    ) -> Sequence[Tensor | None] | None:
-        """`vjp` for the cotangent of the output alone, after `forward_stacked`; None where this is not quicker."""
-        return None
 
     @abstractmethod
     def jvp(self, x: MaybeTensors, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
@@ -189,33 +179,25 @@ class EagerForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, *x: Tensor | None) -> Rows | Tensor:
         engine.expect_vjp(x, ctx.needs_input_grad[1:])
+        rows = engine.forward(x)
         ctx.engine = engine
         ctx.set_materialize_grads(False)
-        if engine.output_alone:
-            found = engine.forward_stacked(x) or engine.forward(x)
-            ctx.save_for_backward(*x, *found)
-            return found[0]
-        rows = engine.forward(x)
         ctx.save_for_backward(*x, *rows)
+        if engine.output_alone:
+            return rows.output
         ctx.mark_non_differentiable(rows.max_logit, rows.log_row_sum)
         return rows
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
+        needs = ctx.needs_input_grad[1:]
         if _none(g):
-            return (None,) * len(needs)
-        saved, n = ctx.saved_tensors, len(needs) - 1
-        x, rows, needs = saved[:n], saved[n:], needs[1:]
-        alone, differentiable = len(g) == 1, _is_differentiable(g)
-        if len(rows) == 2:  # stacked
-            if alone and not differentiable and (found := ctx.engine.vjp_stacked(x, *rows, g[0], needs)) is not None:
-                return None, *found
-            rows = unstacked(*rows)
-        g = (*g, None, None) if alone else g[:WITH_GRAD]
-        if differentiable:
-            return None, *_derived(Vjp, (ctx.engine, needs), (*x, *rows, *g))
-        return None, *ctx.engine.vjp(x, Rows(*rows), g, needs)
+            return None, *(None,) * len(needs)
+        saved, n = ctx.saved_tensors, len(needs)
+        g = (*g, None, None) if len(g) == 1 else g[:WITH_GRAD]
+        if torch.is_grad_enabled() or transforms_are_active() or any(t is not None and is_legacy_batched(t) for t in g):
+            return None, *_derived(Vjp, (ctx.engine, needs), (*saved, *g))
+        return None, *ctx.engine.vjp(saved[:n], Rows(*saved[n:]), g, needs)
 
 
 @cached_signature
@@ -438,12 +420,6 @@ def _split(given: Sequence[Any], sizes: Iterable[int]) -> tuple[tuple[Any, ...],
 
 def _none(given: MaybeTensors) -> bool:
     return all(t is None for t in given)
-
-
-def _is_differentiable(g: MaybeTensors) -> bool:
-    """Whether cotangents are wanted as functions of these."""
-    batched = any(t is not None and is_legacy_batched(t) for t in g)
-    return batched or torch.is_grad_enabled() or transforms_are_active()
 
 
 def _present(kinds: Iterable[MaybeTensors]) -> tuple[Tensor, ...]:

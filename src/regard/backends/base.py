@@ -16,7 +16,7 @@ from ..core.tiling import TileSizes
 __all__ = ["Backend", "Prepared"]
 
 Prepared: TypeAlias = Callable[..., Any]
-"""From query, key, value, mask and sink to the output or, of an observed problem, to `Rows` or (output, statistics)."""
+"""From query, key, value, mask and sink to the output or, of an observed problem, to `Rows`."""
 
 
 class Backend(ABC):
@@ -38,10 +38,7 @@ class Backend(ABC):
         """Compute a problem."""
 
     def prepare(self, p: Problem) -> Prepared | None:
-        """`run` for problems that differ from this one by tensors alone, and no tensor of it; None without one.
-
-        Statistics may be one tensor, as `core.rows.unstacked` reads it.
-        """
+        """`run` for problems that differ from this one by tensors alone, and no tensor of it; None without one."""
         return None
 
     def detail(self, p: Problem) -> str:

@@ -18,6 +18,7 @@ from ..core.problem import Problem
 from ..kernels.block_mask import traceable
 from ..masks import Mask
 from ..masks.causal import Causal
+from ..masks.everything import Everything
 from .base import Backend, Prepared
 
 __all__ = ["Remembered", "key_of", "recall", "remember"]
@@ -65,8 +66,11 @@ def _mask_key(mask: Mask, n: int, m: int) -> object:
     memory = mask.__dict__.setdefault("_memory", {})
     known = memory.get("key")
     if known is None:
-        name = _ByValue(mask) if mask.constant else _structure(mask) if traceable(mask) else object()
+        name = _ByValue(mask) if mask.constant else _structure(mask) if traceable(mask) else None
         known = memory["key"] = name, mask.sources
+        if name is None:  # many such masks are made for one call; this one counts from its second call on
+            memory["key"] = object(), mask.sources
+            return None
     name, tensors = known
     if not tensors:
         return name
@@ -142,7 +146,7 @@ def key_of(
         made += (scale, softcap)
         if isinstance(sink, Tensor):
             made += (sink.shape, sink.stride(), sink.dtype, sink.device, sink.requires_grad)
-    by_torch = not observed and (mask is None or isinstance(mask, Causal))
+    by_torch = not observed and (mask is None or isinstance(mask, Causal | Everything))
     return (*made, sdpa_switches()) if by_torch else made
 
 

@@ -85,16 +85,18 @@ class Triton(Backend):
         records = may_need_grad(*p.tensors)
         engine, _ = _engine(p, _block_mask(p), shortcuts)
         constant, observed, heads = p.mask is None or p.mask.constant, p.observed, p.query.shape[1]
-        engine_for = _engine_for(engine, p)
+        fixed, engine_for = engine if constant else None, _engine_for(engine, p)
+        del engine  # which holds the tensors of the mask
 
         def run(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, sink: Tensor | None) -> Any:
-            mine = engine if constant else engine_for(mask)
+            mine = engine_for(mask) if fixed is None else fixed
             x = query, key, value, None, None, None if sink is None else sink.float().expand(heads), None
             if records:
                 rows = attend_eagerly(mine, x)  # what is remembered has no transform and no tangent
                 return rows if observed else rows.output
-            found = mine.forward_stacked(x) or mine.forward(x)
-            return found if observed else found[0]
+            if observed:
+                return mine.forward(x)
+            return (mine.forward_stacked(x) or mine.forward(x))[0]
 
         return run
 

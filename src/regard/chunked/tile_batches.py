@@ -26,10 +26,8 @@ from .tile_ops import INF_BITS, Intervals, Workspace, intervals_of, multiply
 __all__ = ["Hidden", "TileBatch", "items_apart", "masked_logits", "raw_logits", "tile_batches"]
 
 WIDTH = 2048  # keys of a tile
-LOGITS = (
-    2**18
-)  # in flight per thread: as float32 they take 1 MiB, and so do their weights, so that a core's cache helps
-FEWEST = 2  # threads for which tiles are in flight: BLAS libraries divide a single product among their threads
+LOGITS = 2**18  # per thread at a time: as float32 they take 1 MiB, and so do their weights, so that a cache helps
+FEWEST = 2  # tiles are batched for at least so many threads: BLAS libraries divide a single product among threads
 ENOUGH = 4  # heads per thread: then threads wait little for each other, and no keys are copied
 _LEFT, _WHOLE, _REST, _RIGHT = range(4)  # a row meets its keys in this order
 
@@ -247,7 +245,7 @@ def _equal_tiles(intervals: Intervals | None, n: int, m: int, height: int) -> li
     if intervals is None:
         return None
     found = []
-    for shape, alike in groupby(sorted(_places(intervals, n, m, height)), lambda place: place[:6]):
+    for shape, alike in groupby(sorted(_places(intervals, n, height)), lambda place: place[:6]):
         _, tall, width, opens, full, _ = shape
         runs = list(_progressions([(place.row, place.key) for place in alike]))
         own = None if full else intervals.at(runs[0].row, tall, runs[0].key, width)
@@ -268,7 +266,7 @@ def _progressions(places: list[tuple[int, int]]) -> Iterator[_Progression]:
         at += count
 
 
-def _places(intervals: Intervals, n: int, m: int, height: int) -> list[_Place]:
+def _places(intervals: Intervals, n: int, height: int) -> list[_Place]:
     """Every tile: first keys of partly visible blocks, then those of fully visible blocks, then partly visible ones."""
     places: list[_Place] = []
     for row, (start, full_from, full_to, stop) in zip(range(0, n, height), _bounds(intervals, height), strict=True):

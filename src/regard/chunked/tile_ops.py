@@ -138,7 +138,7 @@ class Intervals(NamedTuple):
         return Intervals(lo, hi, self.keys[:width].clone())
 
     def between(self, row: int, height: int, key: int, width: int) -> Tensor:
-        """The same for so many rows and keys from these on."""
+        """Which of so many keys, from `key` on, each of so many rows, from `row` on, sees."""
         keys = self.keys.narrow(0, key, width)
         return (keys >= self.lo.narrow(0, row, height)).bitwise_and_(keys < self.hi.narrow(0, row, height))
 

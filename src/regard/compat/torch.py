@@ -56,6 +56,7 @@ __all__ = [
     "outside_transforms",
     "raw_stream",
     "samples",
+    "saved_tensors_are_packed",
     "sdpa_switches",
     "shared_with_backward",
     "tensor_indices_in_vmap",
@@ -421,6 +422,11 @@ def cpu_flash_attention_backward(
 def node_in_backward() -> Any:
     """The node of the graph whose backward, or whose hook, runs in this thread."""
     return torch._C._current_autograd_node()
+
+
+def saved_tensors_are_packed() -> bool:
+    """Whether hooks pack the tensors that are saved for a backward pass, as those of activation checkpointing do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["Rows", "unstacked"]
+__all__ = ["Rows", "stacked", "unstacked"]
 
 _MISSING: Any = None  # in results without statistics: the call is not observed, or the backend has none
 
@@ -25,7 +26,12 @@ class Rows(NamedTuple):
     log_row_sum: Tensor = _MISSING  # lse − max_logit, to all digits even where the logits are large
 
 
+def stacked(rows: Rows, parts: int) -> tuple[Tensor, Tensor]:
+    """The output, and lse, max_logit, log_row_sum and, of four parts, entropy in one tensor."""
+    return rows.output, torch.stack((rows.lse, rows.max_logit, rows.log_row_sum, rows.entropy)[:parts])
+
+
 def unstacked(output: Tensor, statistics: Tensor) -> Rows:
-    """Rows from an output and one tensor of lse, max_logit, log_row_sum and, if it has four parts, entropy."""
+    """The rows again, as views."""
     lse, max_logit, log_row_sum, *entropy = statistics.unbind()
     return Rows(output, lse, entropy[0] if entropy else _MISSING, max_logit, log_row_sum)

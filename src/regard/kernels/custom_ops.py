@@ -26,7 +26,7 @@ from ..core.encoding import decode, encode
 from ..core.folded import group_bias
 from ..core.nonfinite import all_finite, visible_rows_and_keys
 from ..core.problem import Problem
-from ..core.rows import Rows, unstacked
+from ..core.rows import Rows, stacked, unstacked
 from ..core.spec import Spec
 from ..masks import dense
 from ..softmax import arithmetic_dtype
@@ -49,7 +49,7 @@ _SCHEMAS = {
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _LIBRARY = torch.library.Library("regard", "DEF")
 _SHORTCUTS: dict[tuple[Any, ...], Shortcuts] = {}
-_ENGINES: dict[tuple[Any, ...], Engine] = {}
+_ENGINES: dict[tuple[Any, ...], TritonEngine | ChunkedEngine] = {}
 _MOST = 256
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def problem_of(inputs: list[Tensor | None], parts: int, *encoded: Any) -> Proble
     )
 
 
-def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> Engine:
+def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> TritonEngine | ChunkedEngine:
     """The engine of a call; one without tensors is kept, with its block mask, for calls with the same shapes and strides."""
     code, integers, floats, tensors = encoded
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs]
@@ -112,12 +112,12 @@ def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> Engine
     known = None if tensors or is_capturing() else _ENGINES.get(key)
     if known is not None:
         return known
-    engine: Engine = decode(*encoded)
-    spec: Spec = engine.spec  # type: ignore[attr-defined]
+    engine: TritonEngine | ChunkedEngine = decode(*encoded)
+    spec = engine.spec
     device = _first(inputs).device
     if spec.mask is not None and any(t.device != device for t in spec.mask.tensors):
         spec = replace(spec, mask=spec.mask.to(device))
-        engine = replace(engine, spec=spec)  # type: ignore[type-var]
+        engine = replace(engine, spec=spec)
     if isinstance(engine, TritonEngine):
         mask = block_mask(spec.mask, spec.n, spec.m, device, spec.inner)
         engine = replace(engine, block_mask=mask, shortcuts=_shortcuts(engine, inputs, key))
@@ -147,13 +147,9 @@ def _attend(inputs: list[Tensor | None], parts: int, *encoded: Any) -> tuple[Ten
         with torch.no_grad():
             return _attend(inputs, parts, *encoded)
     engine, x = _engine(inputs, encoded), tuple(inputs)
-    if isinstance(engine, ChunkedEngine):
-        return _stacked(nonfinite.forward(engine, x), parts)
-    return engine.forward_stacked(x) or _stacked(engine.forward(x), parts)
-
-
-def _stacked(rows: Rows, parts: int) -> tuple[Tensor, Tensor]:
-    return rows.output, torch.stack((rows.lse, rows.max_logit, rows.log_row_sum, rows.entropy)[:parts])
+    if isinstance(engine, TritonEngine):
+        return engine.forward_stacked(x) or stacked(engine.forward(x), parts)
+    return stacked(nonfinite.forward(engine, x), parts)
 
 
 def _fake_attend(inputs: list[Tensor | None], parts: int, *encoded: Any) -> tuple[Tensor, Tensor]:
@@ -181,11 +177,11 @@ def _attend_backward(
         with torch.no_grad():
             return _attend_backward(inputs, output, statistics, cotangents, needs, *encoded)
     engine, x, g, wanted = _engine(inputs, encoded), tuple(inputs), tuple(cotangents), tuple(needs)
-    if isinstance(engine, ChunkedEngine):
+    if not isinstance(engine, TritonEngine):
         found = nonfinite.vjp(engine, x, unstacked(output, statistics), g, wanted)
     else:
-        short = g[1] is None and g[2] is None
-        quick = engine.vjp_stacked(x, output, statistics, g[0], wanted) if short else None
+        alone = g[1] is None and g[2] is None
+        quick = engine.vjp_stacked(x, output, statistics, g[0], wanted) if alone else None
         found = engine.vjp(x, unstacked(output, statistics), g, wanted) if quick is None else quick
     return [_gradient(t, d) for t, d, need in zip(inputs, found, needs, strict=True) if need and t is not None]
 

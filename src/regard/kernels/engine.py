@@ -104,6 +104,7 @@ class TritonEngine(Engine):
         return Rows(output, lse, entropy[0] if entropy else NO_ENTROPY, max_logit, log_row_sum)
 
     def forward_stacked(self, x: MaybeTensors) -> tuple[Tensor, Tensor] | None:
+        """The output, and the statistics in one tensor, as `core.rows.unstacked` reads it; None without a shortcut to it."""
         return self._short_forward(x, apart=False)
 
     def _short_forward(self, x: MaybeTensors, apart: bool) -> tuple[Tensor, Any] | None:
@@ -115,6 +116,7 @@ class TritonEngine(Engine):
     def vjp_stacked(
         self, x: MaybeTensors, output: Tensor, statistics: Tensor, g: Tensor | None, needs: Needs
     ) -> Sequence[Tensor | None] | None:
+        """`vjp` for the cotangent of the output alone, from statistics in one tensor; None without a shortcut to it."""
         if not statistics.is_contiguous():
             return None
         at, step = statistics.data_ptr(), statistics.stride(0) * statistics.element_size()

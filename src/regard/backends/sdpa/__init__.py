@@ -17,7 +17,7 @@ from ...masks.causal import Causal
 from ...masks.everything import Everything
 from ..base import Backend, Prepared
 from .call import KERNELS, call_of, kernel_of, probe_of
-from .derivatives import attend_with_derivatives, second_derivatives, with_second_derivatives
+from .derivatives import attend_on_gpu, attend_with_derivatives, second_derivatives
 from .fast_path import fast_path
 from .refusals import refusals
 
@@ -58,9 +58,7 @@ class Sdpa(Backend):
             return None
         causal, scale = call.causal, call.scale
         given: dict[str, Any] = {"enable_gqa": True} if call.grouped else {}
-        if scale != 1.0 / math.sqrt(
-            p.query.shape[-1]
-        ):  # torch takes a microsecond to read what it would compute itself
+        if scale != 1.0 / math.sqrt(p.query.shape[-1]):  # torch is slower if it is told what it would compute
             given["scale"] = scale
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
@@ -68,5 +66,6 @@ class Sdpa(Backend):
 
         if not may_need_grad(p.query, p.key, p.value):
             return attend
-        hook = second_derivatives(AttentionFormula(p.mask, None, scale))
-        return lambda *tensors: with_second_derivatives(attend(*tensors), hook)
+        formula = AttentionFormula(p.mask, None, scale)
+        hook = second_derivatives(formula)
+        return lambda query, key, value, *_: attend_on_gpu(attend, query, key, value, formula, hook)

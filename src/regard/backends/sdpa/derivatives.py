@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...chunked.foreign import AttentionFormula
+from ...chunked.foreign import AttentionFormula, ForeignKernel
 from ...compat.torch import (
     cached_signature,
     call_function,
     cpu_flash_attention,
     cpu_flash_attention_backward,
     node_in_backward,
+    saved_tensors_are_packed,
 )
 from ...core.problem import Problem
 from ...core.versions import Versions
 from .call import Call
 
-__all__ = ["attend_with_derivatives", "second_derivatives", "with_second_derivatives"]
+__all__ = ["attend_on_gpu", "attend_with_derivatives", "second_derivatives"]
 
 
 def attend_with_derivatives(p: Problem, call: Call) -> Tensor:
@@ -32,7 +33,11 @@ def attend_with_derivatives(p: Problem, call: Call) -> Tensor:
     bias = call.mask if isinstance(p.bias, Tensor) else None
     formula = AttentionFormula(p.mask, bias, call.scale, None if p.mask is None else Versions(p.mask.sources))
     if not p.query.is_cpu:
-        return with_second_derivatives(call.attend(), second_derivatives(formula))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return call._replace(query=q, key=k, value=v).attend()
+
+        return attend_on_gpu(attend, call.query, call.key, call.value, formula, second_derivatives(formula))
     mask = call.mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=call.query.dtype, device="cpu").masked_fill_(~mask, -torch.inf)
@@ -57,14 +62,28 @@ def second_derivatives(formula: AttentionFormula) -> Callable[[Gradients, Gradie
     return hook
 
 
-def with_second_derivatives(output: Tensor, hook: Callable[[Gradients, Gradients], Gradients | None]) -> Tensor:
-    """The output of torch's function, whose node gets the hook; torch may have sliced the output of a padded call."""
+def attend_on_gpu(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    formula: AttentionFormula,
+    hook: Callable[[Gradients, Gradients], Gradients | None],
+) -> Tensor:
+    """Torch's function, whose node gets the hook.
+
+    The hook reads saved tensors a second time. Activation checkpointing lets nobody do that, so while something packs
+    saved tensors, the kernel is a node of ours.
+    """
+    if saved_tensors_are_packed():
+        output: Tensor = call_function(ForeignKernel, formula, attend, q, k, v)
+        return output
+    output = attend(q, k, v)
     node = output.grad_fn
-    while node is not None and not type(node).__name__.startswith("ScaledDotProduct"):
+    if node is not None and type(node).__name__.startswith("Slice"):  # torch padded the dims
         node = node.next_functions[0][0]
-    if node is None:
-        raise RuntimeError(f"torch's attention left no node in the graph: {output.grad_fn}")
-    node.register_hook(hook)
+    if node is not None and type(node).__name__.startswith("ScaledDotProduct"):  # its matrix path needs no hook
+        node.register_hook(hook)
     return output
 
 
