@@ -185,7 +185,8 @@ def divergence(
     refuse_in_context("divergence")
     first, second = _side(a, "a"), _side(b, "b")
     check_pair(first, second, kind, heads, epsilon)
-    return _shaped(row_divergence(first, second, kind, heads, epsilon), first, second, heads)
+    found = row_divergence(first, second, kind, heads, epsilon, lambda p: run(p, choose(p, "auto")))
+    return _shaped(found, first, second, heads)
 
 
 def why(

@@ -1,13 +1,14 @@
-"""The divergence between two attentions over the same keys: one number per row, in strips of whole rows.
+"""The divergence between two attentions over the same keys: one number per row, in linear memory.
 
-A strip computes the log weights of both sides for its rows and compares them. It is a `StripMap`, so its derivatives of
+If both see the same keys, and the logits of one are dot products, the KL divergence is two calls of attention. All else
+is computed in strips of whole rows: a strip computes the log weights of both sides for its rows and compares them. It is a `StripMap`, so its derivatives of
 every order are maps over the same strips, and no pass holds N × M numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from ..core.folded import FoldedProblem, fold
 from ..core.formula import hidden, logits
 from ..core.options import Heads, Kind
 from ..core.problem import Problem
+from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import BIAS, KEY, QUERY, SHARED, Axes, Tile, TileSizes, strips
 from ..errors import MaskError
@@ -27,6 +29,8 @@ from ..masks import Mask
 from ..softmax import lowest
 
 __all__ = ["row_divergence"]
+
+Attend = Callable[[Problem], Rows]
 
 
 class PairTile(NamedTuple):
@@ -72,10 +76,8 @@ class Side:
 
     @staticmethod
     def of(p: Problem, outside: bool) -> Side:
-        wide = p.query.device.type == "cpu"  # two attentions that are close differ in the last digits of their logits
-        kind = torch.float64 if wide else p.exact_dtype
-        x = fold(p._replace(query=p.query.to(kind), key=p.key.to(kind), value=p.key[..., :0].to(kind)))
-        sink = None if p.sink is None else p.sink.to(kind).view(1, *x.query.shape[1:3], 1, 1)
+        x = fold(p)
+        sink = None if p.sink is None else p.sink.to(p.dtype).view(1, *x.query.shape[1:3], 1, 1)
         return Side(x, sink, outside)
 
     @property
@@ -251,12 +253,48 @@ def _strip_map(a: Side, b: Side, kind: Kind, heads: Heads, epsilon: float | None
 
 @not_traced
 @without_autocast
-def row_divergence(first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None) -> Tensor:
+def row_divergence(
+    first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None, attend: Attend
+) -> Tensor:
     """The divergence of each row: (B, H, N), (B, 1, N) for the mean over heads, or (B, Ha, Hb, N) for pairs of heads.
 
-    On a CPU it is computed in float64.
+    On a CPU it is computed in float64. `attend` runs an observed problem.
     """
+    exact = torch.promote_types(first.exact_dtype, second.exact_dtype)
+    a, b = _widened(first), _widened(second)
+    p, r = (b, a) if kind == "reverse" else (a, b)
+    if kind != "js" and heads is None and _is_attention(p, r):
+        return _kl_by_attention(p, r, attend).to(exact)
+    return _by_strips(a, b, kind, heads, epsilon).to(exact)
+
+
+def _widened(p: Problem) -> Problem:
+    """The problem in the dtype that divergences are computed in, without its values."""
+    # Two attentions that are close differ in the last digits of their logits.
+    kind = torch.float64 if p.device.type == "cpu" else p.exact_dtype
+    return p._replace(query=p.query.to(kind), key=p.key.to(kind), value=p.key[..., :0].to(kind), dropout=0.0)
+
+
+def _is_attention(p: Problem, r: Problem) -> bool:
+    """Whether Σ p·(logits of r) is attention: r's logits are dot products over the keys that p sees."""
+    plain = r.bias is None and r.softcap is None and (r.score is None or not r.score.pairwise)
+    same = p.mask is r.mask or p.mask == r.mask
+    return plain and same and p.sink is r.sink is None and p.key.shape[1] == r.key.shape[1] and p.keys > 0
+
+
+def _kl_by_attention(p: Problem, r: Problem, attend: Attend) -> Tensor:
+    """KL(p ‖ r) = −H(p) − Σ p·s + lse of r. As s = q·k, the sum is q times the attention of p to r's keys as values."""
+    x = fold(r)
+    both = [problem._replace(observed=True, lead=tuple(problem.query.shape[:2])) for problem in (p, r)]
+    rows = attend(both[0]._replace(value=x.key))
+    lse = attend(both[1]._replace(value=r.key)).lse
+    seen = torch.logical_and(torch.gt(rows.lse, -torch.inf), torch.gt(lse, -torch.inf))
+    cross = (x.query.flatten(1, 2) * rows.output).sum(-1)  # (B, H, N)
+    return torch.where(seen, torch.where(seen, lse, 0.0) - rows.entropy - cross, 0.0)
+
+
+def _by_strips(first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None) -> Tensor:
     outside = first.sink is not None or second.sink is not None
     a, b = Side.of(first, outside), Side.of(second, outside)
     found: Tensor = call_function(MapStrips, _strip_map(a, b, kind, heads, epsilon), *a.tensors, *b.tensors)[0]
-    return found.to(torch.promote_types(first.exact_dtype, second.exact_dtype))
+    return found
