@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.contract_cases import CASES, Case, Shape, as_double, plain
 from torch import Tensor
 
 import regard
 from regard.chunked import divergence as module
 from regard.lab.online import peak_bytes
+from support.contract_cases import CASES, Case, Shape, as_double, plain
 
 LOG_2 = torch.tensor(2.0, dtype=torch.float64).log()
 

@@ -1,8 +1,8 @@
 """The divergence between two attentions over the same keys: one number per row, in linear memory.
 
 If both see the same keys, and the logits of one are dot products, the KL divergence is two calls of attention. All else
-is computed in strips of whole rows: a strip computes the log weights of both sides for its rows and compares them. It is a `StripMap`, so its derivatives of
-every order are maps over the same strips, and no pass holds N × M numbers.
+is computed in strips of whole rows: a strip computes the log weights of both sides and compares them. That is a
+`StripMap`, so its derivatives of every order are maps over the same strips, and no pass holds N × M numbers.
 """
 
 from __future__ import annotations
