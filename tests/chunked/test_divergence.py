@@ -86,6 +86,37 @@ def test_strips_agree_where_attention_could_answer(name: str, strips_alone: None
     assert close(regard.divergence(a, b), kl(P, R))
 
 
+@pytest.mark.parametrize("name", ["bias", "bias with −inf", "alibi", "softcap", "Additive", "padding"])
+def test_any_attention_can_be_compared_with_plain_dot_products(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    one, options = case.inputs(torch.float32)
+    if name == "bias with −inf":
+        options["bias"] = options["bias"].detach().index_fill(0, torch.tensor([5]), -torch.inf)
+    two, same = case.inputs(torch.float32, seed=1)[0], {"mask": options["mask"]} if "mask" in options else {}
+    P, R = weights(one, options), weights(two, same)
+    assert close(regard.divergence(side(one, options), side(two, same)), kl(P, R))
+    assert close(regard.divergence(side(two, same), side(one, options), "reverse"), kl(P, R))
+
+
+@pytest.mark.parametrize(("heads", "groups", "rows"), [(20, (1, 2), 40), (36, (3, 2), 18)])
+def test_tiles_of_some_heads_and_batch_items_fit_both_groupings(heads: int, groups: tuple[int, int], rows: int) -> None:
+    torch.manual_seed(0)
+    q, q2 = torch.randn(2, 2, heads, rows, 4).unbind()
+    k, k2 = (torch.randn(2, heads // group, 1024, 4) for group in groups)
+    mask = regard.predicate(lambda b, h, i, j: (i + 2 * j + 3 * h + 5 * b) % 4 != 0)
+    for one, two in (({}, {}), ({"mask": mask}, {"mask": mask | regard.strided(3)})):
+        true = js(weights([q, k, k], one), weights([q2, k2, k2], two))
+        assert close(regard.divergence(side([q, k], one), side([q2, k2], two), "js"), true)
+
+
+def test_strips_skip_only_what_both_sides_hide() -> None:
+    q, k = torch.randn(2, 1, 1, 700, 4).unbind()
+    near, far = {"mask": regard.window(10)}, {"mask": regard.causal() & ~regard.window(300)}
+    for one, two in ((near, far), (far, near)):
+        found = regard.divergence(side([q, k], one), side([k, q], two), "js")
+        assert close(found, js(weights([q, k, k], one), weights([k, q, q], two)))
+
+
 def test_close_attentions_keep_their_digits() -> None:
     q, k = torch.randn(2, 1, 2, 50, 16).unbind()
     near = q + 1e-3 * torch.randn_like(q)
@@ -129,7 +160,7 @@ def test_kl_has_second_derivatives_and_tangents(groups: bool) -> None:
 
 
 def test_a_row_is_infinite_where_it_has_weight_on_a_key_that_the_other_hides() -> None:
-    q, k, q2, k2 = random_sides(6, 6)
+    q, k, q2, k2 = random_sides(6, 6, groups=False)
     wide = {"query": q, "key": k, "mask": regard.causal()}
     narrow = {"query": q2, "key": k2, "mask": regard.window(2)}
     found = regard.divergence(wide, narrow)
@@ -167,7 +198,7 @@ def test_a_sink_is_one_more_outcome_that_a_side_without_one_never_has() -> None:
 
 
 def test_a_row_that_sees_nothing_gives_zero_and_a_hidden_nan_leaves_no_trace() -> None:
-    q, k, q2, k2 = (x.detach() for x in random_sides(4, 4))
+    q, k, q2, k2 = (x.detach() for x in random_sides(4, 4, groups=False))
     none = ~regard.everything()
     for kind in ("kl", "reverse", "js"):
         found = regard.divergence({"query": q, "key": k, "mask": none}, {"query": q2, "key": k2, "mask": none}, kind)  # type: ignore[arg-type]
@@ -175,7 +206,8 @@ def test_a_row_that_sees_nothing_gives_zero_and_a_hidden_nan_leaves_no_trace() -
         clean = [{"query": x, "key": y, "mask": regard.padding([3])} for x, y in ((q, k), (q2, k2))]
         spoilt = [{**each, "key": each["key"].clone().index_fill_(2, torch.tensor([3]), torch.nan)} for each in clean]
         assert torch.equal(regard.divergence(*clean, kind), regard.divergence(*spoilt, kind))  # type: ignore[arg-type, misc]
-        assert regard.divergence((q, spoilt[0]["key"]), (q2, k2), kind).isnan().all()  # type: ignore[arg-type]
+        for heads in (None, "mean"):
+            assert regard.divergence((q, spoilt[0]["key"]), (q2, k2), kind, heads=heads).isnan().all()  # type: ignore[arg-type]
 
 
 def test_weights_that_underflow_are_no_weights() -> None:
@@ -188,7 +220,7 @@ def test_weights_that_underflow_are_no_weights() -> None:
 
 
 def test_an_observation_is_a_side_by_its_weights_before_dropout() -> None:
-    q, k, q2, k2 = (x.detach() for x in random_sides())
+    q, k, q2, k2 = (x.detach() for x in random_sides(groups=False))
     seen = regard.observe(q, k, k, dropout=0.5)
     other = regard.observe(q2, k2, k2)
     assert torch.equal(regard.divergence(seen, other), regard.divergence((q, k), [q2, k2]))

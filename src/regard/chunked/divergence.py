@@ -261,18 +261,15 @@ def row_divergence(
     On a CPU it is computed in float64. `attend` runs an observed problem.
     """
     exact = torch.promote_types(first.exact_dtype, second.exact_dtype)
-    a, b = _widened(first), _widened(second)
+    wide = torch.float64 if first.device.type == "cpu" else exact  # the digits of two attentions that are close
+    a, b = (
+        each._replace(query=each.query.to(wide), key=each.key.to(wide), value=each.key[..., :0].to(wide), dropout=0.0)
+        for each in (first, second)
+    )
     p, r = (b, a) if kind == "reverse" else (a, b)
     if kind != "js" and heads is None and _is_attention(p, r):
         return _kl_by_attention(p, r, attend).to(exact)
     return _by_strips(a, b, kind, heads, epsilon).to(exact)
-
-
-def _widened(p: Problem) -> Problem:
-    """The problem in the dtype that divergences are computed in, without its values."""
-    # Two attentions that are close differ in the last digits of their logits.
-    kind = torch.float64 if p.device.type == "cpu" else p.exact_dtype
-    return p._replace(query=p.query.to(kind), key=p.key.to(kind), value=p.key[..., :0].to(kind), dropout=0.0)
 
 
 def _is_attention(p: Problem, r: Problem) -> bool:
@@ -288,7 +285,7 @@ def _kl_by_attention(p: Problem, r: Problem, attend: Attend) -> Tensor:
     both = [problem._replace(observed=True, lead=tuple(problem.query.shape[:2])) for problem in (p, r)]
     rows = attend(both[0]._replace(value=x.key))
     lse = attend(both[1]._replace(value=r.key)).lse
-    seen = torch.logical_and(torch.gt(rows.lse, -torch.inf), torch.gt(lse, -torch.inf))
+    seen = torch.logical_and(rows.lse != -torch.inf, lse != -torch.inf)
     cross = (x.query.flatten(1, 2) * rows.output).sum(-1)  # (B, H, N)
     return torch.where(seen, torch.where(seen, lse, 0.0) - rows.entropy - cross, 0.0)
 
