@@ -176,14 +176,15 @@ def test_a_row_is_infinite_where_it_has_weight_on_a_key_that_the_other_hides() -
     assert torch.allclose(regard.divergence(disjoint, narrow, "js")[..., 3:], LOG_2)
 
 
-def test_epsilon_mixes_the_second_attention_with_the_keys_that_one_of_them_sees() -> None:
-    q, k, q2, k2 = random_sides(6, 6)
-    sides = [([q, k, k], {"mask": regard.causal()}), ([q2, k2, k2], {"mask": regard.window(1, 1)})]
-    P, R = (weights(*each) for each in sides)
+@pytest.mark.parametrize("other", [regard.window(1, 1), regard.causal(), None], ids=str)
+def test_epsilon_mixes_the_second_attention_with_the_keys_that_one_of_them_sees(other: regard.Mask | None) -> None:
+    q, k, q2, k2 = random_sides(6, 6, groups=False)
+    one, two = {"mask": regard.causal()}, {} if other is None else {"mask": other}
+    P, R = weights([q, k, k], one), weights([q2, k2, k2], two)
     seen = ((P > 0) | (R > 0)).double()
     U = seen / seen.sum(-1, keepdim=True)
     for kind, (first, second) in {"kl": (P, R), "reverse": (R, P)}.items():
-        found = regard.divergence(*(side(*each) for each in sides), kind, epsilon=0.05)  # type: ignore[arg-type]
+        found = regard.divergence(side([q, k], one), side([q2, k2], two), kind, epsilon=0.05)  # type: ignore[arg-type]
         assert torch.allclose(found, kl(first, 0.95 * second + 0.05 * U))
 
 

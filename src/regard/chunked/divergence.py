@@ -267,7 +267,7 @@ def row_divergence(
         for each in (first, second)
     )
     p, r = (b, a) if kind == "reverse" else (a, b)
-    if kind != "js" and heads is None and _is_attention(p, r):
+    if kind != "js" and heads is None and epsilon is None and _is_attention(p, r):
         return _kl_by_attention(p, r, attend).to(exact)
     return _by_strips(a, b, kind, heads, epsilon).to(exact)
 
