@@ -22,7 +22,15 @@ if TYPE_CHECKING:
         softmax,
     )
     from .backends.dispatch import Plan
-    from .functional import attention, attention_with_weights, observe, scaled_dot_product_attention, steps, why
+    from .functional import (
+        attention,
+        attention_with_weights,
+        divergence,
+        observe,
+        scaled_dot_product_attention,
+        steps,
+        why,
+    )
     from .masks import (
         Mask,
         blocks,
@@ -60,6 +68,7 @@ __all__ = [
     "causal",
     "dense",
     "distributed",
+    "divergence",
     "documents",
     "errors",
     "everything",
@@ -93,6 +102,7 @@ _PLACES = {
     **dict.fromkeys(
         ("attention", "attention_with_weights", "observe", "scaled_dot_product_attention", "steps", "why"), "functional"
     ),
+    "divergence": "functional",
     **dict.fromkeys(
         ("Mask", "blocks", "causal", "dense", "documents", "everything", "global_tokens", "packed", "padding"), "masks"
     ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Never
+from collections.abc import Mapping, Sequence
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -12,10 +13,11 @@ from .backends.dispatch import Plan, choose, plan, run
 from .backends.remembered import key_of, recall, remember
 from .backends.sdpa import fast_path
 from .biases import Bias
+from .chunked.divergence import row_divergence
 from .core.contexts import ACTIVE, active_context, refuse_in_context
-from .core.options import Options, refuse_unknown
+from .core.options import Heads, Kind, Options, refuse_unknown
 from .core.problem import Problem
-from .core.validation import pose
+from .core.validation import check_pair, pose
 from .errors import ArgumentError, DtypeError, ShapeError
 from .masks import Mask, causal
 from .masks.arguments import textbook_mask
@@ -27,6 +29,7 @@ from .walkthrough import Steps, walk
 __all__ = [
     "attention",
     "attention_with_weights",
+    "divergence",
     "observe",
     "posed_as_torch",
     "scaled_dot_product_attention",
@@ -150,6 +153,40 @@ def observe(
     call = remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
     found = run(problem, chosen) if call is None else call.attend(query, key, value, mask, sink)
     return _notified(Observation(problem, chosen, found))
+
+
+def divergence(
+    a: Observation | Sequence[Tensor] | Mapping[str, Any],
+    b: Observation | Sequence[Tensor] | Mapping[str, Any],
+    kind: Kind = "kl",
+    *,
+    heads: Heads = None,
+    epsilon: float | None = None,
+) -> Tensor:
+    """Compare the weights of two attentions over the same keys: one number per row, differentiable to both sides.
+
+    Each side is an Observation, a pair (query, key), or a dict of `query`, `key` and any of `mask`, `bias`, `score`,
+    `scale`, `softcap` and `sink`. With p the weights of a and r those of b, `kind` gives, in nats:
+
+    - "kl": KL(p ‖ r) = Σ p·log(p/r); "reverse": KL(r ‖ p);
+    - "js": ½·KL(p ‖ m) + ½·KL(r ‖ m) with m = (p + r)/2, which is symmetric and at most log 2.
+
+    The result is (…, H, N). `heads="mean"` averages the weights of each side over its heads first: (…, N).
+    `heads="pairs"` compares every head of a with every head of b: (…, Ha, Hb, N). In both, the numbers of heads may
+    differ. Where the first attention of a KL has weight on a key that the second hides, the row is inf, with gradient
+    0; `epsilon` replaces the second by (1 − ε)·r + ε·u, with u uniform over the keys that one of the sides sees.
+
+    >>> import torch, regard
+    >>> q, k = torch.randn(2, 1, 4, 16, 8).unbind()
+    >>> teacher = regard.observe(q, k, k, mask=regard.causal())
+    >>> regard.divergence(teacher, {"query": q, "key": k, "mask": regard.causal()}).abs().max() < 1e-6
+    tensor(True)
+    """
+    refuse_in_context("divergence")
+    first, second = _side(a, "a"), _side(b, "b")
+    check_pair(first, second, kind, heads, epsilon)
+    found = row_divergence(first, second, kind, heads, epsilon, lambda p: run(p, choose(p, "auto")))
+    return _shaped(found, first, second, heads)
 
 
 def why(
@@ -316,6 +353,43 @@ def attention_with_weights(
     mask = textbook_mask(who, mask)
     seen = _observe(pose(query, key, value, mask=mask, dropout=dropout, observed=True, who=who), "auto")
     return seen.output, seen.weights()
+
+
+def _side(given: Observation | Sequence[Tensor] | Mapping[str, Any], name: str) -> Problem:
+    """One side of a divergence as a problem; its values are never read."""
+    if isinstance(given, Observation):
+        return given.problem_for("divergence")
+    options = dict(given) if isinstance(given, Mapping) else {}
+    if isinstance(given, tuple | list) and len(given) == 2:
+        options = {"query": given[0], "key": given[1]}
+    if "query" not in options or "key" not in options:
+        got = (
+            f"a dict of {', '.join(map(str, given)) or 'nothing'}"
+            if isinstance(given, Mapping)
+            else type(given).__name__
+        )
+        raise DtypeError(
+            f"divergence: {name} must be an Observation, a pair (query, key), or a dict with query, key and options of "
+            f"observe. Got {got}."
+        )
+    query, key = options.pop("query"), options.pop("key")
+    known = [option for option in Options.__annotations__ if option != "dropout"]  # the weights are before dropout
+    if unknown := next((option for option in options if option not in known), None):
+        raise DtypeError(
+            f"divergence: a side has no option {unknown}; it has query, key, {', '.join(known)}. Got it in {name}."
+        )
+    value = key[..., :0] if isinstance(key, Tensor) and key.dim() else key
+    return pose(query, key, value, **options, who=f"divergence, {name}")
+
+
+def _shaped(found: Tensor, first: Problem, second: Problem, heads: Heads) -> Tensor:
+    """Give a divergence (B, …, N) the leading dimensions of the caller."""
+    headless = len(first.lead) < 2
+    batch = first.lead if headless else first.lead[:-1]
+    middle = (
+        found.shape[1:-1] if heads == "pairs" or (heads is None and not (headless and len(second.lead) < 2)) else ()
+    )
+    return found.reshape(*batch, *middle, found.shape[-1])
 
 
 def _answer(problem: Problem, backend: str | Backend) -> Tensor:

@@ -200,6 +200,10 @@ class Observation:
         twin._store(p, self._backend, rows, Versions(_read(p)))
         return twin
 
+    def problem_for(self, who: str) -> Problem:
+        """The arguments of the call, for a function that computes its weights again; an error if they changed since."""
+        return self._unchanged(who)
+
     def _moments(self, member: str) -> tuple[Tensor, Tensor]:
         """gradient_health and distance, from one pass."""
         if self._computed_moments is None:

@@ -6,8 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 
+import regard
 from regard.models.difference import Difference
 from regard.models.head_statistics import STATISTICS, Head
 
@@ -80,3 +82,48 @@ def test_names_from_outside_never_move_the_cursor() -> None:
     with (console := Console(color_system=None)).capture() as printed:
         console.print(table)
     assert "\x1b" not in printed.get()
+
+
+def watched(lengths: tuple[int, ...] = (9,), heads: int = 2, seed: int = 0, prefix: str = "") -> regard.models.Seen:
+    """An encoder layer with padded rows, watched."""
+    torch.manual_seed(seed)
+    block = torch.nn.TransformerEncoderLayer(16, heads, dropout=0.0, batch_first=True)
+    model = torch.nn.ModuleDict({prefix: block}) if prefix else block
+    x = torch.randn(len(lengths), max(lengths), 16, generator=torch.Generator().manual_seed(7))
+    hidden = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    with regard.watch(model) as seen:
+        block(x, src_key_padding_mask=hidden)
+    return seen
+
+
+def test_distances_compare_every_head_of_one_with_every_head_of_the_other() -> None:
+    a, b = watched((9, 4)), watched((9, 4), heads=4, seed=1)
+    found = a.diff(b).distances("self_attn")
+    P, R = a[0].weights().double()[:, :, None], b[0].weights().double()[:, None]
+    M = (P + R) / 2
+    true = (torch.special.xlogy(P, P / M).nansum(-1) + torch.special.xlogy(R, R / M).nansum(-1)) / 2
+    assert found.shape == (2, 4)
+    assert torch.allclose(found.double(), true.mean((0, -1)), atol=1e-6)
+    same = a.diff(a).distances(0)
+    assert same.diagonal().abs().max() < 1e-6
+    assert same[0, 1] > 1e-3
+
+
+def test_rows_that_see_nothing_do_not_count_as_equal() -> None:
+    q, k = torch.randn(2, 1, 2, 6, 4).unbind()
+    some = [regard.observe(x, y, y, mask=regard.causal(offset=-3)) for x, y in ((q, k), (k, q))]
+    found = Difference([], [], [], calls={"a": (some[0], some[1])}).distances("a")
+    rows = regard.divergence(*some, "js", heads="pairs")[0]
+    assert rows[..., :3].eq(0).all()
+    assert torch.allclose(found, rows[..., 3:].mean(-1))
+
+
+def test_layers_without_a_partner_and_texts_of_other_lengths_have_no_distances() -> None:
+    a = watched()
+    with pytest.raises(regard.errors.ArgumentError, match=r"^distances: layer must be one .*'self_attn'. Got 'b'"):
+        a.diff(a).distances("b")
+    with pytest.raises(regard.errors.ShapeError, match=r"^divergence: a and b must have the same rows and keys"):
+        a.diff(watched((5,))).distances(0)
+    renamed = a.diff(watched(prefix="x"))
+    assert renamed.by_order
+    assert renamed.distances("self_attn").shape == (2, 2)

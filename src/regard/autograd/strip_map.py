@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,21 +17,29 @@ from torch import Tensor
 from ..compat.torch import cached_signature, call_function, without_autocast
 from ..core.folded import FoldedProblem
 from ..core.formula import attend
-from ..core.tiling import BIAS, KEY, QUERY, ROW, SHARED, Axes, Tile, TileSizes, strips
+from ..core.tiling import BIAS, KEY, QUERY, ROW, SHARED, Tile, TileSizes, strips
 
-__all__ = ["MapStrips", "StripMap", "attention_strips", "jvp_of", "vjp_of"]
+__all__ = ["MapStrips", "PartOfTile", "StripMap", "Tensors", "attention_strips", "jvp_of", "vjp_of"]
 
 Tensors = tuple[Tensor, ...]
+
+
+class PartOfTile(Protocol):
+    """Which part of a tensor a tile takes, as `Axes` tell it."""
+
+    def part(self, x: Tensor, tile: Any) -> Tensor:
+        """View the tile's part of x."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class StripMap:
     """A function of one tile's parts, and which parts it takes and gives. Parts given are added up."""
 
-    tiles: tuple[Tile, ...]
+    tiles: tuple[Any, ...]  # a Tile, or whatever `takes` and `gives` can read
     body: Callable[..., Tensors]  # (tile, *parts) -> parts
-    takes: tuple[Axes, ...]
-    gives: tuple[Axes, ...]
+    takes: tuple[PartOfTile, ...]
+    gives: tuple[PartOfTile, ...]
     like: tuple[int | tuple[int, ...], ...]  # each result has the shape of an argument, or a shape of its own
 
     @without_autocast
@@ -50,7 +58,7 @@ class StripMap:
         """The map (arguments, cotangents of the results) -> cotangents of the arguments."""
         count = len(self.takes)
 
-        def body(tile: Tile, *parts: Tensor) -> Tensors:
+        def body(tile: Any, *parts: Tensor) -> Tensors:
             _, pull = vjp_of(lambda *x: self.body(tile, *x), *parts[:count])
             return tuple(pull(tuple(parts[count:])))
 
@@ -60,7 +68,7 @@ class StripMap:
         """The map (arguments, their tangents) -> tangents of the results."""
         count = len(self.takes)
 
-        def body(tile: Tile, *parts: Tensor) -> Tensors:
+        def body(tile: Any, *parts: Tensor) -> Tensors:
             return jvp_of(lambda *x: self.body(tile, *x), parts[:count], parts[count:])[1]
 
         return StripMap(self.tiles, body, self.takes * 2, self.gives, self.like)
@@ -68,7 +76,7 @@ class StripMap:
     def vmap(self, in_dims: tuple[int | None, ...], size: int, shapes: list[tuple[int, ...]]) -> StripMap:
         """The map over arguments with one more dimension in front (0) or without it (None)."""
 
-        def body(tile: Tile, *parts: Tensor) -> Tensors:
+        def body(tile: Any, *parts: Tensor) -> Tensors:
             results: Any = torch.vmap(lambda *x: self.body(tile, *x), in_dims=in_dims)(*parts)
             return tuple(results)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import NoReturn, TypedDict
+from typing import Literal, NoReturn, TypedDict
 
 from torch import Tensor
 
@@ -13,7 +13,10 @@ from ..errors import DtypeError
 from ..masks import Mask
 from ..scores import Score
 
-__all__ = ["Options", "refuse_unknown"]
+__all__ = ["Heads", "Kind", "Options", "refuse_unknown"]
+
+Kind = Literal["kl", "reverse", "js"]  # of a divergence
+Heads = Literal["mean", "pairs"] | None  # how a divergence pairs heads; None pairs each with the one of its number
 
 
 class Options(TypedDict):

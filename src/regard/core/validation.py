@@ -24,9 +24,10 @@ from ..masks.causal import causal_of_torch
 from ..masks.index import broadcast_shapes, fits
 from ..masks.padding import Keep, Padding
 from ..scores import Score
+from .options import Heads, Kind
 from .problem import Problem
 
-__all__ = ["pose"]
+__all__ = ["check_pair", "pose"]
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
@@ -405,3 +406,34 @@ def _kind(x: object) -> str:
 
 def _got(query: Tensor, key: Tensor, value: Tensor) -> str:
     return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+
+
+def check_pair(a: Problem, b: Problem, kind: Kind, heads: Heads, epsilon: float | None) -> None:
+    """Check that the rows of two attentions can be compared, and how."""
+    who = "divergence"
+    if kind not in ("kl", "reverse", "js"):
+        raise ArgumentError(f'{who}: kind must be "kl", "reverse" or "js". Got {kind!r}.')
+    if heads not in (None, "mean", "pairs"):
+        raise ArgumentError(f'{who}: heads must be None, "mean" or "pairs". Got {heads!r}.')
+    if epsilon is not None:
+        if kind == "js":
+            raise ArgumentError(f'{who}: kind="js" is finite for all masks and takes no epsilon. Got {epsilon!r}.')
+        if not isinstance(epsilon, Real) or isinstance(epsilon, bool) or not 0 < epsilon < 1:
+            raise ArgumentError(f"{who}: epsilon must be a number between 0 and 1. Got {epsilon!r}.")
+    if a.device != b.device:
+        raise DeviceError(f"{who}: a and b must be on one device. Got {a.device} and {b.device}; use .to(device).")
+    if (a.rows, a.keys) != (b.rows, b.keys):
+        raise ShapeError(
+            f"{who}: a and b must have the same rows and keys, for rows are compared key by key. Got {a.rows} rows and "
+            f"{a.keys} keys in a, {b.rows} rows and {b.keys} keys in b."
+        )
+    batches = [p.lead[:-1] if len(p.lead) > 1 else p.lead for p in (a, b)]
+    if batches[0] != batches[1]:
+        raise ShapeError(
+            f"{who}: a and b must have the same batch. Got {batches[0]} and {batches[1]}; expand the smaller one."
+        )
+    if heads is None and a.query.shape[1] != b.query.shape[1]:
+        raise ShapeError(
+            f'{who}: a has {a.query.shape[1]} heads and b has {b.query.shape[1]}. Write heads="mean" to compare the '
+            f'means over heads, or heads="pairs" to compare each head of a with each of b.'
+        )

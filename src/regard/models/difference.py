@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
+from torch import Tensor
 
 from regard.display import block, paragraph, shown
+from regard.errors import ArgumentError
+from regard.functional import divergence
+from regard.observation import Observation
 from regard.report.files import json_safe, write_text
 from regard.report.tables import HeadTable
 
@@ -30,6 +35,9 @@ class Difference:
     sizes: tuple[list[int], list[int]] = ([], [])  # the number of heads per layer, for the first and the second
     by_order: bool = False  # the two share no layer name, so layers were paired by order
     layers: Sequence[str] = ()  # the names of the first one's layers, in order
+    calls: Mapping[str, tuple[Observation, Observation]] = field(
+        default_factory=dict, compare=False
+    )  # paired, the last
 
     def __repr__(self) -> str:
         return str(self.table())
@@ -40,6 +48,34 @@ class Difference:
     def strongest(self) -> list[Head]:
         """The heads that changed, sorted by the largest change of any share."""
         return sorted((head for head in self.heads if _changed(head)), key=_moved, reverse=True)
+
+    @torch.no_grad()
+    def distances(self, layer: str | int) -> Tensor:
+        """How far each head of the first is from each head of the second in a layer: (heads, heads), in nats.
+
+        It is the Jensen–Shannon divergence of their weights in the layer's last call, the mean over the rows that see
+        something: 0 for heads that attend alike, log 2 for heads that attend to no common key. Both must have read
+        texts of the same length. `layer` is a name of the first one, or its place.
+
+        >>> import torch, regard
+        >>> block = torch.nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
+        >>> with regard.watch(block) as seen:
+        ...     _ = block(torch.randn(1, 10, 16))
+        >>> seen.diff(seen).distances(0).diagonal().abs().max() < 1e-6
+        tensor(True)
+        """
+        names = list(self.calls)
+        if type(layer) is int and -len(names) <= layer < len(names):
+            layer = names[layer]
+        if layer not in self.calls:
+            known = ", ".join(map(repr, names)) or "there is none"
+            raise ArgumentError(f"distances: layer must be one that both have, or its place: {known}. Got {layer!r}.")
+        a, b = self.calls[str(layer)]
+        rows = divergence(a, b, "js", heads="pairs")  # (…, Ha, Hb, N)
+        some = torch.logical_or(*(torch.gt(seen.lse, -torch.inf).any(-2) for seen in (a, b)))  # (…, N)
+        count = some.sum().clamp(min=1)
+        total: Tensor = torch.where(some[..., None, None, :], rows, 0.0).sum(-1)
+        return total.reshape(-1, *total.shape[-2:]).sum(0) / count
 
     def table(self, most: int = 20, names: tuple[str, str] = ("the first", "the second")) -> DifferenceTable:
         """The heads that changed most, as a table of differences; `names` are what the text calls the two.

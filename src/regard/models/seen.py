@@ -155,6 +155,10 @@ class Seen(AttentionRecord):
             raise ArgumentError(f"diff: the argument must be another Seen. Got {type(other).__name__}.")
         theirs = {(head.layer, head.head): head for head in other.heads}
         by_order = not any((head.layer, head.head) in theirs for head in self.heads)
+        names = (
+            zip(self.layers, other.layers, strict=False) if by_order else ((x, x) for x in self if x in other.layers)
+        )
+        calls = {one: (self[one], other[two]) for one, two in names}
         if by_order:
             renamed = dict(zip(other.layers, self.layers, strict=False))
             theirs = {(renamed.get(layer, layer), head): it for (layer, head), it in theirs.items()}
@@ -166,7 +170,7 @@ class Seen(AttentionRecord):
         ]
         mine, others = ([layer.size for layer in seen._records.values()] for seen in (self, other))
         rest = [a for a, b in pairs if b is None]
-        return Difference(changes, rest, list(theirs.values()), (mine, others), by_order, self.layers)
+        return Difference(changes, rest, list(theirs.values()), (mine, others), by_order, self.layers, calls)
 
     def look(
         self, tokens: Iterable[str] | None = None, title: str | None = None, item: int = 0, tell: Tell | None = None
