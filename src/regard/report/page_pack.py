@@ -98,9 +98,9 @@ def pack_strongest(
 
     Both are (bytes of a number, heads, k, queries): numbers that are alike are neighbours, and compress well.
     """
-    rows = np.concatenate([np.arange(start, stop) for start, stop in parts] or [np.arange(0)])
-    weights = np.stack([_finite(values[rows]) for values, _ in pairs])
-    indices = np.stack([found[rows].cpu().numpy().astype(np.int64) for _, found in pairs])
+    values, found = (torch.stack(list(each)) for each in zip(*pairs, strict=True))  # (heads, queries, keys)
+    values, found = (torch.cat([x[:, start:stop] for start, stop in (*parts, (0, 0))], 1) for x in (values, found))
+    weights, indices = _finite(values), found.cpu().numpy().astype(np.int64)
     weights[(indices < 0) | (weights < LEAST_WEIGHT)] = 0.0
     order = np.argsort(-weights, axis=-1, kind="stable")[..., :k]
     weights, indices = np.take_along_axis(weights, order, -1), np.take_along_axis(indices, order, -1)
