@@ -87,3 +87,14 @@ def test_the_largest_is_the_first_of_equals(keys: int) -> None:
     value, at = statistics.largest(P)
     assert torch.equal(value, P.amax(-1))
     assert torch.equal(at, (value[..., None] == P).int().argmax(-1))
+
+
+@pytest.mark.parametrize("count", [5, 40, 70, 300, 1025])
+@pytest.mark.parametrize("k", [1, 3, 16])
+def test_blocks_that_compete_first_change_neither_weights_nor_ties(count: int, k: int) -> None:
+    S = torch.randn(2, 7, count, generator=torch.Generator().manual_seed(0)).mul(3).round()
+    S[0, :, : count // 3] = -torch.inf
+    wanted = S.sort(dim=-1, descending=True, stable=True)
+    found = statistics.strongest(S, min(k, count))
+    assert torch.equal(found[0], wanted.values[..., :k])
+    assert torch.equal(found[1], wanted.indices[..., :k])

@@ -37,6 +37,7 @@ __all__ = [
 SATURATED = 0.99  # hardly any gradient passes through a row whose largest weight is above this
 _TALL = 8  # rows of a cell for which sums are cheaper than a product
 _SPLIT = 32  # keys per block: blocks compete by their maxima first
+_FINE_SPLIT = 8  # the same where so few blocks of the other size are there that most would win
 
 
 class Survey(NamedTuple):
@@ -341,17 +342,18 @@ def strongest(S: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Blocks of keys compete first: the k largest are in the k blocks with the largest maxima, so most keys are read once.
     """
     count = S.shape[-1]
-    blocks = count // _SPLIT
-    if blocks < 2 * k:
+    size = next((size for size in (_SPLIT, _FINE_SPLIT) if count // size >= 2 * k), 0)
+    if not size:
         return _by_rank(S, torch.arange(count, device=S.device), k)
-    body = S[..., : blocks * _SPLIT].unflatten(-1, (blocks, _SPLIT))
+    blocks = count // size
+    body = S[..., : blocks * size].unflatten(-1, (blocks, size))
     maxima = body.amax(-1)  # (…, blocks)
     _, chosen = _by_rank(maxima, torch.arange(blocks, device=S.device), k)  # (…, k)
     chosen = chosen.sort(-1).values
-    found = body.gather(-2, chosen[..., None].expand(*chosen.shape, _SPLIT)).flatten(-2)
-    index = (chosen[..., None] * _SPLIT + torch.arange(_SPLIT, device=S.device)).flatten(-2)
-    tail = torch.arange(blocks * _SPLIT, count, device=S.device)
-    found = torch.cat((found, S[..., blocks * _SPLIT :]), -1)
+    found = body.gather(-2, chosen[..., None].expand(*chosen.shape, size)).flatten(-2)
+    index = (chosen[..., None] * size + torch.arange(size, device=S.device)).flatten(-2)
+    tail = torch.arange(blocks * size, count, device=S.device)
+    found = torch.cat((found, S[..., blocks * size :]), -1)
     index = torch.cat((index, tail.expand(*index.shape[:-1], -1)), -1)
     return _by_rank(found, index, k)
 
