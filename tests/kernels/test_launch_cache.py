@@ -14,8 +14,7 @@ import regard
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
-from triton.runtime import driver
-
+from recorded_launches import STARTS, record_launches
 from regard.core.rows import Rows
 from regard.kernels import launch_cache
 from regard.kernels.arguments import NO_ENTROPY, DropoutArgs, KernelArgs
@@ -23,53 +22,12 @@ from regard.kernels.block_mask import block_mask
 from regard.kernels.hopper import configs, forward_launch
 
 CPU = torch.device("cpu")
-STARTS: list[tuple[str, int, tuple[Any, ...]]] = []  # how, how many programs, and with which arguments
-
-
-class Compiled:
-    """Stands for a compiled kernel, and records what its launcher gets."""
-
-    function, packed_metadata = object(), object()
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *args: STARTS.append(("by grid", grid[0], args))
-
-    def run(self, programs: int, y: int, z: int, stream: int, *args: Any) -> None:
-        assert (y, z, stream, *args[:5]) == (1, 1, 7, self.function, self.packed_metadata, None, None, None)
-        STARTS.append(("again", programs, args[5:]))
-
-
-class Kernel:
-    """Stands for the kernel: records its arguments, and returns a compiled one."""
-
-    arg_names = forward_launch.forward.arg_names
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def run(**arguments: Any) -> Compiled:
-            STARTS.append(("first", grid[0], tuple(arguments[name] for name in self.arg_names)))
-            return Compiled()
-
-        return run
-
-
-class Driver:
-    """Stands for a GPU's driver."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
+ARG_NAMES = forward_launch.forward.arg_names
 
 
 @pytest.fixture(autouse=True)
-def noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_launch, "forward", Kernel())
-    monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
-    monkeypatch.setattr(launch_cache, "INTERPRETED", False)
-    monkeypatch.setattr(forward_launch, "cuda_allocator", lambda size, dtype: lambda: torch.empty(size, dtype=dtype))
-    STARTS.clear()
-    monkeypatch.setattr(driver, "_active", Driver())
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_launches(monkeypatch, {"forward": (forward_launch, "forward")})
 
 
 def work(d: int = 64, mask: regard.Mask | None = None, heads: int = 4, n: int = 300, **more: Any) -> KernelArgs:
@@ -79,7 +37,7 @@ def work(d: int = 64, mask: regard.Mask | None = None, heads: int = 4, n: int = 
 
 
 def hows() -> list[str]:
-    return [how for how, *_ in STARTS]
+    return [start.how for start in STARTS]
 
 
 def comparable(x: Any) -> Any:
@@ -100,11 +58,11 @@ def test_a_launch_that_is_started_again_has_the_arguments_of_a_first_one(d: int,
     found = forward_launch.launch_forward(w, entropy)
     assert hows() == ["first", "again"]
     arguments, _ = forward_launch.forward_arguments(w, found, entropy, forward_launch.tile_for(w))
-    expected = tuple(arguments[name] for name in Kernel.arg_names)
-    (_, first_programs, _), (_, programs, given) = STARTS
-    assert tuple(map(comparable, given)) == tuple(map(comparable, expected))
-    assert programs == first_programs
-    named = dict(zip(Kernel.arg_names, given, strict=True))
+    expected = tuple(arguments[name] for name in ARG_NAMES)
+    first, again = STARTS
+    assert tuple(map(comparable, again.arguments)) == tuple(map(comparable, expected))
+    assert again.programs == first.programs
+    named = dict(zip(ARG_NAMES, again.arguments, strict=True))
     assert all(named[name].base is x for name, x in (("q", w.query), ("k", w.key), ("v", w.value)))
     assert named["o"] is None or named["o"].base is found.output
     assert named["output"] is found.output
@@ -130,7 +88,7 @@ def test_sinks_scales_and_dropout_are_those_of_the_new_call(name: str) -> None:
     }
     forward_launch.launch_forward(work(**part), True)
     assert hows() == ["first", "again"]
-    given = dict(zip(Kernel.arg_names, STARTS[1][2], strict=True))
+    given = dict(zip(ARG_NAMES, STARTS[1].arguments, strict=True))
     ((key, x),) = part.items()
     assert given[{"sink": "sinks"}.get(key, key)] is x
 
@@ -181,7 +139,7 @@ def test_masks_of_one_kind_share_a_launch() -> None:
     for mask in (regard.causal(), regard.window(9, 2), regard.padding(lengths), regard.padding(lengths + 1)):
         w = work(mask=mask)
         forward_launch.launch_forward(w, True)
-        lists = dict(zip(Kernel.arg_names, STARTS[-1][2], strict=True))["lists"]
+        lists = dict(zip(ARG_NAMES, STARTS[-1].arguments, strict=True))["lists"]
         tile = forward_launch.tile_for(w)
         assert lists is w.block_mask.by_rows(tile.BM, tile.BN, tile.rows_before(w.n))
     assert hows() == ["first", "again", "again", "again"]
@@ -241,7 +199,7 @@ def test_a_shortcut_passes_the_arguments_of_a_first_launch(
     assert bool(last) is entropy
     arguments, _ = forward_launch.forward_arguments(w, found, entropy, forward_launch.tile_for(w))
     assert hows() == ["first", "again"]
-    given, expected = dict(zip(Kernel.arg_names, STARTS[1][2], strict=True)), arguments
+    given, expected = dict(zip(ARG_NAMES, STARTS[1].arguments, strict=True)), arguments
     for name in ("lse", "row_max", "log_row_sum", *(["entropy"] if entropy else [])):
         assert given.pop(name).data_ptr() == expected.pop(name).data_ptr()
     assert all(comparable(x) == comparable(expected[name]) for name, x in given.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,11 +17,9 @@ from regard import observation
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Triton has no Gluon for Hopper")
 
-from triton.runtime import driver
-
+from recorded_launches import STARTS, record_launches
 from regard.backends import Triton, dispatch, remembered
 from regard.backends.triton import _of_rows
-from regard.compat import triton
 from regard.kernels import arguments, launch, launch_cache, survey
 from regard.kernels.arguments import KernelArgs
 from regard.kernels.block_mask import block_mask
@@ -38,52 +35,11 @@ KERNELS = {
     "fold": (portable.statistics_kernels, "fold_bands"),
     "by rows": (portable.statistics_kernels, "row_survey"),
 }
-STARTS: list[tuple[str, str, int, tuple[Any, ...]]] = []  # how, which kernel, how many programs, with which arguments
-
-
-class Compiled:
-    """Stands for a compiled kernel, and records what its launcher gets."""
-
-    function, packed_metadata = object(), object()
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *args: STARTS.append(("by grid", self.name, grid[0], args))
-
-    def run(self, programs: int, y: int, z: int, stream: int, *args: Any) -> None:
-        STARTS.append(("again", self.name, programs, args[5:]))
-
-
-class Kernel:
-    """Stands for a kernel: records its arguments, and returns a compiled one."""
-
-    def __init__(self, name: str, arg_names: list[str]) -> None:
-        self.name, self.arg_names = name, arg_names
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., Compiled]:
-        def run(**given: Any) -> Compiled:
-            STARTS.append(("first", self.name, grid[0], tuple(given[name] for name in self.arg_names)))
-            return Compiled(self.name)
-
-        return run
-
-
-class Driver:
-    """Stands for a GPU's driver."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
 
 
 @pytest.fixture(autouse=True)
-def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, (module, attribute) in KERNELS.items():
-        monkeypatch.setattr(module, attribute, Kernel(name, getattr(module, attribute).arg_names))
+def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_launches(monkeypatch, KERNELS)
     for module in (launch, survey, arguments):
         monkeypatch.setattr(module, "hopper", lambda _: True)
     for module in (launch, forward_launch):
@@ -93,15 +49,7 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dispatch, "order", lambda _: dispatch.OTHERS)
     monkeypatch.setattr(observation, "_may_be_remembered", lambda _: True)
     monkeypatch.setattr(remembered, "operations_are_plain", lambda: True)  # under `Operations` they are not
-    monkeypatch.setattr(forward_launch, "cuda_allocator", lambda size, dtype: lambda: torch.empty(size, dtype=dtype))
     monkeypatch.setattr(remembered, "_CALLS", {})
-    monkeypatch.setattr(launch_cache, "_LAUNCHES", {})
-    monkeypatch.setattr(driver, "_active", Driver())
-    monkeypatch.setattr(
-        triton, "_direct", lambda *_: None
-    )  # the C launcher, which a kernel that was not compiled lacks
-    yield
-    STARTS.clear()
 
 
 class Operations(TorchDispatchMode):
@@ -139,9 +87,9 @@ def test_a_layer_like_an_earlier_one_is_watched_by_four_launches_and_few_operati
         return seen.names
 
     run()
-    assert [how for how, *_ in STARTS] == ["first"] * 4
+    assert [start.how for start in STARTS] == ["first"] * 4
     names = run()
-    assert [(how, name) for how, name, *_ in STARTS] == [
+    assert [(start.how, start.kernel) for start in STARTS] == [
         ("again", name) for name in ("forward", "by bands", "fold", "by rows")
     ]
     allocations = {f"aten::{name}" for name in ("new_empty", "empty_like", "new_zeros", "zeros", "empty.memory_format")}
@@ -181,16 +129,16 @@ def test_launches_that_are_started_again_have_the_arguments_of_first_ones(
     survey.survey(first, *rows_of(first), 7, 5)
     rows = rows_of(again)
     found = survey.survey(again, *rows, 7, 5)
-    assert [how for how, *_ in STARTS] == ["first"] * 3 + ["again"] * 3
+    assert [start.how for start in STARTS] == ["first"] * 3 + ["again"] * 3
     for (_, name, programs, given), (_, same, count, others) in zip(STARTS[:3], STARTS[3:], strict=True):
         assert (name, programs) == (same, count)
         assert tuple(map(comparable, given)) == tuple(map(comparable, others))
     kernel = portable.statistics_kernels.row_survey
-    by_rows = dict(zip(kernel.arg_names, STARTS[5][3], strict=True))
+    by_rows = dict(zip(kernel.arg_names, STARTS[5].arguments, strict=True))
     assert by_rows["q"] is again.query
     assert by_rows["out"].totals is found.totals
     assert all(x is y for x, y in zip(by_rows["stats"], rows, strict=True))
-    fold = dict(zip(portable.statistics_kernels.fold_bands.arg_names, STARTS[4][3], strict=True))
+    fold = dict(zip(portable.statistics_kernels.fold_bands.arg_names, STARTS[4].arguments, strict=True))
     assert fold["received"] is found.received
     assert fold["first"] is by_rows["first"]
 
@@ -201,12 +149,12 @@ def test_masks_of_one_kind_share_launches_and_pass_lists_of_their_own() -> None:
         STARTS.clear()
         survey.survey(w, *rows_of(w), 7, 5)
         tile = statistics_launch.tile_for(w)
-        by_bands, by_rows = (dict(zip(names, STARTS[at][3], strict=True)) for at, names in (
+        by_bands, by_rows = (dict(zip(names, STARTS[at].arguments, strict=True)) for at, names in (
             (0, statistics_launch.pooled_kernel.arg_names), (2, portable.statistics_kernels.row_survey.arg_names)
         ))  # fmt: skip
         assert by_bands["lists"] is w.block_mask.by_keys(128, tile.BN)
         assert by_rows["args"].blocks is w.block_lists(w.config("dq"))
-    assert [how for how, *_ in STARTS] == ["again"] * 3
+    assert [start.how for start in STARTS] == ["again"] * 3
 
 
 def test_statistics_at_odd_addresses_are_copied() -> None:
@@ -231,7 +179,7 @@ def test_another_survey_is_a_first_one(change: str) -> None:
         regard.causal() if change == "mask" else None, **{key: CHANGES[key] for key in CHANGES if key == change}
     )
     survey.survey(other, *rows_of(other), 8 if change == "height" else 7, 5)
-    hows = {name: how for how, name, *_ in STARTS}
+    hows = {start.kernel: start.how for start in STARTS}
     assert hows["by bands"] == "first"
     assert hows["by rows"] == ("again" if change == "height" else "first")
 
