@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
-from .backends.dispatch import Plan, choose, plan, run
-from .backends.remembered import key_of, recall, remember
+from .backends.dispatch import Plan, choose, plan, run, run_and_remember
+from .backends.remembered import key_of, recall
 from .backends.sdpa import fast_path
 from .biases import Bias
 from .chunked.divergence import row_divergence
@@ -98,8 +98,7 @@ def attention(
     if known is None:
         return _answer(problem, backend)
     refuse_in_context(problem.who)
-    call = remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
-    return run(problem, chosen).output if call is None else call.attend(query, key, value, mask, sink)
+    return run_and_remember(known, (query, key, value, mask), problem, backend)[1]  # type: ignore[no-any-return]
 
 
 def observe(
@@ -150,9 +149,7 @@ def observe(
     if known is None:
         return _observe(problem, backend)
     refuse_in_context(problem.who)
-    call = remember(known, (query, key, value, mask), problem, chosen := choose(problem, backend))
-    found = run(problem, chosen) if call is None else call.attend(query, key, value, mask, sink)
-    return _notified(Observation(problem, chosen, found))
+    return _notified(Observation(problem, *run_and_remember(known, (query, key, value, mask), problem, backend)))
 
 
 def divergence(

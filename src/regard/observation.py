@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
-from .backends.dispatch import choose, run
-from .backends.remembered import key_of, recall, remember
+from .backends.dispatch import choose, run, run_and_remember
+from .backends.remembered import key_of, recall
 from .chunked.statistics import Survey, logits_at
 from .compat.torch import forward_mode_is_active, is_wrapped, shared_with_backward
 from .core.problem import Problem
@@ -236,15 +236,16 @@ class Observation:
 def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
     """Run a problem and observe it."""
     problem = problem if problem.observed else problem._replace(observed=True)
-    p, known, call = problem, None, None
+    p, known = problem, None
     if _may_be_remembered(p):
         known = key_of(p.query, p.key, p.value, p.mask, p.scale, p.softcap, p.sink, backend, True)
-        call = None if known is None else recall(known)
-    chosen = choose(p, backend) if call is None else call.backend
-    if known is not None and call is None:
-        call = remember(known, (p.query, p.key, p.value, p.mask), p, chosen)
-    found = run(p, chosen) if call is None else call.attend(p.query, p.key, p.value, p.mask, p.sink)
-    return Observation(p, chosen, found)
+    if known is None:
+        chosen = choose(p, backend)
+        return Observation(p, chosen, run(p, chosen))
+    given, call = (p.query, p.key, p.value, p.mask), recall(known)
+    if call is None:
+        return Observation(p, *run_and_remember(known, given, p, backend))
+    return Observation(p, call.backend, call.attend(*given, p.sink))
 
 
 def _may_be_remembered(p: Problem) -> bool:

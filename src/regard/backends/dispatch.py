@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,9 @@ from ..errors import BackendError
 from ..masks.causal import Causal
 from ..masks.everything import Everything
 from . import KNOWN, Backend
+from .remembered import Given, remember
 
-__all__ = ["Plan", "choose", "plan", "run"]
+__all__ = ["Plan", "choose", "plan", "run", "run_and_remember"]
 
 LONG = 4096  # rows from which FlashAttention-4 is known to be the fastest; fewer are left to torch
 FASTER_DIMS = (64, 128, 256)  # dims at which our Hopper forward is then faster than torch's kernels, full and causal …
@@ -186,3 +187,13 @@ def _named(backend: str | Backend, who: str) -> Backend:
             f"{who}: backend must be 'auto', {', '.join(map(repr, KNOWN))}, or a backend object. Got {backend!r}."
         )
     return found
+
+
+def run_and_remember(key: tuple[object, ...], given: Given, p: Problem, backend: str | Backend) -> tuple[Backend, Any]:
+    """Run the first call with a key, and remember it: the backend, and the output or, of an observed call, `Rows`."""
+    chosen = choose(p, backend)
+    call = remember(key, given, p, chosen)
+    if call is not None:
+        return chosen, call.attend(*given, p.sink)
+    rows = run(p, chosen)
+    return chosen, rows if p.observed else rows.output

@@ -21,7 +21,9 @@ from ..masks.causal import Causal
 from ..masks.everything import Everything
 from .base import Backend, Prepared
 
-__all__ = ["Remembered", "key_of", "recall", "remember"]
+__all__ = ["Given", "Remembered", "key_of", "recall", "remember"]
+
+Given = tuple[Tensor, Tensor, Tensor, Any]  # query, key, value and mask, as the caller gave them
 
 _SIZE = 512
 _CALLS: dict[object, Remembered] = {}
@@ -155,7 +157,7 @@ def recall(key: tuple[object, ...]) -> Remembered | None:
     return _CALLS.get(key)
 
 
-def remember(key: tuple[object, ...], given: tuple[object, ...], p: Problem, backend: Backend) -> Remembered | None:
+def remember(key: tuple[object, ...], given: Given, p: Problem, backend: Backend) -> Remembered | None:
     """Remember an accepted call, if it is computed as it was given and the backend can prepare for more of it."""
     same = all(x is y for x, y in zip(given, (p.query, p.key, p.value, p.mask), strict=True))
     if not same or isinstance(p.scale, Tensor) or (prepared := backend.prepare(p)) is None:
