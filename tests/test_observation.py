@@ -457,5 +457,5 @@ def test_one_row_and_one_key_are_given_by_their_number() -> None:
         DtypeError, match=r"^weights: rows must be a whole number, a slice, or whole numbers .* Got True"
     ):
         seen.weights(rows=True)
-    with pytest.raises(ArgumentError, match=r"rows must be within 5\. Got 5 to 5"):
+    with pytest.raises(ArgumentError, match=r"rows must be from -5 to 4\. Got 5\.$"):
         seen.weights(rows=5)

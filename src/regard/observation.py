@@ -293,7 +293,8 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
         index = index.nonzero().squeeze(-1)
     index = index.to(torch.int64)
     if index.numel() and not bool(((index >= -length) & (index < length)).all()):
-        raise ArgumentError(f"{member}: {name} must be within {length}. Got {index.min()} to {index.max()}.")
+        wrong = index[(index < -length) | (index >= length)][0]
+        raise ArgumentError(f"{member}: {name} must be from {-length} to {length - 1}. Got {wrong}.")
     return torch.where(index < 0, index + length, index).to(device)
 
 
