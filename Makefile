@@ -25,9 +25,11 @@ help: ## list these targets
 demo: $(STAMP) ## look at the built-in model: its heads, what is notable, and a report in report.html
 	@$(PY) -m regard inspect --html report.html
 
+# A worker that has nothing left takes tests from another. What Python compiles is kept for the processes that tests start.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## run the tests and the doctests, and our kernels by Triton's interpreter
-	$(PY) -m pytest -n $(WORKERS) tests --doctest-modules src/regard --ignore=src/regard/kernels
-	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) tests/interpreted
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal tests --doctest-modules src/regard --ignore=src/regard/kernels
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/interpreted
 
 fuzz: $(STAMP) ## hold random problems on every backend against a dense formula, for SECONDS=60 or as long as you like
 	TRITON_INTERPRET=1 PYTHONPATH=src:tests/support $(PY) tests/support/fuzz.py $(SECONDS) $(SEED)

@@ -25,6 +25,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore.append("interpreted")  # `make test` runs these in a process of their own
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests over ranks first: they keep several cores busy, and one worker starts the ranks for all of them."""
+    items.sort(key=lambda item: "world" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[Callable[[int], World]]:
     """Give the world of so many ranks, started when it is first asked for, and anew after a job that failed."""

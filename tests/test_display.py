@@ -133,7 +133,7 @@ def test_every_mask_is_drawn() -> None:
         if not re.search(r"<svg.*[\d,]+ queries × [\d,]+ keys, [\d.]+% of the pairs are visible", html):
             without.add(name)
     empty = {repr(case.mask) for case in CASES if not case.n * case.m} - {repr(c.mask) for c in CASES if c.n * c.m}
-    assert without == empty
+    assert without <= empty
 
 
 def test_a_mask_is_drawn_at_a_size_that_shows_it() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
+from regard import functional
 
 INF = math.inf
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -189,3 +190,25 @@ def test_what_we_refuse_and_torch_does_not_is_listed(name: str) -> None:
     F.scaled_dot_product_attention(q, k, k, **REFUSED[name])
     with pytest.raises(regard.errors.ArgumentError):
         regard.scaled_dot_product_attention(q, k, k, **REFUSED[name])
+
+
+def test_a_call_like_an_earlier_one_is_posed_like_it_and_any_other_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_POSED", {})
+    posed = partial(functional.posed_as_torch, is_causal=True)
+    q, k, v = torch.randn(3, 2, 3, 5, 8).unbind()
+    first = posed(q, k, v)
+    monkeypatch.setattr(functional, "_posed_as_torch", None)
+    again = posed(v, q, k)
+    assert (again.query is v, again.key is q, again.value is k) == (True, True, True)
+    assert again[3:] == first[3:]
+    changed: list[tuple[Callable[[], object], str]] = [
+        (lambda: posed(q, k, v.double()), "a dtype"),
+        (lambda: posed(q, k, v[..., :4]), "a dim"),
+        (lambda: posed(q, k, v, scale=0.5), "the scale"),
+        (lambda: posed(q, k, v, is_causal=False), "the mask"),
+        (lambda: posed(q, k, v, dropout_p=0.5), "dropout"),
+        (lambda: posed(q, k, v.mT.contiguous().mT), "strides"),
+    ]
+    for call, what in changed:
+        with pytest.raises(TypeError):
+            pytest.fail(f"{what} did not count: {call()}")

@@ -103,17 +103,23 @@ def attempt(what: str, call: Callable[[], T]) -> T | None:
     return None
 
 
+def absent(what: str, reason: str) -> None:
+    """Let the report say why a peer has no figures at all."""
+    _failed.setdefault(what, reason)
+
+
 def each(cases: Mapping[str, Callable[[], Row]]) -> list[Row]:
     """The rows of all cases; a failing case is left out, and the report says why."""
     found = (attempt(name, case) for name, case in cases.items())
     return [row for row in found if row is not None]
 
 
-def measured(case: str, peers: Peers, rounds: int = 3, rep: int = 40) -> Measured:
+def measured(case: str, peers: Peers, rounds: int = 3, rep: int = 40, once: bool = False) -> Measured:
     """Median milliseconds by CUDA events, with the peers taking turns so that a hot chip is hot for all of them.
 
     There are enough rounds for each peer to run after each other one at least once: a peer that heats the chip less
-    leaves a faster clock to its successor.
+    leaves a faster clock to its successor. With `once`, a turn is one call by wall-clock time, for calls so long that
+    the host does not matter.
     """
     first = {name: attempt(f"{case}, {name}", peer) for name, peer in peers.items() if peer is not None}
     left = {name: peers[name] for name, result in first.items() if result is not None}
@@ -121,10 +127,14 @@ def measured(case: str, peers: Peers, rounds: int = 3, rep: int = 40) -> Measure
     del first
     taken: dict[str, list[float]] = {name: [] for name in left}
     orders = balanced(list(left))
+
+    def turn(peer: Peer) -> float:
+        return wall(peer)[1] if once else _median(peer, rep)
+
     for at in range(-(-rounds // len(orders)) * len(orders) if orders else 0):
         for name in orders[at % len(orders)]:
             peer = left.get(name)
-            ms = None if peer is None else attempt(f"{case}, {name}", lambda peer=peer: _median(peer, rep))
+            ms = None if peer is None else attempt(f"{case}, {name}", lambda peer=peer: turn(peer))
             if ms is None:
                 left.pop(name, None)
             else:

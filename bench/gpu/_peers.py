@@ -1,4 +1,7 @@
-"""Our calls and those they are compared with, torch's kernels and FlexAttention, on the plain shapes."""
+"""Our calls and those they are compared with, on the plain shapes: torch's kernels, FlashAttention-4, FlexAttention.
+
+A peer that is not installed has no figures, and the report says why.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from _device import Peer, random
+from _device import Peer, absent, random
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -56,15 +59,47 @@ def plain(name: str, grad: bool = False) -> Plain:
 
 
 def peers(x: Plain) -> dict[str, Peer | None]:
-    """Torch's kernels, FlexAttention (unless REGARD_NO_FLEX skips it) and ours."""
+    """Torch's kernels, FlashAttention-4, FlexAttention (unless REGARD_NO_FLEX skips it), and ours."""
     _, q, k, v, causal = x
     mask = regard.causal() if causal else None
+    rule, skipped = before if causal else None, bool(os.environ.get("REGARD_NO_FLEX"))
     return {
         "cuDNN": torchs(q, k, v, SDPBackend.CUDNN_ATTENTION, is_causal=causal),
         "flash": torchs(q, k, v, SDPBackend.FLASH_ATTENTION, is_causal=causal),
-        "FlexAttention": None if os.environ.get("REGARD_NO_FLEX") else flex(q, k, v, before if causal else None),
+        "FA4": flash4(q, k, v, causal),
+        "FlexAttention": None if skipped else flex(q, k, v, rule),
+        "Flex, FLASH": None if skipped else flex_flash(q, k, v, rule),
         "regard": Peer(lambda: regard.attention(q, k, v, mask=mask, backend="triton")),
     }
+
+
+@cache
+def flash4_functions() -> Any:
+    """FlashAttention-4's module, or None if it is not installed; the report says so."""
+    try:
+        from flash_attn.cute import interface
+    except ImportError as error:
+        absent("FlashAttention-4", f"not installed (pip install flash-attn-4): {error}")
+        return None
+    return interface
+
+
+def flash4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Peer | None:
+    """FlashAttention-4, which takes and gives (batch, length, heads, dim): views of the same tensors."""
+    found = flash4_functions()
+    if found is None:
+        return None
+    return Peer(
+        lambda: found.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)[0].transpose(1, 2)
+    )
+
+
+def flex_flash(q: Tensor, k: Tensor, v: Tensor, rule: Callable[..., Tensor] | None = None) -> Peer | None:
+    """FlexAttention by FlashAttention-4's kernels, its FLASH backend."""
+    if flash4_functions() is None:
+        absent("FlexAttention's FLASH backend", "it needs FlashAttention-4")
+        return None
+    return flex(q, k, v, rule, size=(128, 128), BACKEND="FLASH")
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor, kernel: SDPBackend, **kwargs: Any) -> Peer:
@@ -72,16 +107,28 @@ def torchs(q: Tensor, k: Tensor, v: Tensor, kernel: SDPBackend, **kwargs: Any) -
     return Peer(lambda: F.scaled_dot_product_attention(q, k, v, **kwargs), kernel)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, rule: Callable[..., Tensor] | None = None, batch: int | None = None) -> Peer:
-    """FlexAttention, with its block mask built at the first call and kept."""
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Callable[..., Tensor] | None = None,
+    batch: int | None = None,
+    size: tuple[int, int] | None = None,
+    score: Callable[..., Tensor] | None = None,
+    **options: str,
+) -> Peer:
+    """FlexAttention, with its block mask built at the first call and kept; `score` is its score_mod."""
+    given: dict[str, Any] = {"kernel_options": options} if options else {}
+    given |= {"score_mod": score} if score else {}
 
     @cache
     def blocks() -> Any:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        return rule and create_block_mask(rule, batch, None, q.shape[2], k.shape[2], device=q.device)
+        sizes = {} if size is None else {"BLOCK_SIZE": size}
+        return rule and create_block_mask(rule, batch, None, q.shape[2], k.shape[2], device=q.device, **sizes)
 
-    return Peer(lambda: compiled_flex()(q, k, v, block_mask=blocks()))
+    return Peer(lambda: compiled_flex()(q, k, v, block_mask=blocks(), **given))
 
 
 @cache

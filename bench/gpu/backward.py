@@ -8,7 +8,7 @@ import torch
 from _device import Bars, Peer, Row, at_least, attempt, each, measured, over, report, start, verdict
 from _peers import HIDDEN, NARROW, SHAPES, TOKENS, Plain, peers, plain
 
-KERNELS = ("regard", "FlexAttention", "cuDNN", "flash")
+KERNELS = ("regard", "FA4", "FlexAttention", "Flex, FLASH", "cuDNN", "flash")
 MUST = 1.15  # of FlexAttention's speed
 
 
@@ -36,6 +36,7 @@ def row(shape: str) -> Row:
         **speed,
         "regard / Flex": ratio,
         "regard / cuDNN": over(speed["regard"], speed["cuDNN"]),
+        "regard / FA4": over(speed["regard"], speed["FA4"]),
         "apart": apart,
         "must": f"≥ {MUST} × Flex" if named else None,
         "holds": verdict({"regard": at_least(ratio, MUST)}) if named else None,

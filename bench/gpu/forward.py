@@ -9,7 +9,7 @@ from _peers import HIDDEN, NARROW, SHAPES, TOKENS, peers, plain
 
 import regard
 
-KERNELS = ("cuDNN", "flash", "FlexAttention", "regard", "regard, entropy", "regard, auto")
+KERNELS = ("cuDNN", "flash", "FA4", "FlexAttention", "Flex, FLASH", "regard", "regard, entropy", "regard, auto")
 LONG = 16384
 MUST = {False: (0.97, 0.92), True: (1.02, 0.98)}  # of cuDNN's speed, plain and with entropy; at n16384
 AUTO = 0.98  # of the best of torch's kernels
@@ -48,6 +48,7 @@ def row(shape: str) -> Row:
         "case": x.name,
         **speed,
         "regard / cuDNN": ours,
+        "regard / FA4": over(speed["regard"], speed["FA4"]),
         "entropy / cuDNN": seen,
         "entropy costs, %": cost,
         "auto / best": auto,

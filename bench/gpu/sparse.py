@@ -8,14 +8,10 @@ from typing import Any
 
 import torch
 from _device import DEVICE, Peer, Row, at_most, attempt, each, measured, over, random, report, start, verdict
+from _peers import flash4_functions
 from torch import Tensor
 
 import regard
-
-try:
-    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
-except ImportError:
-    flash_attn_func = flash_attn_varlen_func = None
 
 TOKENS, HEADS, D = 16384, 16, 128
 DOCUMENTS = 8
@@ -25,12 +21,11 @@ Call = Callable[[Tensor, Tensor, Tensor], Any]
 
 def main() -> None:
     rows = each({name: partial(row, name) for name in CASES}) + each({name: partial(new, name) for name in MASKS})
-    missing = "" if flash_attn_func else " FlashAttention-4 (the package flash-attn-4) is not installed here."
     note = (
         f"Milliseconds of the device; medians by CUDA events, peers in turns. bf16, {TOKENS:,} tokens, {HEADS} heads "
         f"of {D}; {DOCUMENTS} documents of equal length. All tensors are (batch, tokens, heads, dim) in memory, as "
         f"FlashAttention-4 takes them. Must: forward ≤ {MUST} × FlashAttention-4; with a mask made anew for each call, "
-        f"from tensors on the device, ≤ {NEW} × the same mask kept.{missing}"
+        f"from tensors on the device, ≤ {NEW} × the same mask kept."
     )
     report("sparse", "Windows, sinks and documents: milliseconds", rows, note)
 
@@ -61,13 +56,13 @@ def ours(**options: object) -> Call:
 
 
 def windowed(left: int, **options: object) -> Call:
-    return lambda q, k, v: flash_attn_func(q, k, v, causal=True, window_size=(left, 0), **options)[0]
+    return lambda q, k, v: flash4_functions().flash_attn_func(q, k, v, causal=True, window_size=(left, 0), **options)[0]
 
 
 def by_documents() -> Call:
     longest, ends = TOKENS // DOCUMENTS, cu_seqlens()
     given = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return lambda q, k, v: flash_attn_varlen_func(q[0], k[0], v[0], causal=True, **given)[0][None]
+    return lambda q, k, v: flash4_functions().flash_attn_varlen_func(q[0], k[0], v[0], causal=True, **given)[0][None]
 
 
 def sinking() -> tuple[Call, Call]:
@@ -89,7 +84,7 @@ def inputs(grad: bool = False) -> list[Tensor]:
 
 def row(name: str) -> Row:
     calls = dict(zip(("regard", "FlashAttention-4"), CASES[name](), strict=True))
-    if flash_attn_func is None:
+    if flash4_functions() is None:
         calls.pop("FlashAttention-4")
     x, leaves, upstream = inputs(), inputs(grad=True), random(1, TOKENS, HEADS, D)
     forward, apart = measured(f"{name}, forward", {peer: Peer(partial(call, *x)) for peer, call in calls.items()})

@@ -5,59 +5,19 @@ from __future__ import annotations
 import statistics
 
 import torch
-import torch.nn.functional as F
 from _device import DEVICE, Row, at_most, each, report, start, verdict, wall
-from torch import Tensor, nn
+from _llama import Llama, Shape
 
 import regard
 
-LAYERS, HEADS, HIDDEN, WORDS = 8, 16, 2048, 32_000
+SHAPE = Shape(layers=8, heads=16, kv_heads=16, dim=128, hidden=2048, mlp=8192, words=32_000)
 LENGTHS = (2048, 16_384)
 ROUNDS = 7
 
 
-class Block(nn.Module):
-    """A block of a Llama."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before_attention, self.before_mlp = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
-        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(HIDDEN, 4 * HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(4 * HIDDEN, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = self.before_attention(x)
-        q, k, v = (part(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        q, k = (t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        y = self.before_mlp(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Llama(nn.Module):
-    """A Llama with random weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.blocks = nn.Embedding(WORDS, HIDDEN), nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, WORDS, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        dim = HIDDEN // HEADS
-        rates = 10_000 ** (-torch.arange(0, dim, 2, device=ids.device) / dim)
-        angles = torch.outer(torch.arange(ids.shape[1], device=ids.device), rates).repeat(1, 2)
-        x = self.words(ids)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        return self.head(self.norm(x[:, -1:]))
-
-
 @torch.no_grad()
 def watched(n: int) -> Row:
-    model, ids = Llama().to(DEVICE, torch.bfloat16).eval(), torch.randint(0, WORDS, (1, n), device=DEVICE)
+    model, ids = Llama(SHAPE).to(DEVICE, torch.bfloat16).eval(), torch.randint(0, SHAPE.words, (1, n), device=DEVICE)
     found: list[regard.models.Seen] = []
 
     def watch() -> None:
@@ -93,7 +53,12 @@ def main() -> None:
         "heads, applies all rules and reads the results back. Must: twice the time of the model "
         "alone, and 0.2 s for findings."
     )
-    report("watch", f"Watching a Llama, bf16, {LAYERS} layers, {HEADS} heads, hidden {HIDDEN:,}", rows, note)
+    report(
+        "watch",
+        f"Watching a Llama, bf16, {SHAPE.layers} layers, {SHAPE.heads} heads, hidden {SHAPE.hidden:,}",
+        rows,
+        note,
+    )
 
 
 if __name__ == "__main__":

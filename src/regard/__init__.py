@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Mask,
         blocks,
         causal,
+        chosen,
         dense,
         documents,
         everything,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
         window,
     )
     from .memory import KernelClassifier, KernelRegressor, Memory
-    from .models import Monitor, watch
+    from .models import Monitor, edit, watch
     from .observation import Observation
 
 __version__ = "0.1.0"
@@ -66,10 +67,12 @@ __all__ = [
     "biases",
     "blocks",
     "causal",
+    "chosen",
     "dense",
     "distributed",
     "divergence",
     "documents",
+    "edit",
     "errors",
     "everything",
     "global_tokens",
@@ -98,7 +101,7 @@ __all__ = [
 # Where each name is defined. It is imported at its first use, so that `regard --version` does not wait for torch.
 _PLACES = {
     **dict.fromkeys(("KernelClassifier", "KernelRegressor", "Memory"), "memory"),
-    **dict.fromkeys(("Monitor", "watch"), "models"),
+    **dict.fromkeys(("Monitor", "edit", "watch"), "models"),
     **dict.fromkeys(
         ("attention", "attention_with_weights", "observe", "scaled_dot_product_attention", "steps", "why"), "functional"
     ),
@@ -106,7 +109,7 @@ _PLACES = {
     **dict.fromkeys(
         ("Mask", "blocks", "causal", "dense", "documents", "everything", "global_tokens", "packed", "padding"), "masks"
     ),
-    **dict.fromkeys(("predicate", "prefix", "strided", "window"), "masks"),
+    **dict.fromkeys(("chosen", "predicate", "prefix", "strided", "window"), "masks"),
     "Observation": "observation",
     "Plan": "backends.dispatch",
 }

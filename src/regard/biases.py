@@ -32,6 +32,14 @@ class Bias(ABC):
     def tile(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
         """Give the bias (heads, len(i), len(j)) of rows `i` and keys `j` of n × m, from parameters as in `tensors`."""
 
+    def pairs(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
+        """Give the bias (heads, …) of rows `i` (…, 1) with keys `j` (…, c), which broadcast together."""
+        i, j = torch.broadcast_tensors(i, j)
+        lines = zip(i.reshape(-1, i.shape[-1])[:, :1], j.reshape(-1, j.shape[-1]), strict=True)
+        found = [self.tile(tensors, row, keys, n, m)[:, 0] for row, keys in lines]
+        whole: Tensor = torch.stack(found, 1).unflatten(1, i.shape[:-1])
+        return whole
+
     @abstractmethod
     def to(self, device: torch.device | str) -> Self:
         """Give the same bias with its parameters on `device`."""
@@ -71,10 +79,13 @@ class Alibi(Bias):
         return self.slopes.shape[0]
 
     def tile(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
+        return self.pairs(tensors, i[:, None], j, n, m)
+
+    def pairs(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
         (slopes,) = tensors
         dtype = arithmetic_dtype(slopes.dtype)
         nearness = -_distance(i, j, n, m, self.offset).abs()
-        return slopes.to(dtype)[:, None, None] * nearness.to(dtype)
+        return slopes.to(dtype).reshape(-1, *(1,) * nearness.dim()) * nearness.to(dtype)
 
     def to(self, device: torch.device | str) -> Self:
         return replace(self, slopes=self.slopes.to(device))
@@ -113,6 +124,9 @@ class Relative(Bias):
         return self.table.shape[-1] // 2
 
     def tile(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
+        return self.pairs(tensors, i[:, None], j, n, m)
+
+    def pairs(self, tensors: tuple[Tensor, ...], i: Tensor, j: Tensor, n: int, m: int) -> Tensor:
         (table,) = tensors
         column = _distance(i, j, n, m, self.offset).clamp(-self.reach, self.reach) + self.reach
         table = table.to(arithmetic_dtype(table.dtype))
@@ -146,8 +160,8 @@ def relative(table: Tensor, offset: int | None = None) -> Relative:
 
 
 def _distance(i: Tensor, j: Tensor, n: int, m: int, offset: int | None) -> Tensor:
-    """How far each key `j` is ahead of its row `i`, (len(i), len(j))."""
-    return j[None, :] - (i[:, None] + (m - n if offset is None else offset))
+    """How far each key `j` is ahead of its row `i`."""
+    return j - (i + (m - n if offset is None else offset))
 
 
 def _offset_text(offset: int | None) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from .backends import Backend
-from .backends.dispatch import Plan, choose, plan, run, run_and_remember
+from .backends.dispatch import Plan, choose, compare, plan, run, run_and_remember
 from .backends.remembered import key_of, recall
 from .backends.sdpa import fast_path
 from .biases import Bias
-from .chunked.divergence import row_divergence
+from .compat.torch import likeness, not_traced
 from .core.contexts import ACTIVE, active_context, refuse_in_context
 from .core.options import Heads, Kind, Options, refuse_unknown
 from .core.problem import Problem
@@ -23,7 +23,7 @@ from .masks import Mask, causal
 from .masks.arguments import textbook_mask
 from .masks.index import broadcast_shapes
 from .observation import WATCHERS, Observation, notify, observed, watchers
-from .scores import Score
+from .scores import Pointwise, Score
 from .walkthrough import Steps, walk
 
 __all__ = [
@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 _CAUSAL = causal(offset=0)  # torch's is_causal; one object, which remembers its blocks
+_MOST_POSED = 64
+_POSED: dict[object, tuple[Callable[..., bool], Problem]] = {}  # problems without their tensors, which are like these
 
 
 def attention(
@@ -79,9 +81,8 @@ def attention(
             known = key_of(query, key, value, mask, scale, softcap, sink, backend, False)
             if known is not None and (call := recall(known)) is not None:
                 return call.attend(query, key, value, mask, sink)  # type: ignore[no-any-return]
-        elif scale is None and softcap is None and sink is None and backend == "auto":
-            answer = fast_path(query, key, value, mask)
-            if answer is not None:
+        elif scale is None and softcap is None and sink is None and backend == "auto":  # noqa: SIM102
+            if (answer := fast_path(query, key, value, mask)) is not None:
                 return answer
     options: Options = {
         "mask": mask,
@@ -94,6 +95,8 @@ def attention(
     }
     if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
         return context.attention(query, key, value, **options, backend=backend)
+    if _leaves_graph(score):
+        return _attention_untraced(query, key, value, options, backend)
     problem = pose(query, key, value, **options)
     if known is None:
         return _answer(problem, backend)
@@ -128,11 +131,11 @@ def observe(
         refuse_unknown("observe", other)
     known = None
     usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
-    if usual and query.is_cuda and not ACTIVE:
+    if usual and query.is_cuda and not (WATCHERS or ACTIVE):
         known = key_of(query, key, value, mask, scale, softcap, sink, backend, True)
         if known is not None and (call := recall(known)) is not None:
-            problem = call.problem(query, key, value, mask, sink)
-            return _notified(Observation(problem, call.backend, call.attend(query, key, value, mask, sink)))
+            rows = call.attend(query, key, value, mask, sink)
+            return Observation(call.problem(query, key, value, mask, sink), call.backend, rows, call)
     options: Options = {
         "mask": mask,
         "bias": bias,
@@ -145,6 +148,8 @@ def observe(
     if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
         observation: Observation = context.observe(query, key, value, **options, backend=backend)
         return observation
+    if _leaves_graph(score):
+        return _observe_untraced(query, key, value, options, backend)
     problem = pose(query, key, value, **options, observed=True, who="observe")
     if known is None:
         return _observe(problem, backend)
@@ -182,8 +187,7 @@ def divergence(
     refuse_in_context("divergence")
     first, second = _side(a, "a"), _side(b, "b")
     check_pair(first, second, kind, heads, epsilon)
-    found = row_divergence(first, second, kind, heads, epsilon, lambda p: run(p, choose(p, "auto")))
-    return _shaped(found, first, second, heads)
+    return _shaped(compare(first, second, kind, heads, epsilon), first, second, heads)
 
 
 def why(
@@ -281,7 +285,33 @@ def posed_as_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Problem:
-    """Pose a problem given by torch's arguments."""
+    """Pose a problem given by torch's arguments; one like an earlier one is not checked again."""
+    plain = attn_mask is None and not dropout_p and type(query) is type(key) is type(value) is Tensor
+    if not plain or torch.compiler.is_compiling() or not (scale is None or type(scale) is float):
+        return _posed_as_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    kind = bool(is_causal), scale, bool(enable_gqa), query.shape, key.shape
+    known = _POSED.get(kind)
+    if known is not None and known[0](query, key, value):
+        return known[1].with_tensors(query, key, value)
+    p = _posed_as_torch(query, key, value, None, dropout_p, is_causal, scale, enable_gqa)
+    if p.query is query and p.key is key and p.value is value:
+        if len(_POSED) >= _MOST_POSED:
+            _POSED.clear()
+        nothing: Any = None
+        _POSED[kind] = likeness((query, key, value)), p._replace(query=nothing, key=nothing, value=nothing)
+    return p
+
+
+def _posed_as_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Problem:
     who = "scaled_dot_product_attention"
     if is_causal and attn_mask is not None:
         raise ArgumentError(
@@ -387,6 +417,23 @@ def _shaped(found: Tensor, first: Problem, second: Problem, heads: Heads) -> Ten
         found.shape[1:-1] if heads == "pairs" or (heads is None and not (headless and len(second.lead) < 2)) else ()
     )
     return found.reshape(*batch, *middle, found.shape[-1])
+
+
+def _leaves_graph(score: Score | None) -> bool:
+    return score is not None and torch.compiler.is_compiling() and isinstance(score, Pointwise)
+
+
+@not_traced
+def _attention_untraced(query: Tensor, key: Tensor, value: Tensor, options: Options, backend: str | Backend) -> Tensor:
+    """The call outside of the graph: torch.compile cannot trace how a function is traced."""
+    return attention(query, key, value, **options, backend=backend)
+
+
+@not_traced
+def _observe_untraced(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, backend: str | Backend
+) -> Observation:
+    return observe(query, key, value, **options, backend=backend)
 
 
 def _answer(problem: Problem, backend: str | Backend) -> Tensor:

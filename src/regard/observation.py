@@ -4,30 +4,53 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .backends import Backend
 from .backends.dispatch import choose, run, run_and_remember
-from .backends.remembered import key_of, recall
+from .backends.remembered import Remembered, key_of, recall
+from .chunked.stacked_survey import StackedSurvey
 from .chunked.statistics import Survey, logits_at
+from .chunked.token_repeats import TokenLabels, TokenRepeats
 from .compat.torch import forward_mode_is_active, is_wrapped, shared_with_backward
 from .core.problem import Problem
-from .core.rows import Rows
+from .core.rows import Rows, StackedRows, unstacked
 from .core.versions import Versions
 from .display import block, gallery, note, table
 from .errors import ArgumentError, ChangedError, DtypeError, RegardError, ShapeError
 
-__all__ = ["WATCHERS", "Observation", "Watcher", "notify", "observed", "watchers", "watching"]
+__all__ = [
+    "WATCHERS",
+    "Change",
+    "Index",
+    "Observation",
+    "Top",
+    "Watcher",
+    "answered",
+    "as_index",
+    "changed",
+    "notify",
+    "observed",
+    "watchers",
+    "watching",
+]
 
 Index = int | slice | range | Tensor | list[int] | None
 _DRAWN_HEADS, _MAP_SIDE, _DRAWN_PAIRS = 8, 32, 1 << 28  # what a notebook shows, and the pairs that this may read
 _READ_LATER = ("query", "key", "mask", "bias", "score", "scale", "sink")  # what late passes read
+
+
+class Top(NamedTuple):
+    """The strongest keys of each row, (…, Hq, N, k) each; `indices` can be handed to `regard.chosen` as they are."""
+
+    weights: Tensor
+    indices: Tensor
 
 
 class Observation:
@@ -45,24 +68,35 @@ class Observation:
     """
 
     output: Tensor
-    lse: Tensor
-    entropy: Tensor
-    max_logit: Tensor
 
-    def __init__(self, problem: Problem, backend: Backend, rows: Rows) -> None:
-        versions = Versions(_read(problem))
-        if not torch.compiler.is_compiling() and (versions.uncounted or problem.value.is_inference()):
-            problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _READ_LATER})
+    _computed_moments: tuple[Tensor, Tensor] | None = None
+    _surveyed: StackedSurvey | None = None
+    _call: Remembered | None = None
+
+    def __init__(
+        self, problem: Problem, backend: Backend, rows: Rows | StackedRows, call: Remembered | None = None
+    ) -> None:
+        if call is not None and call.by_lengths and problem.sink is None:  # late passes read no other tensor
+            versions = Versions((problem.query, problem.key), eager=True)
+        else:
             versions = Versions(_read(problem))
+        if versions.uncounted or problem.value.is_inference():
+            if not torch.compiler.is_compiling():
+                problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _READ_LATER})
+                versions = Versions(_read(problem))
+        elif call is not None:
+            self._call = call
         self._store(problem, backend, rows, versions)
 
-    def _store(self, problem: Problem, backend: Backend, rows: Rows, versions: Versions) -> None:
-        if any(t is None for t in rows):
+    def _store(self, problem: Problem, backend: Backend, rows: Rows | StackedRows, versions: Versions) -> None:
+        if type(rows) is not StackedRows and any(x is None for x in rows):
             raise RuntimeError(f"the backend {backend.name} gave no statistics")
-        self.output, self.lse, self.entropy, self.max_logit, self._log_row_sum = rows
-        self._problem, self._backend, self._rows = problem, backend, rows
-        self._computed_moments: tuple[Tensor, Tensor] | None = None
-        self._versions = versions
+        self.output, self._found = rows[0], rows
+        self._problem, self._backend, self._versions = problem, backend, versions
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which go the whole way to a survey."""
+        return {name: value for name, value in self.__dict__.items() if name != "_call"}
 
     def __repr__(self) -> str:
         p = self._problem
@@ -95,9 +129,31 @@ class Observation:
         )
 
     @property
+    def _rows(self) -> Rows:
+        if isinstance(self._found, StackedRows):
+            self._found = unstacked(*self._found)
+        return self._found
+
+    @property
+    def lse(self) -> Tensor:
+        """log Σ exp of the logits of each row, (…, Hq, N); differentiable."""
+        return self._rows.lse
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy of the weights of each row in nats, (…, Hq, N); differentiable."""
+        return self._rows.entropy
+
+    @property
+    def max_logit(self) -> Tensor:
+        """The largest logit of each row, (…, Hq, N)."""
+        return self._rows.max_logit
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weights, (…, Hq, N, M)."""
-        return (*self.lse.shape, self._problem.keys)
+        p = self._problem
+        return (*p.lead, p.rows, p.keys)
 
     @property
     def perplexity(self) -> Tensor:
@@ -107,12 +163,16 @@ class Observation:
     @cached_property
     def visible(self) -> Tensor:
         """How many keys each row may attend to, (…, Hq, N)."""
+        if self._surveyed is not None and (found := self._surveyed.survey.visible) is not None:
+            return found
         plain = self.visible_by_lengths and not any(map(is_wrapped, self._problem.tensors))
         return self._backend.visible(self._problem if plain else self._plain_problem("visible"))
 
     @cached_property
     def received(self) -> Tensor:
         """Σ over queries of the weight each key receives, (…, Hq, M)."""
+        if self._surveyed is not None:
+            return self._surveyed.survey.received
         return self._backend.received(self._plain_problem("received"), self._rows)
 
     @property
@@ -127,17 +187,17 @@ class Observation:
 
     def scores(self, rows: Index = None, cols: Index = None) -> Tensor:
         """The logits that entered the softmax, −inf where hidden: (…, Hq, rows, cols); differentiable."""
-        p = self._unchanged("scores")
+        p = self.problem_for("scores")
         return logits_at(p, *self._indices("scores", rows, cols))
 
     def weights(self, rows: Index = None, cols: Index = None) -> Tensor:
         """The exact weights before dropout, or some rows and columns: (…, Hq, rows, cols); differentiable."""
-        p = self._unchanged("weights")
+        p = self.problem_for("weights")
         i, j = self._indices("weights", rows, cols)
         S = logits_at(p, i, j)
         shown = torch.gt(S, -torch.inf)
         lse, row_max, log_row_sum = (
-            x.index_select(-1, i)[..., None] for x in (self.lse, self.max_logit, self._log_row_sum)
+            x.index_select(-1, i)[..., None] for x in (self.lse, self.max_logit, self._rows.log_row_sum)
         )
         some = torch.gt(row_max, -torch.inf)
         lse, row_max = torch.where(some, lse, 0.0), torch.where(some, row_max, 0.0)
@@ -145,7 +205,7 @@ class Observation:
         X = torch.where(shown, S - row_max.detach() - log_row_sum, 0.0)
         return torch.where(shown, X.exp(), 0.0).to(p.dtype)
 
-    def top(self, k: int) -> tuple[Tensor, Tensor]:
+    def top(self, k: int) -> Top:
         """The k largest weights of each row and their keys, each (…, Hq, N, k); ties to the lowest index.
 
         Where fewer keys are visible, the weight is 0 and the index −1.
@@ -153,7 +213,7 @@ class Observation:
         p = self._plain_problem("top")
         if not isinstance(k, int) or isinstance(k, bool) or not k >= 1:
             raise ArgumentError(f"top: k must be a whole number, at least 1. Got {k!r}.")
-        return self._backend.top(p, self._rows, k)
+        return Top(*self._backend.top(p, self._rows, k))
 
     def map(self, height: int, width: int) -> Tensor:
         """The mean weight in each cell of a grid over N × M; row i is in cell ⌊i·height/N⌋: (…, Hq, height, width)."""
@@ -179,17 +239,55 @@ class Observation:
             self.__dict__["visible"] = found.visible
         return found
 
+    def stacked_survey(self, height: int, width: int) -> Survey | StackedSurvey:
+        """`survey`, in one tensor where the call is like an earlier one: its parts are made when they are read."""
+        if self._call is not None and self._call.survey is not None and type(self._found) is StackedRows:
+            self._check_grid("survey", height, width)
+            found = self._call.survey(self.problem_for("survey"), self._found, height, width)
+            if found is not None:
+                self._surveyed = found
+                return found
+        return self.survey(height, width)
+
+    def survey_with_repeats(self, tokens: Tensor | TokenLabels) -> tuple[Survey, TokenRepeats]:
+        """`survey(1, 1)`, and the weight of each row on earlier copies of its token and on the tokens after them.
+
+        `tokens` are the ids (items, N) of rows and keys alike, one row of them per batch item. Several calls that
+        read the same ids take them as `TokenLabels`, which are sorted once.
+        """
+        p = self._plain_problem("survey_with_repeats")
+        if tokens.shape != (p.query.shape[0], p.rows) or p.rows != p.keys:
+            raise ShapeError(
+                f"survey_with_repeats: tokens must be {(p.query.shape[0], p.rows)}, one id per row, for as many keys "
+                f"as rows. Got {tuple(tokens.shape)} for {p.rows} rows and {p.keys} keys."
+            )
+        labels = tokens if isinstance(tokens, TokenLabels) else TokenLabels(tokens)
+        return self._backend.survey_with_repeats(p, self._rows, labels)
+
+    def among(self, rows: Tensor) -> Observation:
+        """The same call as if only these rows (items, N) had any weight, for late passes that sum over rows."""
+        p = self.problem_for("among")
+        shown = rows.reshape(-1, *(1,) * (len(p.lead) - 1), p.rows)
+        twin = object.__new__(Observation)
+        hidden = self._rows.log_row_sum.masked_fill(~shown, torch.inf)  # exp(S − row max − inf) is 0
+        twin._store(p, self._backend, self._rows._replace(log_row_sum=hidden), self._versions)
+        return twin
+
     @property
     def visible_by_lengths(self) -> bool:
         """Whether `visible` depends on the lengths alone, and on no tensor that could be changed in place."""
         p = self._problem
+        if self._call is not None:
+            return self._call.by_lengths
         return p.bias is None and (p.mask is None or p.mask.constant)
 
     def kept(self) -> Observation:
         """Without its graph, with one batch dimension and one for the heads, to read later; itself if it is that."""
-        p = self._unchanged("kept")
-        parts = (p.query, p.key, p.value, p.bias, p.scale, p.sink, *self._rows)
-        recorded = forward_mode_is_active() or any(isinstance(x, Tensor) and x.requires_grad for x in parts)
+        p = self.problem_for("kept")
+        recorded = forward_mode_is_active() or p.query.requires_grad or p.key.requires_grad or p.value.requires_grad
+        if not recorded and (type(self._found) is not StackedRows or p.sink is not None):  # stacked rows have no graph
+            parts = (p.bias, p.scale, p.sink, *self._found)
+            recorded = any(isinstance(x, Tensor) and x.requires_grad for x in parts)
         if len(p.lead) == 2 and not recorded:
             return self
         lead = tuple(p.query.shape[:2])
@@ -200,20 +298,18 @@ class Observation:
         twin._store(p, self._backend, rows, Versions(_read(p)))
         return twin
 
-    def problem_for(self, who: str) -> Problem:
-        """The arguments of the call, for a function that computes its weights again; an error if they changed since."""
-        return self._unchanged(who)
-
     def _moments(self, member: str) -> tuple[Tensor, Tensor]:
         """gradient_health and distance, from one pass."""
+        if self._computed_moments is None and self._surveyed is not None:
+            self._computed_moments = self._surveyed.survey.health, self._surveyed.survey.distance
         if self._computed_moments is None:
             self._computed_moments = self._backend.moments(self._plain_problem(member), self._rows)
         return self._computed_moments
 
     def _indices(self, member: str, rows: Index, cols: Index) -> tuple[Tensor, Tensor]:
         p = self._problem
-        i = _as_index(rows, p.rows, member, "rows", p.device)
-        return i, _as_index(cols, p.keys, member, "cols", p.device)
+        i = as_index(rows, p.rows, member, "rows", p.device)
+        return i, as_index(cols, p.keys, member, "cols", p.device)
 
     def _plain_problem(self, member: str) -> Problem:
         """The problem for a pass over tiles, which works on plain tensors."""
@@ -222,19 +318,39 @@ class Observation:
                 f"{member}: it has no rule inside torch.func transforms. Return output, lse, entropy or weights() from "
                 f"the transformed function, or observe outside of it."
             )
-        return self._unchanged(member)
+        return self.problem_for(member)
 
-    def _unchanged(self, member: str) -> Problem:
-        if self._versions.differ_from(_read(self._problem)):
+    def problem_for(self, member: str) -> Problem:
+        """The arguments of the call, for what computes its weights again; an error if they changed since."""
+        p = self._problem
+        alone = self._call is not None and self._call.by_lengths  # no module and no mask can replace a tensor
+        if self._versions.changed() if alone else self._versions.differ_from(_read(p)):
             raise ChangedError(
                 f"{member}: an input of observe was changed in place, or replaced, since; its weights can no longer "
                 f"be computed. Ask for {member} before the change, or observe again."
             )
-        return self._problem
+        return p
+
+
+def answered(problem: Problem, backend: str | Backend = "auto") -> Tensor:
+    """Run a problem as the watchers of this thread change it."""
+    change = changed(problem)
+    return change.finished(run(change.problem, choose(change.problem, backend)).output)
 
 
 def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
-    """Run a problem and observe it."""
+    """Run a problem as the watchers of this thread change it, and observe it."""
+    if not WATCHERS:
+        return _observed(problem, backend)
+    change = changed(problem)
+    seen = _observed(change.problem, backend)
+    if change.finish:
+        seen.output = change.finished(seen.output)
+        seen._found = seen._rows._replace(output=seen.output)
+    return seen
+
+
+def _observed(problem: Problem, backend: str | Backend) -> Observation:
     problem = problem if problem.observed else problem._replace(observed=True)
     p, known = problem, None
     if _may_be_remembered(p):
@@ -245,7 +361,7 @@ def observed(problem: Problem, backend: str | Backend = "auto") -> Observation:
     given, call = (p.query, p.key, p.value, p.mask), recall(known)
     if call is None:
         return Observation(p, *run_and_remember(known, given, p, backend))
-    return Observation(p, call.backend, call.attend(*given, p.sink))
+    return Observation(p, call.backend, call.attend(*given, p.sink), call)
 
 
 def _may_be_remembered(p: Problem) -> bool:
@@ -259,8 +375,11 @@ def _read(p: Problem) -> list[Tensor]:
         found += p.mask.sources
     if p.bias is not None or p.score is not None:
         found += p._replace(mask=None).tensors[3:]
-    else:
-        found += [t for t in (p.scale, p.sink) if isinstance(t, Tensor)]
+        return found
+    if isinstance(p.scale, Tensor):
+        found.append(p.scale)
+    if p.sink is not None:
+        found.append(p.sink)
     return found
 
 
@@ -268,7 +387,7 @@ def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x)
 
 
-def _as_index(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:
+def as_index(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:
     """Rows or keys as a 1-D index."""
     if index is None:
         return torch.arange(length, device=device)
@@ -298,6 +417,19 @@ def _as_index(index: Index, length: int, member: str, name: str, device: torch.d
     return torch.where(index < 0, index + length, index).to(device)
 
 
+class Change(NamedTuple):
+    """A call as it is to be computed: a problem, and what happens to its output (…, H, N, Dv) afterwards."""
+
+    problem: Problem
+    finish: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def finished(self, output: Tensor) -> Tensor:
+        """The output, changed."""
+        for step in self.finish:
+            output = step(output)
+        return output
+
+
 class Watcher(ABC):
     """Something that sees every call of its thread: it computes those that are not observed, and is shown others."""
 
@@ -309,20 +441,25 @@ class Watcher(ABC):
     def show(self, seen: Observation) -> None:
         """Receive a call that was observed."""
 
+    def change(self, p: Problem) -> Change:
+        """The call as it is to be computed; by default, as it is."""
+        return Change(p)
 
+
+_WATCHERS_HERE = "regard.watchers"  # the list of those in a thread
 WATCHERS: list[Watcher] = []
 """All that are active in this process; while there is none, a call looks no further."""
 
 
 def watchers() -> list[Watcher]:
     """Those that are active in this thread, or in the thread whose backward pass runs here; the last one computes."""
-    return _of_this_thread() if WATCHERS else []
+    return shared_with_backward(_WATCHERS_HERE, list) if WATCHERS else []
 
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Let a watcher see the calls of this thread."""
-    mine = _of_this_thread()
+    mine: list[Watcher] = shared_with_backward(_WATCHERS_HERE, list)
     WATCHERS.append(watcher)
     mine.append(watcher)
     try:
@@ -332,8 +469,14 @@ def watching(watcher: Watcher) -> Iterator[None]:
         WATCHERS.remove(watcher)
 
 
-def _of_this_thread() -> list[Watcher]:
-    return shared_with_backward("regard.watchers", list)
+def changed(p: Problem) -> Change:
+    """A call as the watchers of this thread change it, one after the other."""
+    finish: tuple[Callable[[Tensor], Tensor], ...] = ()
+    for watcher in watchers():
+        if type(watcher).change is not Watcher.change:  # most change nothing
+            change = watcher.change(p)
+            p, finish = change.problem, finish + change.finish
+    return Change(p, finish)
 
 
 def notify(seen: Observation) -> None:

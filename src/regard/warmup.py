@@ -51,8 +51,8 @@ def plan(
     for name, given, known in (("dtype", dtypes, DTYPES), ("variant", variants, VARIANTS)):
         if unknown := [x for x in given if x not in known]:
             raise ArgumentError(f"warmup: {name} must be one of {', '.join(known)}. Got {unknown[0]!r}.")
-    if wrong := [d for d in dims if not 1 <= d <= 256]:
-        raise ArgumentError(f"warmup: dim must be from 1 to 256. Got {wrong[0]}.")
+    if wrong := [d for d in dims if not 1 <= d <= 512]:
+        raise ArgumentError(f"warmup: dim must be from 1 to 512. Got {wrong[0]}.")
     return [(variant, dtype, dim) for dtype in dtypes for dim in dims for variant in variants]
 
 
@@ -72,8 +72,9 @@ def warm(
     if jobs is None:
         jobs = min(_MOST_JOBS, os.cpu_count() or 1) if device == "cuda" else 1
     jobs = min(jobs, len(wanted))
-    # A generator of its own, so that the error above is raised at the call.
-    return _warm_in_processes(wanted, backward, device, jobs) if jobs > 1 else _warm(wanted, backward, device)
+    # Generators of their own, so that the error above is raised at the call.
+    alone = (_warm_one(entry, backward, device) for entry in wanted)
+    return _warm_in_processes(wanted, backward, device, jobs) if jobs > 1 else alone
 
 
 def cache_folder() -> str:
@@ -81,11 +82,6 @@ def cache_folder() -> str:
     from triton import knobs
 
     return str(knobs.cache.dir)
-
-
-def _warm(wanted: Sequence[tuple[str, str, int]], backward: bool, device: str) -> Iterator[Warmed]:
-    for entry in wanted:
-        yield _warm_one(entry, backward, device)
 
 
 def _warm_in_processes(
@@ -142,7 +138,7 @@ def _arguments(variant: str, keys: int, device: torch.device) -> list[dict[str, 
     import torch
 
     from . import biases
-    from .masks import causal, strided
+    from .masks import causal, strided, window
 
     per_head = torch.ones(_HEADS, device=device)
     whole: dict[str, dict[str, Any]] = {
@@ -160,4 +156,8 @@ def _arguments(variant: str, keys: int, device: torch.device) -> list[dict[str, 
         "relative": {"bias": biases.relative(torch.zeros(_HEADS, 17, device=device))},
         "dropout": {"dropout": 0.1},
     }
-    return [whole[variant]] if variant in whole else [options[variant], {**options[variant], "mask": causal()}]
+    if variant in whole:
+        return (
+            [whole[variant], {"mask": window(1)}] if variant == "mask" else [whole[variant]]
+        )  # narrow ones have a tile of their own
+    return [options[variant], {**options[variant], "mask": causal()}]

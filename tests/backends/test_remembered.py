@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
 from regard.backends import KNOWN, Triton, remembered
-from regard.backends.remembered import key_of, recall, remember
+from regard.backends.remembered import Key, key_of, recall, remember
+from regard.compat.torch import likeness
 from regard.compat.triton import INTERPRETED
 from regard.core.validation import pose
 
@@ -61,53 +62,96 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+def is_recalled(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether the second call is taken for one like the first, which is remembered."""
+    return is_recalled_by(remembered_key(first), second)
+
+
+def remembered_key(x: dict[str, Any]) -> Key:
+    key = key_of(**x)
+    assert key is not None
+    made, tensors = key
+    remembered._CALLS[made] = ((likeness(tensors), ANY),)
+    return key
+
+
+def is_recalled_by(key: Key, x: dict[str, Any]) -> bool:
+    remembered._CALLS = {made: calls for made, calls in remembered._CALLS.items() if made == key[0]}
+    other = key_of(**x)
+    return other is not None and recall(other) is not None
+
+
+ANY: Any = object()
+
+
 def test_calls_differ_by_all_that_decides_them_and_by_nothing_else() -> None:
-    for change in CHANGES.values():
+    changes = [{}, *CHANGES.values()]
+    for change in changes:
         key_of(**call(**change))  # the first call of a mask may not count
-    keys = [key_of(**call()), *(key_of(**call(**change)) for change in CHANGES.values())]
-    assert None not in keys
-    assert len(set(keys)) == len(keys)
-    assert keys == [key_of(**call()), *(key_of(**call(**change)) for change in CHANGES.values())]
+    for first in changes:
+        alike = [second for second in changes if is_recalled(call(**first), call(**second))]
+        assert alike == [first]
+
+
+def test_a_tensor_that_is_given_twice_counts() -> None:
+    x = torch.randn(2, 4, 6, 8)
+    same: list[dict[str, Any]] = [
+        {},
+        {"query": x, "key": x},
+        {"key": x, "value": x},
+        {"query": x, "value": x},
+        {"query": x, "key": x, "value": x},
+    ]
+    for first in same:
+        assert [second for second in same if is_recalled(call(**first), call(**second))] == [first]
 
 
 def test_masks_made_anew_are_the_same_if_they_hold_no_tensor() -> None:
-    assert key_of(**call(mask=regard.window(3) & regard.prefix(2))) == key_of(
-        **call(mask=regard.window(3) & regard.prefix(2))
-    )
+    first, second = (call(mask=regard.window(3) & regard.prefix(2)) for _ in range(2))
+    assert is_recalled(first, second)
 
 
 def test_intervals_made_anew_are_the_same_if_their_tensors_differ_by_values_alone() -> None:
     first, second = (regard.packed(torch.tensor(lengths)) & regard.causal() for lengths in ([2, 4], [5, 1]))
-    assert key_of(**call(mask=first)) == key_of(**call(mask=second))
+    assert is_recalled(call(mask=first), call(mask=second))
     wrong = regard.packed(torch.tensor([5, 2])) & regard.causal()
     assert key_of(**call(mask=wrong)) is None  # the whole road ends in an error
 
 
 def test_other_masks_are_the_same_while_their_tensors_are_not_changed() -> None:
     ids = torch.tensor([0, 0, 1, 0, 2, 2])
-    mask = regard.documents(ids)
+    mask, other = regard.documents(ids), regard.documents(ids)
     assert key_of(**call(mask=mask)) is None  # such a mask is often made for one call
-    before = key_of(**call(mask=mask))
-    assert key_of(**call(mask=mask)) == before
-    other = regard.documents(ids)
-    assert key_of(**call(mask=other)) != key_of(**call(mask=other)) != before
+    key = remembered_key(call(mask=mask))
+    assert is_recalled_by(key, call(mask=mask))
+    assert not is_recalled_by(key, call(mask=other))
+    assert not is_recalled_by(key, call(mask=other))
     ids[0] = 4
-    assert key_of(**call(mask=mask)) != before
+    assert not is_recalled_by(key, call(mask=mask))
 
 
 def test_switches_of_torch_count() -> None:
-    before = key_of(**call())
     for mask in (None, regard.causal(), regard.everything()):
-        there = key_of(**call(mask=mask))
+        key = remembered_key(call(mask=mask))
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            assert key_of(**call(mask=mask)) != there
-    with torch.no_grad():
-        assert key_of(**call()) != before
+            assert not is_recalled_by(key, call(mask=mask))
+        assert is_recalled_by(key, call(mask=mask))
+    key = remembered_key(call())
+    with torch.inference_mode():
+        assert not is_recalled_by(key, call())
     torch.use_deterministic_algorithms(True)
     try:
-        assert key_of(**call()) != before
+        assert not is_recalled_by(key, call())
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_derivative_that_is_asked_for_counts() -> None:
+    x = torch.randn(2, 4, 6, 8, requires_grad=True)
+    key = remembered_key(call(query=x))
+    with torch.no_grad():
+        assert not is_recalled_by(key, call(query=x))
+    assert is_recalled_by(key, call(query=x))
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -128,17 +172,27 @@ def test_other_arguments_take_the_whole_road(name: str) -> None:
     assert key_of(**call(**OTHERS[name])) is None
 
 
-def test_modes_of_torch_take_the_whole_road() -> None:
+def test_modes_of_torch_take_the_whole_road(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, found = call(), []
+    given = x["query"], x["key"], x["value"], None
+    problem, backend = pose(*given[:3]), KNOWN["chunked"]
+    monkeypatch.setattr(type(backend), "prepare", lambda self, p: ANY)
+    remembered_key(x)
+
+    def whole_road() -> bool:
+        """Whether nothing is recalled, and nothing is remembered."""
+        key = key_of(**x)
+        return key is None or (recall(key) is None and remember(key, given, problem, backend) is None)
+
+    assert not whole_road()
     with torch.autocast("cpu"):
-        assert key_of(**call()) is None
+        assert whole_road()
     with forward_ad.dual_level():
-        assert key_of(**call()) is None
-    x = call()
+        assert whole_road()
     with TorchDispatchMode():
-        assert key_of(**x) is None
-    found: list[Any] = []
-    torch.func.grad(lambda x: (found.append(key_of(**call())), x)[1])(torch.tensor(1.0))
-    assert found == [None]
+        assert whole_road()
+    torch.func.grad(lambda y: (found.append(whole_road()), y)[1])(torch.tensor(1.0))
+    assert found == [True]
 
 
 def test_only_what_a_backend_prepares_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +222,21 @@ def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = x["query"], x["key"], x["value"]
     monkeypatch.setattr(type(KNOWN["chunked"]), "prepare", lambda self, p: object())
     for n in range(remembered._SIZE + 5):
-        remember((n,), (q, k, v, None), pose(q, k, v), KNOWN["chunked"])
+        remember(((n,), (q, k, v)), (q, k, v, None), pose(q, k, v), KNOWN["chunked"])
     assert len(remembered._CALLS) == remembered._SIZE
-    assert recall((0,)) is None
+    assert recall(((0,), (q, k, v))) is None
+
+
+def test_few_variants_of_a_call_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(KNOWN["chunked"]), "prepare", lambda self, p: object())
+    keys = []
+    for n in range(remembered._VARIANTS + 1):
+        x = call(value=torch.randn(2, 4, 6, 8 + n))
+        q, k, v = x["query"], x["key"], x["value"]
+        keys.append(key_of(**x))
+        assert keys[-1] is not None
+        remember(keys[-1], (q, k, v, None), pose(q, k, v), KNOWN["chunked"])
+    assert [key is not None and recall(key) is not None for key in keys] == [False] + [True] * remembered._VARIANTS
 
 
 @pytest.mark.parametrize("mask", [lambda: regard.documents(torch.tensor([0, 0, 1, 0, 2, 2])), regard.window])

@@ -98,6 +98,28 @@ def test_any_attention_can_be_compared_with_plain_dot_products(name: str) -> Non
     assert close(regard.divergence(side(two, same), side(one, options), "reverse"), kl(P, R))
 
 
+def test_a_function_of_the_scores_can_be_compared() -> None:
+    """A function that hides a pair by −inf, with a table that gets a gradient, against products under the same mask."""
+    torch.manual_seed(0)
+    (q, k), (q2, k2) = torch.randn(2, 2, 2, 3, 40, 8).unbind()
+    table = torch.randn(3, 40).requires_grad_()
+    hides = regard.causal()
+
+    def f(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where((i - j) % 5 == 4, -torch.inf, s.sin() * (b + 1) + table[h, i - j])
+
+    batch, head, row, key = (torch.arange(size) for size in (2, 3, 40, 40))
+    seen = row[:, None] >= key
+    pairs = batch[:, None, None, None], head[:, None, None], row[:, None], key
+    S, S2 = (x.double() @ y.double().mT / 8**0.5 for x, y in ((q, k), (q2, k2)))
+    P, R = (X.masked_fill(~seen, -torch.inf).softmax(-1) for X in (f(S, *pairs), S2))
+    one, two = side([q, k], {"mask": hides, "score": regard.scores.Pointwise(f)}), side([q2, k2], {"mask": hides})
+    for found, true in ((regard.divergence(one, two), kl(P, R)), (regard.divergence(two, one, "js"), js(P, R))):
+        assert close(found, true)
+        ours, wanted = (torch.autograd.grad(x.sum(), table, retain_graph=True)[0] for x in (found, true))
+        torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("heads", "groups", "rows"), [(20, (1, 2), 40), (36, (3, 2), 18)])
 def test_tiles_of_some_heads_and_batch_items_fit_both_groupings(heads: int, groups: tuple[int, int], rows: int) -> None:
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ import regard
 from regard.chunked.tile_ops import _hide, exp_below_max
 from regard.lab.online import peak_bytes
 
-BARE: Any = SimpleNamespace(bias=None, spec=SimpleNamespace(bias=None))
+BARE: Any = SimpleNamespace(bias=None, spec=SimpleNamespace(hides_by_value=False))
 FULL, PARTIAL = (SimpleNamespace(full=full) for full in (True, False))
 
 

@@ -263,7 +263,7 @@ def test_python_m_regard_prints_one_json_object_and_nothing_else() -> None:
 
 def test_warmup_says_what_it_needs_and_what_it_knows() -> None:
     assert "there is no CUDA device here" in run("warmup", fails=True) or torch.cuda.is_available()
-    assert "dim must be from 1 to 256" in run("warmup", "--dim", "300", fails=True)
+    assert "dim must be from 1 to 512" in run("warmup", "--dim", "600", fails=True)
     assert "must be one of plain, mask" in run("warmup", "--variant", "nonsense", fails=True)
     assert "bfloat16, float16, float32" in run("warmup", "--dtype", "int8", fails=True)
 
@@ -519,11 +519,11 @@ def test_a_missing_plotting_package_is_reported_before_the_work(
 
 def test_experiments_saved_one_after_the_other_are_on_one_page(tmp_path: Path) -> None:
     apart, together = tmp_path / "apart", tmp_path / "together"
-    for name in ("parity", "alignment", "parity"):
+    for name in ("parity", "kernel", "parity"):
         run("lab", name, "--save", str(apart))
-    lab.page.write([lab.run(name) for name in ("alignment", "parity")], together)
+    lab.page.write([lab.run(name) for name in ("parity", "kernel")], together)
     page = (apart / "index.html").read_text(encoding="utf-8")
-    assert re.findall(r'<section id="([^"]+)"', page) == ["parity", "alignment"]
+    assert re.findall(r'<section id="([^"]+)"', page) == ["kernel", "parity"]
     assert "The measurements support 2 of 2 claims." in page
     assert page == (together / "index.html").read_text(encoding="utf-8")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.compat.compiled import (
+    EagerOperatorMode,
     OperatorMode,
     operator_arguments,
     original_name,
     replace_compiled_call,
     runs_compiled,
+    submodules,
 )
 
 
@@ -69,6 +73,11 @@ def test_compiled_modules_are_known_and_have_their_names() -> None:
     assert runs_compiled(inner)
     assert runs_compiled(both)
     assert {original_name(name) for name, _ in both.named_modules()} == {name for name, _ in plain.named_modules()}
+    shared = nn.ModuleDict({"a": both, "b": inner[0], "none": nn.Sequential()})
+    shared.register_module("missing", None)
+    expected = [(original_name(name), module) for name, module in shared.named_modules()]
+    assert [(name, module) for name, module, _ in submodules(shared)] == expected
+    assert [name for name, _, is_leaf in submodules(shared) if is_leaf] == ["a.0", "a.1.0", "none"]
     plain[1].compile(backend="eager")
     assert runs_compiled(plain)
 
@@ -89,3 +98,17 @@ def test_a_call_that_was_compiled_in_place_is_replaced_and_restored() -> None:
     restore()
     assert torch.equal(module(x), expected)
     assert len(calls) == 1
+
+
+def test_a_mode_for_eager_code_does_not_import_the_compiler() -> None:
+    script = """
+import sys, torch
+from regard.scores import Pointwise
+score = Pointwise(lambda s, b, h, i, j: s * 2)
+score(torch.ones(2, 4), torch.ones(2, 4))
+print("torch._dynamo" in sys.modules)
+"""
+    assert issubclass(EagerOperatorMode, OperatorMode)
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )

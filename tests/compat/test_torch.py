@@ -29,11 +29,13 @@ NEEDED_FOR = {
     "autocast_enabled": "validation casts as torch's function does, and takes tensors on the meta device",
     "cached_signature": "torch.autograd.Function inspects the signature at each call, which costs microseconds",
     "call_function": "autograd functions are applied in one typed place",
+    "call_modes": "a remembered call took the kernel that these modes and switches allowed",
     "causal_bias": "a CausalBias holds no values; it is read as the mask that it stands for",
     "check_when_run": "a compiled textbook form takes a float mask, and raises when it runs if that is additive",
     "cpu_flash_attention": "the fast path on a CPU reads the lse of torch's kernel",
     "cpu_flash_attention_backward": "first gradients of the fast path come from torch's own kernel",
     "cpu_multiplies_bfloat16": "dispatch asks whether bfloat16 is fast on this processor",
+    "likeness": "a call like an earlier one is checked and dispatched again",
     "cuda_allocator": "new tensors are a third of the host's time of a small call",
     "dynamo_is_loaded": "a launch must not import the compiler, which takes seconds",
     "forward_mode_is_active": "a tangent must never be lost: the fast path and the kernels step aside",
@@ -63,13 +65,12 @@ NEEDED_FOR = {
     "raw_stream": "what one stream computed is not read by another before it is there",
     "samples": "a table over which vmap runs hides a key only where it is -inf in every sample",
     "saved_tensors_are_packed": "a checkpoint lets each saved tensor be read once, and the hook would read it again",
-    "sdpa_switches": "a remembered call took the kernel that these switches allowed",
     "shared_with_backward": "a watch sees what a backward pass repeats in a thread of autograd, and no other thread",
     "tensor_indices_in_vmap": "mask functions of Hugging Face index tensors inside vmap",
     "transforms_are_active": "the fast path steps aside inside torch.func",
     "unwrap": "values are read from the tensor under the wrappers of torch.func",
     "unwrap_largest": "under vmap, -inf in a bias hides a key only where every sample has it",
-    "version_of": "an observation, and the backward pass of a mask, raise if their inputs changed in place",
+    "versions_of": "an observation, and the backward pass of a mask, raise if their inputs changed in place",
     "without_autocast": "a backward pass called inside autocast keeps its bits",
 }
 
@@ -289,12 +290,39 @@ def test_saved_tensors_are_packed() -> None:
             assert compat.saved_tensors_are_packed() is True
 
 
-def test_sdpa_switches() -> None:
-    with needs("sdpa_switches"):
-        before = compat.sdpa_switches()
-        assert compat.sdpa_switches() == before
+def test_call_modes() -> None:
+    with needs("call_modes"):
+        before, ours = compat.call_modes(True), compat.call_modes(False)
+        assert (compat.call_modes(True), compat.call_modes(False)) == (before, ours)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            assert compat.sdpa_switches() != before
+            assert compat.call_modes(True) != before
+            assert compat.call_modes(False) == ours
+        with torch.no_grad():
+            assert compat.call_modes(False) != ours
+        with forward_ad.dual_level():
+            assert compat.call_modes(False) is None
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert compat.call_modes(False) not in (ours, None)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_likeness() -> None:
+    with needs("likeness"):
+        x = torch.zeros(2, 3)
+        alike = compat.likeness([x])
+        assert alike(torch.ones(2, 3))
+        for other in (
+            x.double(),
+            torch.zeros(3, 2).T,
+            torch.zeros(2, 4),
+            torch.zeros(2, 3, requires_grad=True),
+            x.to("meta"),
+        ):
+            assert not alike(other)
+        with torch.inference_mode():
+            assert not alike(torch.zeros(2, 3))
 
 
 def test_cuda_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,14 +545,16 @@ def test_may_need_grad() -> None:
         assert asked == [True]
 
 
-def test_version_of() -> None:
-    with needs("version_of"):
-        x = small(3)
-        before = compat.version_of(x)
+def test_versions_of() -> None:
+    with needs("versions_of"):
+        x, y = small(3), small(3)
+        before = compat.versions_of([x, y])
         x.add_(1)
-        assert compat.version_of(x) > before >= 0
+        after = compat.versions_of([x, y])
+        assert after[0] > before[0] >= 0
+        assert after[1] == before[1]
         with torch.inference_mode():
-            assert compat.version_of(x + 1) == -1
+            assert compat.versions_of([x, x + 1]) == [after[0], -1]
 
 
 def test_cached_signature() -> None:

@@ -7,9 +7,11 @@ import inspect
 import os
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from regard.compat import triton as compat
 
@@ -38,6 +40,8 @@ def test_every_name_has_a_test() -> None:
     tested = [
         "INTERPRETED",
         "Address",
+        "build_launcher",
+        "hash_compiler",
         "load",
         "starter",
         "with_base",
@@ -87,8 +91,6 @@ def test_a_tensor_descriptor_is_made_from_a_tensor_and_a_block() -> None:
 
 def test_load() -> None:
     """A kernel's `run` builds its launcher when it is read; a kernel that compiles elsewhere is waited for first."""
-    from types import SimpleNamespace
-
     kernel = SimpleNamespace(run="its launcher")
     assert compat.load(kernel) == "its launcher"
     assert compat.load(SimpleNamespace(result=lambda: kernel)) == "its launcher"
@@ -98,3 +100,59 @@ def test_an_address_is_a_number_and_a_tensor_to_those_who_ask() -> None:
     place = compat.Address(64)
     assert (place.data_ptr(), place + 16) == (64, 80)
     assert isinstance(place, int)
+
+
+def test_the_launcher_of_triton_3_6_gets_addresses_and_descriptors_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    drivers = importlib.import_module("triton.runtime").driver
+    started: list[tuple[object, ...]] = []
+    encoded: list[int] = []
+
+    def encode(descriptor: Any, meta: str) -> list[object]:
+        encoded.append(descriptor.base.data_ptr())
+        return [f"{meta} at {encoded[-1]}", 7, 8]
+
+    def launcher_of(launcher: Any, tensordesc_indices: Any, tensordesc_meta: Any) -> Any:
+        return lambda: (launcher, tensordesc_indices, tensordesc_meta)
+
+    class Descriptor:
+        def __init__(self, base: torch.Tensor) -> None:
+            self.base, self.block_shape = base, [1]
+
+    class Compiled:
+        function, packed_metadata = "function", "packed"
+        metadata = SimpleNamespace(tensordesc_meta=["map"])
+        run = SimpleNamespace(
+            global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False,
+            launch=launcher_of(lambda *given: started.append(given), (), ()),
+        )  # fmt: skip
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> None: ...
+
+    here = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 5)
+    monkeypatch.setattr(drivers, "_active", here)
+    monkeypatch.setattr(driver, "_BASE_ARGS_FORMAT_LEN", 13, raising=False)
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode, raising=False)
+    x = torch.zeros(4)
+    arguments = {"q": Descriptor(x), "n": 3, "out": x, "pair": (x, 2)}
+    start = compat.starter(Compiled(), 9, arguments, {"q", "out", "pair"})
+    y, place = torch.zeros(4), 4096
+    start.by_name(out=y, pair=(y, 2), q=y)
+    start.bound("pair", "q", "out", "other")((place, 2), y, place, None)
+    before = (9, 1, 1, 5, "function", False, False, None, None, "packed", None, None, None)
+    at = y.data_ptr()
+    assert started[0] == (*before, f"map at {at}", 7, 8, 3, at, (y, 2))
+    assert started[1] == (*before, f"map at {at}", 7, 8, 3, place, (place, 2))
+    assert encoded == [x.data_ptr(), at]  # each address once
+    with pytest.raises(RuntimeError, match="a launch needs out, pair"):
+        start.bound("q")
+
+
+def test_hash_compiler() -> None:
+    """Triton keeps the hash of its files: the second time costs nothing."""
+    cache = pytest.importorskip("triton.runtime.cache")
+    compat.hash_compiler()
+    before = cache.triton_key.cache_info()
+    compat.hash_compiler()
+    after = cache.triton_key.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)

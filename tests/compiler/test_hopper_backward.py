@@ -29,7 +29,7 @@ from regard.kernels.block_mask import BlockMask
 from regard.kernels.hopper import backward_launch as chip
 from sass import inner_loops, lost_operands
 
-hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
+hopper, variants = hopper_compiled.hopper, hopper_compiled.variants
 
 DIMS = (64, 80, 96, 128, 192, 256)
 BIASES = {"alibi": BIAS_ALIBI, "tensor": BIAS_TENSOR, "relative": BIAS_RELATIVE}
@@ -39,20 +39,21 @@ EVERY_DAY = [("spans", 128, False), ("bits", 64, True), ("tensor", 256, False)]
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9: for dims up to 64, 128 or 256, without and
 # with the gradient of entropy.
 SPILLED = {
-    ("plain", 64, False): (16, 48), ("spans", 64, False): (32, 32), ("bits", 64, False): (32, 32),
-    ("alibi", 64, False): (16, 0), ("tensor", 64, False): (48, 48), ("relative", 64, False): (32, 40),
-    ("plain", 64, True): (0, 0), ("spans", 64, True): (24, 8), ("bits", 64, True): (32, 32),
-    ("alibi", 64, True): (16, 0), ("tensor", 64, True): (40, 48), ("relative", 64, True): (32, 40),
-    ("plain", 128, False): (56, 72), ("spans", 128, False): (112, 144), ("bits", 128, False): (112, 120),
-    ("alibi", 128, False): (64, 272), ("tensor", 128, False): (160, 224), ("relative", 128, False): (216, 184),
-    ("plain", 128, True): (80, 104), ("spans", 128, True): (136, 152), ("bits", 128, True): (120, 144),
-    ("alibi", 128, True): (160, 280), ("tensor", 128, True): (176, 232), ("relative", 128, True): (216, 184),
-    ("plain", 256, False): (56, 176), ("spans", 256, False): (136, 224), ("bits", 256, False): (112, 200),
-    ("alibi", 256, False): (136, 184), ("tensor", 256, False): (168, 240), ("relative", 256, False): (208, 200),
-    ("plain", 256, True): (152, 256), ("spans", 256, True): (216, 296), ("bits", 256, True): (184, 272),
-    ("alibi", 256, True): (184, 264), ("tensor", 256, True): (208, 304), ("relative", 256, True): (264, 264),
+    ("plain", 64, False): (0, 0), ("spans", 64, False): (0, 0), ("bits", 64, False): (24, 0),
+    ("alibi", 64, False): (16, 0), ("tensor", 64, False): (24, 8), ("relative", 64, False): (24, 0),
+    ("plain", 64, True): (0, 0), ("spans", 64, True): (16, 0), ("bits", 64, True): (24, 0),
+    ("alibi", 64, True): (16, 0), ("tensor", 64, True): (24, 8), ("relative", 64, True): (24, 0),
+    ("plain", 128, False): (48, 88), ("spans", 128, False): (144, 200), ("bits", 128, False): (136, 176),
+    ("alibi", 128, False): (96, 168), ("tensor", 128, False): (184, 248), ("relative", 128, False): (216, 248),
+    ("plain", 128, True): (48, 96), ("spans", 128, True): (144, 192), ("bits", 128, True): (144, 184),
+    ("alibi", 128, True): (96, 168), ("tensor", 128, True): (200, 240), ("relative", 128, True): (248, 248),
+    ("plain", 256, False): (40, 136), ("spans", 256, False): (120, 192), ("bits", 256, False): (96, 176),
+    ("alibi", 256, False): (72, 168), ("tensor", 256, False): (120, 216), ("relative", 256, False): (176, 216),
+    ("plain", 256, True): (128, 208), ("spans", 256, True): (200, 272), ("bits", 256, True): (168, 256),
+    ("alibi", 256, True): (120, 216), ("tensor", 256, True): (152, 248), ("relative", 256, True): (208, 256),
 }  # fmt: skip
-WAITS = 2 * 5  # of each group four for a block of rows, and one behind the last
+SPLIT_WAITS = 2 * 3 + 1  # of each consumer group three for a block of rows, and one of the group that computes dQ
+WAITS = 2 * 5  # of each group four, and one behind the last
 WIDE_WAITS = 2 * 6  # four, and two behind the last, for the parts of dQ
 
 
@@ -101,7 +102,7 @@ def test_a_backward_compiles_for_hopper_and_spills_no_more_than_is_pinned(
 
 def waits_as_written(kernel: Any, dim: int) -> None:
     """The assembler waits for products where the kernel does; one that cannot have them in flight waits for each."""
-    written = WAITS if dim <= 128 else WIDE_WAITS
+    written = SPLIT_WAITS if dim <= 64 else WAITS if dim <= 128 else WIDE_WAITS
     assert kernel.asm["ptx"].count("wgmma.wait_group") == written
     waits = machine_code(kernel).count("WARPGROUP.DEPBAR")
     assert waits <= 2 * written, f"{waits} waits, {written} are written"
@@ -113,15 +114,15 @@ def test_products_run_beside_what_comes_after_them(kind: str, dim: int, entropy:
     waits_as_written(compiled(kind, dim, entropy), dim)
 
 
-IN_REGISTERS, IN_SMEM, WIDE = chip.BackwardTile(kv_in_registers=True), chip.BackwardTile(), chip.BackwardTile(wide=True)
+SPLIT, WHOLE, WIDE = chip.SPLIT, chip.BackwardTile(), chip.BackwardTile(wide=True)
 OPERANDS: list[Any] = [
-    ("spans", {"scales": torch.ones(4)}, IN_REGISTERS),
+    ("spans", {"scales": torch.ones(4)}, SPLIT),
     *(
         pytest.param(kind, more, tile, marks=pytest.mark.slow)
         for kind in ("none", "spans", "bits")
         for more in ({}, {"softcap": 9.0}, {"scales": torch.ones(4)})
-        for tile in (IN_REGISTERS, IN_SMEM, WIDE)
-        if (kind, "scales" in more, tile) != ("spans", True, IN_REGISTERS)
+        for tile in (SPLIT, WHOLE, WIDE)
+        if (kind, "scales" in more, tile) != ("spans", True, SPLIT)
     ),
 ]
 
@@ -131,7 +132,7 @@ OPERANDS: list[Any] = [
 def test_no_product_finds_its_operand_overwritten(
     kind: str, more: dict[str, Any], tile: chip.BackwardTile, hopper: None
 ) -> None:
-    """The assembler of Triton 3.6 did so to keys that a group held in registers."""
+    """The assembler of Triton 3.6 does so to operands in registers that a loop does not change."""
     kernel = made_for(work(256 if tile.wide else 64, kind, **more), tile=tile)
     code = machine_code(kernel)
     assert any("HGMMA" in line for loop in inner_loops(code) for line in loop)  # else nothing was looked at
@@ -184,12 +185,12 @@ MORE = {"softcap": 9.0, "scales": torch.ones(4)}
 @pytest.mark.parametrize(
     ("w", "stack"),
     [
-        (work(64, "spans", drop=DROPPED), (152, 256)),
-        (work(128, "spans", drop=DROPPED), (184, 408)),
-        (work(256, "spans", drop=DROPPED), (168, 360)),
-        (work(64, "spans", drop=DROPPED, **MORE, **biased(BIAS_ALIBI)), (232, 368)),
-        (work(128, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (520, 664)),
-        (work(256, "bits", drop=DROPPED, **MORE, **biased(BIAS_RELATIVE)), (552, 616)),
+        (work(64, "spans", drop=DROPPED), (48, 32)),
+        (work(128, "spans", drop=DROPPED), (200, 400)),
+        (work(256, "spans", drop=DROPPED), (152, 312)),
+        (work(64, "spans", drop=DROPPED, **MORE, **biased(BIAS_ALIBI)), (248, 272)),
+        (work(128, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (520, 672)),
+        (work(256, "bits", drop=DROPPED, **MORE, **biased(BIAS_RELATIVE)), (432, 568)),
     ],
     ids=["dropout at 64", "dropout at 128", "dropout at 256", "all at 64", "all at 128", "all at 256"],
 )
@@ -203,7 +204,7 @@ def test_all_else_compiles_for_hopper_together(w: KernelArgs, stack: tuple[int, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "of_values", "stack"),
-    [(64, 128, (48, 56)), (128, 64, (40, 0)), (192, 128, (112, 160)), (64, 256, (136, 224)), (256, 64, (112, 128))],
+    [(64, 128, (24, 8)), (128, 64, (16, 40)), (192, 128, (104, 128)), (64, 256, (120, 192)), (256, 64, (104, 96))],
 )
 def test_keys_and_values_may_have_dims_of_their_own(
     dim: int, of_values: int, stack: tuple[int, int], hopper: None
@@ -215,13 +216,15 @@ def test_keys_and_values_may_have_dims_of_their_own(
     waits_as_written(kernel, max(dim, of_values))
 
 
-def test_as_many_heads_are_scheduled_together_as_fill_the_chip() -> None:
+def test_as_many_heads_are_scheduled_together_as_fill_the_chip_and_under_a_mask_with_eight_programs_each() -> None:
+    spans = torch.zeros(1, 1, 1, dtype=torch.int32)
     for m in (1, 300, 5000, 40000):
-        q, k = torch.zeros(4, 8, 1, 8), torch.zeros(4, 4, m, 8)
+        q, k = torch.zeros(8, 8, 1, 8), torch.zeros(8, 4, m, 8)
         for tile in (chip.BackwardTile(), chip.BackwardTile(wide=True)):
-            swizzle = chip._swizzle(KernelArgs(q, k, k, BlockMask(1, m)), tile)
-            programs = swizzle * -(-m // tile.BN)
-            assert swizzle == 16 or 132 <= programs < 132 + -(-m // tile.BN)
+            for mask, most in ((BlockMask(1, m), m), (BlockMask(1, m, spans, spans), 8)):
+                swizzle = chip._swizzle(KernelArgs(q, k, k, mask), tile)
+                at_a_time = min(-(-m // tile.BN), most)
+                assert swizzle == 32 or 132 <= swizzle * at_a_time < 132 + at_a_time
 
 
 def reasons(w: KernelArgs, dO: Tensor | None = None) -> list[str]:
@@ -259,8 +262,8 @@ def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
 
     assert long(2**29 - 127)
     assert not long(2**29 - 128)
-    assert long(2**28 - 127, dim=256)
-    assert not long(2**28 - 128, dim=256)
+    assert long(2**27 - 127, dim=256)
+    assert not long(2**27 - 128, dim=256)
     assert long(1, 2**30 - 15)
     assert not long(1, 2**30 - 16)
 
@@ -279,6 +282,25 @@ def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
 def test_all_else_is_taken(w: KernelArgs) -> None:
     assert reasons(w) == []
     assert reasons(w, torch.zeros(2, N, 4, w.value.shape[3], dtype=torch.bfloat16).transpose(1, 2)) == []
+
+
+@compiles
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_postprocess_of_dq_moves_16_bytes_at_a_time(
+    dim: int, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def start(key: Any, kernel: Any, programs: int, arguments: Any, options: Any, changing: Any) -> None:
+        made.append(kernel.warmup(**arguments, grid=(1,), **options))
+
+    monkeypatch.setattr(chip.launch_cache, "start", start)
+    w = work(dim)
+    tile = chip.tile_for(w)
+    chip.postprocess_dq(w, chip.workspace_for(w, tile), tile)
+    code = made[0].asm["ptx"]
+    assert code.count("ld.global.v4.b32") == 64 * dim // 128 // 4
+    assert set(re.findall(r"st\.global[.a-z0-9]*", code)) == {"st.global.v4.b32"}
 
 
 POSTPROCESS, HIDDEN = "regard.kernels.hopper.backward.dq_postprocess", "regard.kernels.hopper.nonfinite.attended"

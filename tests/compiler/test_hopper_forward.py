@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ SPILLED = {
     ("bits", 192): (16, 64), ("bits", 256): (8, 56),
     ("bias", 192): (24, 0), ("bias", 256): (16, 40), ("bits, bias", 64): (0, 48),
 }  # fmt: skip
-hopper, asked_for, variants = hopper_compiled.hopper, hopper_compiled.asked_for, hopper_compiled.variants
+hopper, variants = hopper_compiled.hopper, hopper_compiled.variants
 
 
 def compiled(w: KernelArgs, tile: Any = None, entropy: bool = True) -> Any:
@@ -182,29 +183,26 @@ def test_in_a_full_block_nothing_goes_between_threads_and_exponentials_run_besid
 
 
 def test_every_tile_fits_the_chip() -> None:
-    for bias_or_dropout in (False, True):
+    for bias_or_dropout, narrow in product((False, True), repeat=2):
         for dim in DIMS:
-            tile = configs.config(dim, bias_or_dropout)
+            tile = configs.config(dim, bias_or_dropout=bias_or_dropout, narrow=narrow)
             rows = tile.BM + 2 * tile.stages * tile.BN + (tile.groups * tile.BN if bias_or_dropout else 0)
             assert rows * dim * 2 <= SHARED - 1024
             assert 128 % tile.BN == 0
             assert configs.producer_registers(tile.groups, tile.registers) >= 24
 
 
+@pytest.mark.parametrize(("dim", "of_values"), [(96, 96), (128, 128), (192, 128), (512, 256)])
+def test_every_tile_fits_the_chip_with_its_buffers_of_queries(dim: int, of_values: int) -> None:
+    tile = configs.config(dim, of_values)
+    numbers = tile.q_buffers * tile.BM * dim + tile.stages * tile.BN * (dim + of_values)
+    assert numbers * 2 <= SHARED - 1024
+
+
 def test_a_dim_is_padded_to_the_next_of_the_table() -> None:
     assert [configs.chunks(dim) for dim in (8, 64, 80, 96, 100, 129, 192, 200)] == [
         (64, 0), (64, 0), (64, 32), (64, 32), (128, 0), (128, 64), (128, 64), (256, 0),
     ]  # fmt: skip
-
-
-def test_another_tile_can_be_taken_to_measure_it() -> None:
-    usual, other = configs.config(128), configs.Tile(2, 64, 3, 240)
-    configs.override(128, False, other)
-    try:
-        assert configs.config(100) == other
-    finally:
-        configs.override(128, False, None)
-    assert configs.config(100) == usual
 
 
 @pytest.mark.parametrize(
@@ -237,6 +235,12 @@ def test_heads_are_scheduled_together_as_far_as_the_cache_holds_their_keys() -> 
     assert forward_launch.heads_in_l2(KernelArgs(q, k, k, BlockMask(1, 65536))) == 2 * 4
 
 
+def test_a_narrow_mask_has_tiles_of_its_own() -> None:
+    w = work(128)
+    w.block_mask = BlockMask(w.n, w.m, narrow=True)
+    assert forward_launch.tile_for(w) == configs.config(128, narrow=True) != configs.config(128)
+
+
 def test_a_bias_or_dropout_has_tiles_of_its_own() -> None:
     assert forward_launch.tile_for(work(128)) == configs.config(128)
     assert forward_launch.tile_for(work(128, **biased(BIAS_ALIBI))) == configs.config(128, bias_or_dropout=True)
@@ -260,6 +264,29 @@ def test_warmup_compiles_what_a_call_takes(variant: str, masks: list[Any], varia
         assert seen.map(5, 5).shape == (2, 4, 5, 5)
         assert seen.map(40, 50).shape == (2, 4, 40, 50)
     assert sorted(name for name, _ in variants - before) == []
+
+
+@compiles
+def test_dims_above_256_are_taken_by_parts_of_the_columns(
+    variants: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, ...]] = []
+    launch = forward_launch.launch_forward
+
+    def noted(w: KernelArgs, entropy: bool, **more: Any) -> Any:
+        launched.append((w.query.shape[3], w.value.shape[3], *more["found"].output.stride()[2:]))
+        return launch(w, entropy, **more)
+
+    monkeypatch.setattr(forward_launch, "launch_forward", noted)
+    q, v = torch.zeros(1, 2, 300, 512, dtype=torch.bfloat16), torch.zeros(1, 2, 300, 320, dtype=torch.bfloat16)
+    regard.attention(q, q, v, backend="triton")
+    assert launched == [(512, 256, 320, 1), (512, 64, 320, 1)]
+    assert {name for name, _ in variants} == {"regard.kernels.hopper.forward.forward"}
+    variants.clear()
+    regard.attention(q, q, v, bias=torch.zeros(300, 300, dtype=torch.bfloat16), backend="triton")
+    wider = torch.zeros(1, 2, 300, 576, dtype=torch.bfloat16)
+    regard.attention(wider, wider, q, backend="triton")
+    assert {name for name, _ in variants} == {"regard.kernels.portable.forward.forward"}
 
 
 @compiles

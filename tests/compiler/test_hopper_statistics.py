@@ -42,7 +42,7 @@ SPILLED = {
 }  # fmt: skip
 
 
-hopper, asked_for = hopper_compiled.hopper, hopper_compiled.asked_for
+hopper = hopper_compiled.hopper
 
 
 def looked_at(dim: int, kind: str, **more: Any) -> KernelArgs:

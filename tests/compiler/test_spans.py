@@ -13,7 +13,7 @@ from regard.kernels.portable import spans_launch
 from regard.kernels.portable.spans import spans
 from regard.kernels.span_terms import span_terms
 
-hopper, asked_for = hopper_compiled.hopper, hopper_compiled.asked_for
+hopper = hopper_compiled.hopper
 MASKS = [
     (regard.causal(), 16, 16),
     (regard.packed([100, 1]) & regard.window(16), 101, 101),

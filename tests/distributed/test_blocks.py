@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mask_cases import CASES, Case
+from mask_cases import CASES, Case, for_each_mask
 from regard.biases import Bias, alibi, relative
 from regard.core.rows import Rows
-from regard.distributed.merge import empty_rows, merge_partials
+from regard.distributed.ring import empty_rows, merge_partials
 from regard.distributed.slices import slice_bias, slice_mask
 from regard.masks.base import FULL, HIDDEN
 
@@ -26,7 +26,7 @@ def corners(n: int, m: int) -> list[tuple[int, int, int, int]]:
     return [(a, c, b - a, d - c) for a, b in pairwise(rows) for c, d in pairwise(keys)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.mask!r} {c.n} {c.m}")
+@for_each_mask(CASES)
 def test_a_slice_of_a_mask_is_the_mask_there_with_true_hints(case: Case) -> None:
     mask, n, m = case
     whole = mask.dense(n, m)

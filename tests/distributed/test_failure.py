@@ -22,7 +22,7 @@ def ends() -> dict[str, list[object]]:
     worlds = {name: World(3) for name in ENDS}
     for name, each in worlds.items():
         each.send(*ENDS[name], TIMEOUT)
-    found = {name: each.answers(4 * TIMEOUT + 30, awaited=(0, 2)) for name, each in worlds.items()}
+    found = {name: each.answers(4 * TIMEOUT + 120, awaited=(0, 2)) for name, each in worlds.items()}
     for each in worlds.values():
         each.close()
     return found

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import regard
-from mask_cases import CASES, Case, written_out
+from mask_cases import CASES, Case, for_each_mask, written_out
 from regard.distributed import traffic
 from regard.distributed.layout import Sharding, shard_sizes, sharding_of, split_sequence
 from regard.distributed.ring_plan import plan_ring
@@ -86,7 +86,7 @@ def test_a_key_range_goes_once_to_each_rank_that_needs_it_from_one_that_has_it(
     assert total == sum(plan.gradients_sent(rank) for rank in range(ranks))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.mask!r} {c.n} {c.m}")
+@for_each_mask(CASES)
 def test_a_rank_gets_every_key_range_that_a_mask_shows_it(case: Case) -> None:
     mask, n, m = case
     if 0 in mask.lead:

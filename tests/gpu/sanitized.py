@@ -29,7 +29,7 @@ from regard.kernels.hopper import forward_launch
 CHIP = Path(forward_launch.__file__).parent
 N, M, HEADS = 300, 1200, 2  # of two items
 PROGRAMS = 3  # so that each takes one row block after the other
-DIMS = {"forward": (64, 96, 128, 256), "backward": (64, 128, 256), "passes": (64, 128)}
+DIMS = {"forward": (64, 96, 128, 256), "backward": (64, 128, 256), "passes": (64, 128), "jvp": (64, 128)}
 MADE: dict[str, Any] = {
     "full": dict,
     "causal": lambda: {"mask": regard.causal(M - N)},
@@ -45,7 +45,7 @@ MADE: dict[str, Any] = {
 CASES = [f"{what}, {d}, {name}" for what, dims in DIMS.items() for d, name in product(dims, MADE)]
 KNOWN = {
     # Triton's own switch between the warps of `warp_specialize`, in every kernel.
-    *(frozenset({kernel}) for kernel in ("forward.forward", "backward.backward", "backward_wide.backward")),
+    *(frozenset({kernel}) for kernel in ("forward.forward", "backward.backward", "backward_wide.backward", "jvp.jvp")),
     *(frozenset({kernel}) for kernel in ("statistics.received", "statistics.pooled")),
     # The tile info of the forward: written by the producer before `q_ready`, and by consumers before `q_free`.
     frozenset({"tile_scheduler.write_info", "tile_scheduler.read_info"}),
@@ -53,7 +53,7 @@ KNOWN = {
     frozenset({"backward_wide.p_consumer", "backward_wide.ds_consumer"}),
     # Hidden values, and queries of rows that see nothing: every group writes the same zeros to the same place.
     frozenset({"forward.zero_unseen"}),
-    frozenset({"backward.zero_empty_rows"}),
+    frozenset({"nonfinite.zero_empty_rows"}),
 }
 
 
@@ -67,6 +67,9 @@ def run(case: str) -> None:
     if what != "backward":
         tensors = [x.detach() for x in tensors]
     kwargs = MADE[name]() | {"scale": 1.0, "backend": "triton"}
+    if what == "jvp":
+        tangents = [x.flip(2) for x in tensors]
+        torch.func.jvp(lambda *x: regard.attention(*x, **kwargs), tuple(tensors), tuple(tangents))
     seen = regard.observe(*tensors, **kwargs)
     plain = regard.attention(*tensors, **kwargs)
     if what == "backward":

@@ -104,6 +104,35 @@ def test_derivatives_repeat_bit_for_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("mask", [regard.padding([113, 200]), regard.strided(2) & regard.padding([113, 200])], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_hidden_keys_leave_no_trace_in_a_tangent(d: int, mask: regard.Mask) -> None:
+    x, w = ([t.bfloat16() for t in tensors] for tensors in inputs(d, d))
+
+    def tangents(hidden: float) -> list[Tensor]:
+        for t in (*x[1:], *w[1:]):
+            t[0, :, 113:] = t[1, :, 200:] = hidden
+        seen = torch.func.jvp(lambda *x: regard.attention(*x, mask=mask, backend="triton"), tuple(x), tuple(w))
+        return list(seen)
+
+    for clean, other in zip(tangents(0.0), tangents(torch.nan), strict=True):
+        assert torch.equal(clean, other)
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (0, 2), (1, 2), (2,)], ids=str)
+def test_tensors_without_a_tangent_count_as_if_theirs_were_zero(which: tuple[int, ...]) -> None:
+    x, w = ([t.bfloat16() for t in tensors] for tensors in inputs(128, 128))
+
+    def attend(*parts: Tensor) -> Tensor:
+        given = dict(zip(which, parts, strict=True))
+        return regard.attention(*(given.get(at, t) for at, t in enumerate(x)), mask=regard.causal(), backend="triton")
+
+    part = torch.func.jvp(attend, tuple(x[at] for at in which), tuple(w[at] for at in which))[1]
+    filled = tuple(t if at in which else torch.zeros_like(t) for at, t in enumerate(w))
+    whole = torch.func.jvp(lambda *x: regard.attention(*x, mask=regard.causal(), backend="triton"), tuple(x), filled)[1]
+    torch.testing.assert_close(part, whole, atol=2e-2, rtol=2e-2)
+
+
 def test_per_sample_gradients_on_the_kernels() -> None:
     q = random(3, 2, 4, 100, 64, seed=1).bfloat16()
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 
+from quick_interpreter import quick
+
 # The interpreter computes with numpy, which warns where a GPU's arithmetic makes its inf or NaN in silence.
 SILENT = (
+    "divide by zero encountered in log",
+    "divide by zero encountered in divide",
+    "invalid value encountered in log",
+    "invalid value encountered in divide",
     "overflow encountered in exp2",
     "overflow encountered in multiply",
     "overflow encountered in subtract",
@@ -31,35 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def looked_up_once() -> Iterator[None]:
-    """Let the interpreter look through Triton's language once a launch, and not at every call within a kernel.
-
-    That search takes a third of its time, and finds everything in its place.
-    """
+def quick_interpreter() -> Iterator[None]:
     if find_spec("triton") is None:
         yield
         return
-    from triton.runtime import interpreter
-
-    search: Callable[[Any], Any] = interpreter._patch_lang
-    languages = (interpreter.tl, interpreter.tl.core)
-    found: set[frozenset[int]] = set()
-
-    def once(fn: Any) -> Any:
-        seen = frozenset(at for x in fn.__globals__.values() for at, tl in enumerate(languages) if x is tl)
-        if seen in found:
-            return None  # asked for within a kernel, where nobody takes the answer
-        scope = search(fn)
-        restore = scope.restore
-
-        def ended() -> None:
-            found.clear()
-            restore()
-
-        scope.restore = ended
-        found.add(seen)
-        return scope
-
-    interpreter._patch_lang = once
-    yield
-    interpreter._patch_lang = search
+    with quick():
+        yield

@@ -190,3 +190,25 @@ def test_causal_means_causal_by_bits_where_keys_are_split() -> None:
     for name in ("output", "lse", "entropy", "max_logit"):
         assert torch.equal(getattr(seen, name)[:, :, 0], getattr(after, name)[:, :, 0])
         assert not torch.equal(getattr(seen, name)[:, :, 1], getattr(after, name)[:, :, 1])
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"mask": regard.causal()},
+        {"bias": torch.zeros(2, 20, 20)},
+        {"mask": regard.chosen(torch.arange(20).expand(20, 20)) & regard.causal()},
+    ],
+    ids=["plain", "causal", "bias", "chosen"],
+)
+def test_what_a_row_sees_and_is_no_number_is_in_its_results(bad: float, given: dict[str, Any]) -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    k[0, :, 7, 0] = bad
+    found, wanted = (regard.observe(q, k, v, **given, backend=backend) for backend in ("triton", "reference"))
+    assert wanted.output.isnan().any()
+    for name in (
+        ("output", "lse", "entropy") if bad != INF else ("output", "lse")
+    ):  # 0 · −inf is no number to `reference`
+        assert torch.equal(getattr(found, name).isnan(), getattr(wanted, name).isnan()), name

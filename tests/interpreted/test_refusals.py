@@ -30,6 +30,7 @@ class Cityblock(Score):
         return -(query[..., :, None, :] - key[..., None, :, :]).abs().sum(-1)
 
 
+HALVED = regard.scores.Pointwise(lambda s, b, h, i, j: s / 2)
 NO_RULES = r"'triton' refuses: under torch\.compile it is an operator, which has no rules for forward mode"
 
 
@@ -39,8 +40,26 @@ def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], tuple[list[Tensor], dict[str, Any]]], str]] = {
     "float64": (lambda: ([x(1, 1, 4, 8, dtype=torch.float64)] * 3, {}), "float64"),
-    "wide keys": (lambda: ([x(1, 1, 4, 257)] * 2 + [x(1, 1, 4, 8)], {}), "a dim is 257; its tiles hold up to 256"),
-    "wide values": (lambda: ([x(1, 1, 4, 8)] * 2 + [x(1, 1, 4, 300)], {}), "a dim is 300; its tiles hold up to 256"),
+    "wide keys": (
+        lambda: ([x(1, 1, 4, 577)] * 2 + [x(1, 1, 4, 8)], {}),
+        "the dim of keys is 577; its tiles hold up to 576",
+    ),
+    "wide values": (
+        lambda: ([x(1, 1, 4, 8)] * 2 + [x(1, 1, 4, 513)], {}),
+        "the dim of values is 513; its tiles hold up to 512",
+    ),
+    "many hidden units": (
+        lambda: ([x(1, 1, 4, 8)] * 3, {"score": regard.scores.Additive(8, 8, 257)}),
+        "the dim of keys is 257; its tiles hold up to 256",
+    ),
+    "wide keys and a function of the scores": (
+        lambda: ([x(1, 1, 4, 257)] * 2 + [x(1, 1, 4, 8)], {"score": HALVED}),
+        "the dim of keys is 257; its tiles hold up to 256 with a function of the scores",
+    ),
+    "listed keys and a function of the scores": (
+        lambda: ([x(1, 1, 4, 8)] * 3, {"score": HALVED, "mask": regard.chosen(torch.tensor([[0], [1], [0], [2]]))}),
+        "its kernels for listed keys have no score Pointwise",
+    ),
     "a score of a user": (lambda: ([x(1, 1, 4, 8)] * 3, {"score": Cityblock()}), "no kernel for the score Cityblock"),
     "no rows": (lambda: ([x(1, 1, 0, 8), x(1, 1, 4, 8), x(1, 1, 4, 8)], {}), "nothing is there to compute"),
     "no keys": (lambda: ([x(1, 1, 4, 8), x(1, 1, 0, 8), x(1, 1, 0, 8)], {}), "nothing is there to compute"),
@@ -61,9 +80,11 @@ def test_a_refusal_has_its_reason_in_why_and_in_the_error(name: str) -> None:
     assert regard.attention(*tensors, **kwargs).shape == (*tensors[0].shape[:3], tensors[2].shape[3])
 
 
-def test_256_dims_are_taken() -> None:
-    wide = x(1, 1, 4, 256)
-    assert not KNOWN["triton"].refuses(regard.core.validation.pose(wide, wide, wide))
+@pytest.mark.parametrize(("dim", "of_values"), [(512, 512), (576, 512)])
+def test_wide_dims_are_taken(dim: int, of_values: int) -> None:
+    assert not KNOWN["triton"].refuses(
+        regard.core.validation.pose(x(1, 1, 4, dim), x(1, 1, 4, dim), x(1, 1, 4, of_values))
+    )
 
 
 def attended(query: Tensor) -> Tensor:

@@ -14,8 +14,11 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton has no wheel for this system")
 
 import hopper_compiled  # noqa: E402
-from regard.compat.triton import INTERPRETED  # noqa: E402
+import regard  # noqa: E402
+from regard.compat.triton import INTERPRETED, build_launcher  # noqa: E402
 from regard.kernels import ahead  # noqa: E402
+from regard.kernels.block_mask import BlockMask  # noqa: E402
+from regard.kernels.span_terms import span_terms  # noqa: E402
 
 tl, hopper = triton.language, hopper_compiled.hopper
 CPU = torch.device("cpu")
@@ -121,6 +124,65 @@ def test_a_variant_is_new_once_and_few_are_remembered(monkeypatch: pytest.Monkey
     assert len(ahead._VARIANTS) == 1
 
 
+def test_kernels_that_are_needed_first_have_a_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_HEAD_START", 60)
+    first, second = Kernel(), Kernel()
+    second.may.set()
+    with ahead.collecting(CPU) as threads:
+        ahead.collect(first, {}, {})
+    with ahead.collecting(CPU, after=threads):
+        ahead.collect(second, {}, {})
+    assert second.compiled == []
+    first.may.set()  # it is done early: nobody waits for a minute
+    ahead.wait_for(second)
+    assert len(first.compiled) == len(second.compiled) == 1
+    ahead.wait_for(first)
+
+
+def test_a_head_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_HEAD_START", 0.01)
+    first, second = Kernel(), Kernel()
+    second.may.set()
+    with ahead.collecting(CPU) as threads:
+        ahead.collect(first, {}, {})
+    with ahead.collecting(CPU, after=threads):
+        ahead.collect(second, {}, {})
+    ahead.wait_for(second)
+    assert (len(first.compiled), len(second.compiled)) == (0, 1)
+    first.may.set()
+    ahead.wait_for(first)
+
+
+def test_a_variant_with_a_name_is_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_VARIANTS", {})
+    kernel = Kernel()
+    kernel.may.set()
+    with ahead.collecting(CPU):
+        assert [ahead.collect(kernel, {"n": n}, {}, "rows") for n in (1, 2)] == [True, True]  # neither is to be started
+    ahead.wait_for(kernel)
+    assert [given["n"] for given in kernel.compiled] == [1]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_lists_of_a_mask_that_are_only_collected_are_computed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(ahead, "_VARIANTS", {})
+    monkeypatch.setattr(ahead, "_compile", lambda launch, device, after: None)
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, **given: started.append(given["n"]))
+    terms = span_terms(regard.window(3), 40, 40)
+    assert terms is not None
+    mask = BlockMask(40, 40, lead=(terms.items, 1), terms=terms, device=CPU)
+    with ahead.collecting(CPU) as threads:
+        expected, order = mask.by_rows(16, 16), mask.key_order(16, 16)
+        assert mask.by_keys(16, 16).seen is not None
+    assert (len(threads), started) == (2, [])  # by rows and by keys
+    assert order is not None
+    found = mask.by_rows(16, 16)
+    assert started == [40]
+    assert [x is None for x in found] == [x is None for x in expected]
+    assert mask.by_rows(16, 16) is found
+
+
 @triton.jit
 def copied(x, pair, n, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
@@ -143,3 +205,20 @@ def test_the_launch_finds_what_was_compiled_in_the_background(
     assert len(compiled) == 1
     copied.warmup(x=x[1:], pair=Pair(y, 4), n=5, SIZE=16, **OPTIONS, grid=(1,))  # another alignment
     assert len(compiled) == 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_a_launcher_that_is_built_ahead_is_the_one_that_triton_builds(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    built: list[str] = []
+    monkeypatch.setattr(driver, "compile_module_from_src", lambda src, **given: built.append(src), raising=False)
+    monkeypatch.setattr(driver, "library_dirs", list, raising=False)
+    given = {"x": torch.zeros(16), "pair": Pair(torch.zeros(16), 4), "n": 5, "SIZE": 16}
+    needed = build_launcher(copied, given, OPTIONS)
+    assert needed == bool(built)
+    if not needed:
+        pytest.skip("this Triton builds no launchers")
+    kernel = copied.warmup(**given, **OPTIONS, grid=(1,))
+    assert built == [driver.make_launcher({}, kernel.src.signature, None)]

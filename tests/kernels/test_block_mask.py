@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import regard
-from mask_cases import CASES, Case
+from mask_cases import CASES, Case, for_each_mask
+from regard.kernels import ahead
 from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS, BlockLists
 from regard.kernels.block_mask import BlockMask, _compute, block_mask
 from regard.kernels.hopper.dq_order import dq_order
@@ -53,7 +54,7 @@ SEVERAL = [
     large(~regard.everything()),
 ]
 EVERY = [*(case for case in CASES if case.n and case.m and 0 not in case.mask.lead), *SEVERAL]
-every_mask = pytest.mark.parametrize("case", EVERY, ids=lambda c: f"{c.mask!r} {c.n} {c.m}")
+every_mask = for_each_mask(EVERY)
 
 
 def truth(case: Case) -> Tensor:
@@ -259,7 +260,7 @@ def test_a_stream_waits_for_what_another_has_made(mask: regard.Mask, monkeypatch
     one, two = Stream(1, told), Stream(2, told)
     now = [one]
     monkeypatch.setattr(BlockMask, "_current", lambda self: now[0])
-    monkeypatch.setattr(BlockMask, "_current_stream", lambda self: now[0].cuda_stream)
+    monkeypatch.setattr("regard.kernels.block_mask.raw_stream", lambda device: now[0].cuda_stream)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: told.append(f"{stream.cuda_stream} keeps"))
     made = _compute(mask, 300, 333, torch.device("cpu"), 1)
     first = made.by_rows(64, 64)
@@ -280,3 +281,23 @@ def test_a_stream_waits_for_what_another_has_made(mask: regard.Mask, monkeypatch
     now[0] = one
     assert dq_order(made, 64, 64) is order
     assert told[0] == "1 waits for what 2 made"
+
+
+def test_a_mask_is_narrow_if_its_kind_says_that_no_row_sees_many_keys() -> None:
+    lengths = torch.tensor([40, 24])
+    narrow = regard.window(127), regard.window(500, 523), regard.window(127) & regard.packed(lengths)
+    wide = regard.window(1024), regard.window(512, 512), regard.causal(), regard.packed(lengths), regard.window(None, 4)
+    assert [block_mask(mask, 64, 64, torch.device("cpu")).narrow for mask in narrow] == [True] * 3
+    assert [block_mask(mask, 64, 64, torch.device("cpu")).narrow for mask in wide] == [False] * 5
+    assert not block_mask(None, 64, 64, torch.device("cpu")).narrow
+
+
+@pytest.mark.parametrize("mask", [regard.window(9), regard.strided(3)])
+def test_nothing_is_kept_that_collected_launches_did_not_compute(mask: regard.Mask) -> None:
+    made = _compute(mask, 64, 64, torch.device("cpu"), 1)
+    with ahead.collecting(torch.device("cpu")):
+        unfilled = made.by_keys(64, 64), dq_order(made, 64, 64)
+    assert made.by_keys(64, 64) is not unfilled[0]
+    order = dq_order(made, 64, 64)
+    assert order is not unfilled[1]
+    assert dq_order(made, 64, 64) is order

@@ -17,9 +17,10 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Trit
 from recorded_launches import STARTS, record_launches
 from regard.core.rows import Rows
 from regard.kernels import launch_cache
-from regard.kernels.arguments import NO_ENTROPY, DropoutArgs, KernelArgs
-from regard.kernels.block_mask import block_mask
-from regard.kernels.hopper import configs, forward_launch
+from regard.kernels.arguments import NO_ENTROPY, BackwardRows, DropoutArgs, KernelArgs
+from regard.kernels.block_mask import addresses, block_mask
+from regard.kernels.hopper import backward_launch, forward_launch
+from regard.kernels.portable import launch as portable_launch
 
 CPU = torch.device("cpu")
 ARG_NAMES = forward_launch.forward.arg_names
@@ -136,24 +137,16 @@ def test_other_strides_dtypes_and_alignments_are_first_calls() -> None:
 
 def test_masks_of_one_kind_share_a_launch() -> None:
     lengths = torch.tensor([5, 200])
-    for mask in (regard.causal(), regard.window(9, 2), regard.padding(lengths), regard.padding(lengths + 1)):
+    for mask in (regard.causal(), regard.window(2000), regard.padding(lengths), regard.padding(lengths + 1)):
         w = work(mask=mask)
         forward_launch.launch_forward(w, True)
         lists = dict(zip(ARG_NAMES, STARTS[-1].arguments, strict=True))["lists"]
         tile = forward_launch.tile_for(w)
         assert lists is w.block_mask.by_rows(tile.BM, tile.BN, tile.rows_before(w.n))
     assert hows() == ["first", "again", "again", "again"]
-
-
-def test_another_tile_forgets_the_launches() -> None:
-    tile = configs.config(64)
-    try:
-        for other in (None, tile._replace(persistent=False), tile._replace(BN=64)):
-            configs.override(64, False, other)
-            forward_launch.launch_forward(work(), True)
-    finally:
-        configs.override(64, False, None)
-    assert hows() == ["first"] * 3
+    for mask in (regard.window(9, 2), regard.window(30)):  # narrow ones have a tile of their own
+        forward_launch.launch_forward(work(mask=mask), True)
+    assert hows()[4:] == ["first", "again"]
 
 
 def test_a_profiler_is_told_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,12 +190,70 @@ def test_a_shortcut_passes_the_arguments_of_a_first_launch(
     lse, row_max, log_row_sum, *last = statistics if apart else statistics.unbind()
     found = Rows(output, lse, last[0] if last else NO_ENTROPY, row_max, log_row_sum)
     assert bool(last) is entropy
-    arguments, _ = forward_launch.forward_arguments(w, found, entropy, forward_launch.tile_for(w))
+    tile = forward_launch.tile_for(w)
+    before = tile.rows_before(w.n)
+    arguments, _ = forward_launch.forward_arguments(w, found, entropy, tile)
     assert hows() == ["first", "again"]
     given, expected = dict(zip(ARG_NAMES, STARTS[1].arguments, strict=True)), arguments
     for name in ("lse", "row_max", "log_row_sum", *(["entropy"] if entropy else [])):
         assert given.pop(name).data_ptr() == expected.pop(name).data_ptr()
+    lists = expected.pop("lists")
+    assert addresses(given.pop("lists")) == addresses(lists)
+    assert w.block_mask.for_launch(tile.BM, tile.BN, before) == addresses(lists)  # from the second call on
     assert all(comparable(x) == comparable(expected[name]) for name, x in given.items())
+
+
+@pytest.mark.parametrize("mask", [None, regard.causal(), regard.strided(5)], ids=repr)
+def test_a_shortcut_of_the_backward_passes_the_arguments_of_first_launches(
+    mask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = {"main": (backward_launch, "backward"), "postprocess": (backward_launch, "dq_postprocess")}
+    record_launches(monkeypatch, {**kernels, "preprocess": (portable_launch, "backward_preprocess_kernel")})
+    monkeypatch.setattr(backward_launch, "is_current_device", lambda device: True)
+    monkeypatch.setattr(backward_launch, "cuda_allocator", forward_launch.cuda_allocator)
+    shortcuts = launch_cache.Shortcuts()
+
+    def long_way(w: KernelArgs, rows: Rows, dO: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        delta, lse = portable_launch.backward_preprocess(w, rows, dO, None)
+        given = BackwardRows(dO, lse, rows.log_row_sum, delta, None, None)
+        return backward_launch.launch_backward(w, given)
+
+    first, again = (work(128, mask, n=256, shortcuts=shortcuts) for _ in range(2))
+    rows, dO = first.new_rows(False), torch.randn_like(first.new_rows(False).output)
+    long_way(first, rows, dO)
+    run = shortcuts.backward
+    assert run is not None
+    STARTS.clear()
+    found = run(
+        again.query, again.key, again.value, rows.output, rows.max_logit, rows.log_row_sum, dO, again.block_mask
+    )
+    assert found is not None
+    short, names = STARTS.copy(), ("preprocess", "main", "postprocess")
+    assert [(start.how, start.kernel) for start in short] == [("again", name) for name in names]
+    preprocess, main, postprocess = (start.arguments for start in short)
+    assert preprocess[2][0] is rows.output
+    assert preprocess[2][3:] == (rows.max_logit, rows.log_row_sum)
+    given = dict(zip(backward_launch.backward.arg_names, main, strict=True))
+    for name, x in (("q", again.query), ("k", again.key), ("v", again.value), ("do", dO)):
+        assert given[name].base.data_ptr() == x.data_ptr()
+    last = dict(zip(backward_launch.dq_postprocess.arg_names, postprocess, strict=True))
+    assert all(x is y for x, y in zip((last["dq"], given["dk"], given["dv"]), found, strict=True))
+    assert given["dq_sums"].base == last["dq_sums"]
+    assert given["lse"].base == preprocess[2][1]
+    STARTS.clear()
+    long_way(again, rows, dO)
+    for start, other in zip(short, STARTS, strict=True):
+        assert (start.kernel, start.programs) == (other.kernel, other.programs)
+        assert tuple(map(without_places, start.arguments)) == tuple(map(without_places, other.arguments))
+
+
+def without_places(x: Any) -> Any:
+    """An argument with None for a tensor or its address."""
+    if isinstance(x, torch.Tensor) or (isinstance(x, int) and x > 2**32) or x is None:
+        return None
+    if hasattr(x, "block_shape"):
+        return x.shape, x.strides, x.block_shape, x.layout
+    return tuple(map(without_places, x)) if isinstance(x, tuple) else x
 
 
 @pytest.mark.parametrize(("heads", "n", "has"), [(4, 301, True), (2, 300, True), (2, 301, True), (1, 301, False)])

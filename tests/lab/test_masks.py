@@ -56,7 +56,7 @@ def test_the_masks_are_the_same_each_time_and_torch_keeps_its_threads(found: lab
     before = torch.get_num_threads()
     assert [row["mask"] for row in found.rows] == list(gallery(32))
     assert torch.equal(gallery(32)["dense, at random"].dense(32, 32), gallery(32)["dense, at random"].dense(32, 32))
-    with masks._one_thread():
+    with masks.one_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
 

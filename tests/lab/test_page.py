@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -61,6 +62,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("lab") / "new" / "folder"
     page.write([Odd().run(), Other(rows=2).run()], place)
     return place
+
+
+@pytest.fixture
+def saved(folder: Path, tmp_path: Path) -> Path:
+    """A folder in which one experiment is saved."""
+    for file in folder.glob("other-2*"):
+        shutil.copy(file, tmp_path)
+    return tmp_path
 
 
 class Tags(HTMLParser):
@@ -152,29 +161,28 @@ def test_saved_experiments_stay_on_the_page_escaped_and_are_replaced_when_saved_
     ],
     ids=str,
 )
-def test_a_json_file_that_is_not_an_experiment_is_ignored(change: dict[str, object], tmp_path: Path) -> None:
-    page.write([Other().run()], tmp_path)
-    file = tmp_path / "other-2.json"
+def test_a_json_file_that_is_not_an_experiment_is_ignored(change: dict[str, object], saved: Path) -> None:
+    file = saved / "other-2.json"
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
-    page.write([Odd().run()], tmp_path)
-    assert sections(tmp_path) == ["odd"]
+    page.write([Odd().run()], saved)
+    assert sections(saved) == ["odd"]
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "{", "[" * 100_000, "\udcff"], ids=["", "[]", "{}", "{", "deep", "bytes"]
 )
-def test_an_unreadable_file_is_ignored(text: str, tmp_path: Path) -> None:
-    page.write([Other().run()], tmp_path)
-    (tmp_path / "other-2.json").write_bytes(text.encode(errors="surrogateescape"))
-    page.write([Odd().run()], tmp_path)
-    assert sections(tmp_path) == ["odd"]
+def test_an_unreadable_file_is_ignored(text: str, saved: Path) -> None:
+    (saved / "other-2.json").write_bytes(text.encode(errors="surrogateescape"))
+    page.write([Odd().run()], saved)
+    assert sections(saved) == ["odd"]
 
 
-def test_an_experiment_without_its_figures_is_ignored(tmp_path: Path) -> None:
-    page.write([Other().run()], tmp_path)
-    (tmp_path / "other-2-dark.svg").unlink()
-    page.write([Odd().run()], tmp_path)
-    assert sections(tmp_path) == ["odd"]
+def test_an_experiment_without_its_figures_is_ignored(saved: Path) -> None:
+    page.write([Odd().run()], saved)
+    assert sections(saved) == ["odd", "other-2"]
+    (saved / "other-2-dark.svg").unlink()
+    page.write([Odd().run()], saved)
+    assert sections(saved) == ["odd"]
 
 
 def test_a_long_table_is_folded_away() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from regard import lab
 from regard.lab.cells import cell
-from regard.lab.terminal import RowTable, listing, summary
+from regard.lab.terminal import RowTable, listing
 
 
 def drawn(thing: RenderableType, width: int) -> str:
@@ -26,12 +26,12 @@ def found() -> lab.Experiment:
 
 
 def test_a_summary_shows_claim_numbers_test_and_verdict(found: lab.Experiment) -> None:
-    text = drawn(summary(found), 400)
+    text = drawn(found, 400)
     assert found.claim in text
     assert found.test in text
     assert f"{found.rows[0]['variance, none']:.2f}" in text
     assert "verdict  the measurement supports the claim" in text
-    assert "does not support" in drawn(summary(replace(found, verdict=False)), 400)
+    assert "does not support" in drawn(replace(found, verdict=False), 400)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
@@ -57,7 +57,7 @@ def test_control_characters_are_escaped() -> None:
 
 
 def test_the_list_has_one_line_per_experiment_that_fits_80_columns() -> None:
-    lines = drawn(listing(lab.studies()), 80).splitlines()
+    lines = drawn(listing({name: study.brief for name, study in lab.studies().items()}), 80).splitlines()
     for line, (name, study) in zip(lines, lab.studies().items(), strict=True):
         assert 0 < len(study.brief) <= 60
         assert line.rstrip().split(maxsplit=1) == [name, study.brief]

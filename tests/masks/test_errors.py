@@ -12,6 +12,7 @@ from regard.masks import (
     Mask,
     blocks,
     causal,
+    chosen,
     dense,
     documents,
     global_tokens,
@@ -63,6 +64,10 @@ FLOATS = torch.ones(2, 3)
         (lambda: strided(0), ArgumentError, "strided: step must be an integer of at least 1; got 0"),
         (lambda: global_tokens([3, -1]), ArgumentError, "global_tokens: indices must be at least 0; got -1"),
         (lambda: global_tokens(3), MaskError, "global_tokens: indices must be 1-D"),
+        (lambda: chosen(FLOATS), MaskError, "chosen: indices must hold integers; got torch.float32"),
+        (lambda: chosen([0, 1]), MaskError, "chosen: indices must be 2-D or 3-D or 4-D; got shape (2,)"),
+        (lambda: chosen([[0]], size=0), ArgumentError, "chosen: size must be an integer of at least 1; got 0"),
+        (lambda: chosen([[0]], rows=True), DtypeError, "chosen: rows must be an integer of at least 1; got True"),
         (lambda: dense(FLOATS), MaskError, "dense: the tensor must be bool"),
         (lambda: dense(torch.ones(1, 1, 1, 2, 3).bool()), MaskError, "dense: the tensor must be (n, m), (heads, n, m)"),
         (lambda: dense([[1], [1, 2]]), DtypeError, "dense: tensor must be a tensor or a list that can be converted"),
@@ -97,6 +102,10 @@ def test_a_bad_argument_gets_one_clear_error(make: Callable[[], Mask], error: ty
         ),
         (packed([3, 4]), 7, 8, "packed: rows and keys are the same tokens; there are 7 rows and 8 keys"),
         (dense(torch.ones(5, 6) > 0), 5, 7, "dense: the tensor has shape (5, 6); there are 5 rows and 7 keys"),
+        (chosen([[0], [8]]), 2, 8, "chosen: an index is 8; indices count keys, from 0 to 7, and −1 is none"),
+        (chosen([[0], [-2]]), 2, 8, "chosen: an index is -2; indices count keys, from 0 to 7"),
+        (chosen([[3]], size=4), 1, 12, "chosen: an index is 3; indices count blocks of 4 keys, from 0 to 2"),
+        (chosen([[0]], rows=4), 5, 8, "indices have 1 lists; there are 5 rows, 4 for each list, so 2 lists are needed"),
         (padding([[1, 0]]), 2, 3, "padding: keep has entries for 2 keys; there are 3"),
         (causal() & ~padding([[1, 0]]), 2, 3, "padding: keep"),
         (causal() | packed([3]), 2, 3, "packed: rows"),
@@ -106,7 +115,7 @@ def test_a_bad_argument_gets_one_clear_error(make: Callable[[], Mask], error: ty
 def test_a_mask_of_another_size_says_why_it_does_not_fit(mask: Mask, n: int, m: int, reason: str) -> None:
     assert reason in str(mask.misfit(n, m))
     for use in (mask.dense, mask.density, mask.picture):
-        with pytest.raises(MaskError, match=r"^(documents|packed|dense|padding): "):
+        with pytest.raises(MaskError, match=r"^(chosen|documents|packed|dense|padding): "):
             use(n, m)
 
 

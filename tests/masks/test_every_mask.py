@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 import regard.masks
-from mask_cases import CASES, Case, written_out
+from mask_cases import CASES, Case, for_each_mask, written_out
 from regard.errors import MaskError
 from regard.masks import *  # noqa: F403  (reprs are read back by their names)
 from regard.masks import Mask
 from regard.masks.base import FULL, HIDDEN, And, Not, Or
 from regard.masks.predicate import Predicate
 
-every_mask = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.mask!r} {c.n} {c.m}")
+every_case = for_each_mask(CASES)
+every_mask = pytest.mark.parametrize("mask", {id(case.mask): case.mask for case in CASES}.values(), ids=repr)
 
 
 def parts(mask: Mask) -> list[Mask]:
@@ -39,7 +40,7 @@ def test_no_mask_is_missing_from_the_cases() -> None:
     assert found <= {type(part) for case in CASES for part in parts(case.mask)}
 
 
-@every_mask
+@every_case
 def test_dense_is_allows_pair_by_pair(case: Case) -> None:
     mask, n, m = case
     dense = mask.dense(n, m)
@@ -49,7 +50,7 @@ def test_dense_is_allows_pair_by_pair(case: Case) -> None:
     assert torch.equal(dense.expand(*mask.lead, n, m), written_out(case))
 
 
-@every_mask
+@every_case
 def test_allows_takes_indices_of_any_shape(case: Case) -> None:
     mask, n, m = case
     dense = mask.dense(n, m)
@@ -64,7 +65,7 @@ def test_allows_takes_indices_of_any_shape(case: Case) -> None:
         assert torch.equal(mask.allows(i, key, n, m), dense[..., key])
 
 
-@every_mask
+@every_case
 def test_a_row_sees_nothing_outside_its_span_and_all_of_an_exact_one(case: Case) -> None:
     mask, n, m = case
     dense, j = mask.dense(n, m), torch.arange(m)
@@ -84,7 +85,7 @@ def grids(length: int) -> list[Tensor]:
     return [torch.tensor(e) for e in [*edges, [0, 0, length // 2, length // 2, length]]]
 
 
-@every_mask
+@every_case
 def test_hidden_tiles_hide_all_and_full_tiles_show_all(case: Case) -> None:
     mask, n, m = case
     dense = mask.dense(n, m).expand(*mask.lead, n, m)
@@ -100,16 +101,31 @@ def test_hidden_tiles_hide_all_and_full_tiles_show_all(case: Case) -> None:
                     assert state != FULL or tile.all()
 
 
-@every_mask
-def test_density_and_visible_count_the_pairs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_case
+def test_lists_hold_the_keys_that_rows_see_and_the_rest_says_which(case: Case) -> None:
     mask, n, m = case
-    monkeypatch.setattr("regard.masks.base.PAIRS_AT_ONCE", 8)
+    lists = mask.listed(n, m)
+    if lists is None:
+        return
+    blocks = (lists.entries[..., None] == torch.arange(-(-m // lists.size))).any(-2)  # (B, H, lists, blocks)
+    found = blocks.repeat_interleave(lists.rows, 2)[:, :, :n].repeat_interleave(lists.size, 3)[..., :m]
+    found = found.repeat_interleave(mask.lead[1] // found.shape[1], 1) if found.shape[1] > 1 else found
+    if lists.rest is not None:
+        found = found & lists.rest.dense(n, m)
+    assert torch.equal(found.expand(*mask.lead, n, m), mask.dense(n, m).expand(*mask.lead, n, m))
+
+
+@every_case
+def test_density_and_visible_count_the_pairs(case: Case) -> None:
+    mask, n, m = case
     dense = mask.dense(n, m)
-    assert mask.density(n, m) == pytest.approx(dense.double().mean().item() if dense.numel() else 0.0)
-    assert torch.equal(mask.visible(torch.arange(n).flip(0), n, m), dense.flip(-2).sum(-1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("regard.masks.base.PAIRS_AT_ONCE", 8)
+        assert mask.density(n, m) == pytest.approx(dense.double().mean().item() if dense.numel() else 0.0)
+        assert torch.equal(mask.visible(torch.arange(n).flip(0), n, m), dense.flip(-2).sum(-1))
 
 
-@every_mask
+@every_case
 def test_the_picture_shows_the_pairs(case: Case) -> None:
     mask, n, m = case
     batch, head = (size - 1 for size in mask.lead)
@@ -118,7 +134,7 @@ def test_the_picture_shows_the_pairs(case: Case) -> None:
     assert drawn == ("\n".join("".join("·█"[seen] for seen in row) for row in dense.tolist()) if m else "")
 
 
-@every_mask
+@every_case
 def test_a_small_picture_shades_by_the_share_of_pairs(case: Case) -> None:
     mask, n, m = case
     dense = mask.dense(n, m).expand(*mask.lead, n, m)[0, 0]
@@ -133,17 +149,16 @@ def test_a_small_picture_shades_by_the_share_of_pairs(case: Case) -> None:
 
 
 @every_mask
-def test_its_repr_makes_it_again(case: Case) -> None:
-    written = repr(case.mask)
-    if any(isinstance(part, Predicate) for part in parts(case.mask)):
+def test_its_repr_makes_it_again(mask: Mask) -> None:
+    written = repr(mask)
+    if any(isinstance(part, Predicate) for part in parts(mask)):
         assert "predicate(slanted)" in written
     elif "<" not in written and "..." not in written:
-        assert eval(written) == case.mask
+        assert eval(written) == mask
 
 
 @every_mask
-def test_equality_hash_and_pickle_go_by_value(case: Case) -> None:
-    mask = case.mask
+def test_equality_hash_and_pickle_go_by_value(mask: Mask) -> None:
     for twin in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask), mask.to("cpu")):
         assert twin == mask
         assert hash(twin) == hash(mask)
@@ -159,14 +174,14 @@ def test_masks_with_different_values_differ() -> None:
         assert [k] == [at for at, other in enumerate(masks) if other == mask] or bound
 
 
-@every_mask
+@every_case
 def test_sharing_changes_no_pair(case: Case) -> None:
     mask, n, m = case
     fewer = mask.shared(torch.device("cpu"))
     assert torch.equal(fewer.dense(n, m).expand(*mask.lead, n, m), mask.dense(n, m).expand(*mask.lead, n, m))
 
 
-@every_mask
+@every_case
 def test_restrict_gives_the_mask_of_some_items_and_heads(case: Case) -> None:
     mask, n, m = case
     whole = mask.dense(n, m).expand(*mask.lead, n, m)
@@ -182,21 +197,21 @@ def test_restrict_gives_the_mask_of_some_items_and_heads(case: Case) -> None:
 
 
 @every_mask
-def test_a_mask_is_neither_true_nor_false(case: Case) -> None:
+def test_a_mask_is_neither_true_nor_false(mask: Mask) -> None:
     with pytest.raises(MaskError, match=r"compose masks with & \| ~"):
-        bool(case.mask)
+        bool(mask)
 
 
 @every_mask
-def test_a_mask_on_another_device_keeps_its_shapes(case: Case) -> None:
-    moved = case.mask.to("meta")
-    assert [t.shape for t in moved.tensors] == [t.shape for t in case.mask.tensors]
+def test_a_mask_on_another_device_keeps_its_shapes(mask: Mask) -> None:
+    moved = mask.to("meta")
+    assert [t.shape for t in moved.tensors] == [t.shape for t in mask.tensors]
     assert all(t.device.type == "meta" for t in moved.tensors)
-    assert moved is case.mask or moved.tensors
-    assert moved.lead == case.mask.lead
+    assert moved is mask or moved.tensors
+    assert moved.lead == mask.lead
 
 
 @every_mask
-def test_a_mask_cannot_be_changed(case: Case) -> None:
+def test_a_mask_cannot_be_changed(mask: Mask) -> None:
     with pytest.raises(AttributeError):
-        case.mask.left = causal()  # noqa: F405
+        mask.left = causal()  # noqa: F405

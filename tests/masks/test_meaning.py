@@ -11,6 +11,7 @@ from regard.masks import (
     Mask,
     blocks,
     causal,
+    chosen,
     dense,
     documents,
     everything,
@@ -326,3 +327,18 @@ def test_the_last_rows_alone_see_what_they_see_in_the_whole_sequence(mask: Mask,
     for rows in (1, 3):
         last = regard.attention(q[:, :, -rows:], k, v, mask=mask, backend=backend)
         torch.testing.assert_close(last, whole[:, :, -rows:])
+
+
+def test_a_list_of_chosen_keys_is_a_set() -> None:
+    wanted = chosen([[0, 2, 5], [1, 3, 4]]).dense(2, 6)
+    for lists in ([[5, 0, 2, 0], [3, 1, 1, 4]], [[2, -1, 5, 0], [4, 3, 1, -1]]):
+        assert torch.equal(chosen(lists).dense(2, 6), wanted)
+        assert chosen(lists).visible(torch.arange(2), 2, 6).tolist() == [3, 3]
+    assert chosen([[1, 1]], size=4).visible(torch.arange(1), 1, 6).tolist() == [2]  # the last block has two keys
+
+
+def test_lists_of_key_heads_are_those_of_the_query_heads_that_share_them() -> None:
+    mask = chosen([[[[0]], [[1]]]]).bind(1, 4)
+    assert mask.lead == (1, 4)
+    assert mask.dense(1, 2)[0, :, 0, 0].tolist() == [True, True, False, False]
+    assert mask.restrict(slice(0, 1), slice(1, 3)).dense(1, 2)[0, :, 0, 0].tolist() == [True, False]

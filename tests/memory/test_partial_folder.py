@@ -52,6 +52,23 @@ def test_only_own_folders_that_nobody_writes_are_removed(tmp_path: Path) -> None
     assert (tmp_path / "folder").is_dir()
 
 
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = Path.mkdir, []
+
+    def make_and_lose_the_first(path: Path) -> None:
+        make(path)
+        made.append(path)
+        if len(made) == 1:
+            sweep_partial_folders(tmp_path)
+
+    monkeypatch.setattr(Path, "mkdir", make_and_lose_the_first)
+    with partial_folder(tmp_path / "memory") as folder:
+        assert [path.exists() for path in made] == [False, True]
+        assert folder.path == made[1]
+
+
 def test_one_of_many_threads_saves_to_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(2, 1)
     memory.write(*numbered(0, 20))

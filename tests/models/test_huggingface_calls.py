@@ -250,6 +250,48 @@ def test_only_selected_keys_are_seen() -> None:
     torch.testing.assert_close(found, v.transpose(1, 2))
 
 
+def test_only_the_keys_of_selected_blocks_are_seen() -> None:
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
+    blocks = torch.randint(-1, 4, (2, 2, 5, 2))  # for each key head
+    module = nn.Module()
+    module.indexer = nn.Module()
+    module.indexer.block_size = 2  # type: ignore[assignment]
+    mask = LazyMask(regard.causal(), 2, 5, 7, "cpu")
+    found, _ = attention_forward(module, q, k, v, mask, block_indices=blocks)
+    keys = torch.arange(7) // 2
+    written = (blocks[..., None] == keys).any(-2).repeat_interleave(2, 1) & regard.causal().dense(5, 7)
+    torch.testing.assert_close(found, regard.attention(q, k, v, mask=written).transpose(1, 2))
+
+
+def test_a_model_that_selects_blocks_of_keys_computes_what_it_does_eagerly() -> None:
+    huggingface.register()
+    sizes = {
+        **dict.fromkeys(("head_dim", "intermediate_size", "shared_intermediate_size", "index_head_dim"), 16),
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "dense_intermediate_size": 24,
+        "rotary_dim": 8,
+        "eos_token_id": 1,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "bos_token_id": 2,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_n_heads": 2,
+        "index_block_size": 2,
+        "index_topk_blocks": 2,
+        "index_local_blocks": 1,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+    }
+    alone = Architecture("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", sizes)
+    if not hasattr(import_module("transformers"), alone.model):
+        pytest.skip("this version of transformers does not have the model")
+    expected, found = (build(alone, way)(WORDS).logits for way in ("eager", "regard"))
+    close(found, expected)
+
+
 def test_a_two_dimensional_mask_is_padding() -> None:
     q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
     keep = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import regard.scores
 from regard.errors import DeviceError, DtypeError, ShapeError
-from regard.scores import Additive, Balanced, Bilinear, Cosine, Gaussian, Scaled, Score, Temperature
+from regard.scores import Additive, Balanced, Bilinear, Cosine, Gaussian, Pointwise, Scaled, Score, Temperature
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,10 @@ def gaussian(score: Score, q: Tensor, k: Tensor, h: int) -> Tensor:
     return -((q - k) ** 2).sum() / (2 * score.bandwidth.to(q.dtype) ** 2)
 
 
+def tripled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score * 3
+
+
 SCALES = torch.tensor([0.3, -1.0, 2.0, 0.7])
 CASES = [
     Case("scaled", Scaled, lambda s, q, k, h: q @ k / 2),
@@ -75,6 +79,7 @@ CASES = [
     Case("additive", lambda: Additive(4, 3, hidden=5), additive, parity=-1, key_dim=3),
     Case("gaussian", lambda: Gaussian(0.5), gaussian),
     Case("gaussian learnable", lambda: Gaussian(0.8, learnable=True), gaussian),
+    Case("pointwise", lambda: Pointwise(tripled), lambda s, q, k, h: q @ k * 1.5),
 ]
 
 
@@ -222,7 +227,7 @@ def test_vmap_and_empty_inputs_work(case: Case) -> None:
     assert score(query[:0], key[:0]).shape == (0, 4, 3, 5)
 
 
-@over([c for c in CASES if not c.name.startswith(("scaled", "balanced"))])
+@over([c for c in CASES if not c.name.startswith(("scaled", "balanced", "pointwise"))])
 def test_resetting_gives_a_fresh_score(case: Case) -> None:
     score = case.make()
     query, key = tensors(case)

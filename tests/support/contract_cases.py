@@ -79,6 +79,11 @@ def _with_holes(*shape: int) -> Tensor:
     return bias.masked_fill(~_keep(*shape), -torch.inf)
 
 
+def _blocks(s: Shape, size: int, rows: int) -> Tensor:
+    shape = s.batch, 1, -(-s.n // rows), 3
+    return torch.randint(-1, -(-s.m // size), shape, generator=torch.Generator().manual_seed(3))
+
+
 MASKS: list[Case] = [
     Case("causal", lambda s: {"mask": regard.causal()}),
     Case("causal square", lambda s: {"mask": regard.causal()}, SQUARE),
@@ -105,6 +110,7 @@ MASKS: list[Case] = [
     Case("everything", lambda s: {"mask": regard.everything()}),
     Case("composed", lambda s: {"mask": (regard.causal() & regard.padding([30, 45])) | ~regard.window(20, 20)}),
     Case("nothing", lambda s: {"mask": ~regard.everything()}),
+    Case("chosen", lambda s: {"mask": regard.chosen(_blocks(s, size=4, rows=16), size=4, rows=16)}),
 ]
 
 SCORES: list[Case] = [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dis import get_instructions
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
+import gluon_interpreter
 import regard
 
 
@@ -58,12 +57,7 @@ def in_python(kernel: Any, **known: Any) -> FunctionType:
         int64=int,
         **known,
     )
-    code: FunctionType = kernel.fn
-    named = {x.argval for x in get_instructions(code) if x.opname == "LOAD_GLOBAL"}
-    called = {name: code.__globals__[name] for name in named & code.__globals__.keys()}
-    outer = {**code.__globals__, "gl": language, "tl": language}
-    outer |= {name: in_python(x, **known) for name, x in called.items() if isinstance(x, JITFunction)}
-    return FunctionType(code.__code__, outer)
+    return gluon_interpreter.in_python(kernel, {"gl": language, "tl": language})
 
 
 def random(*shape: int, share: float = 0.5) -> Tensor:

@@ -71,13 +71,6 @@ def hopper() -> Iterator[None]:
     driver._active = before
 
 
-@pytest.fixture(autouse=True)
-def asked_for(request: pytest.FixtureRequest) -> None:
-    """All kernels take minutes to compile: `pytest -m slow` and a file's name ask for those beyond its EVERY_DAY."""
-    if request.node.get_closest_marker("slow") and "slow" not in request.config.getoption("-m"):
-        pytest.skip("run by -m slow")
-
-
 def masked(kind: str) -> BlockMask:
     if kind == "spans":
         ends = torch.arange(1, N + 1, dtype=torch.int32).expand(1, 1, N).contiguous()
@@ -137,6 +130,6 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
     found = noted(monkeypatch)
     refuses = forward_launch.refuses
-    monkeypatch.setattr(forward_launch, "refuses", lambda w: [r for r in refuses(w) if "capability" not in r])
+    monkeypatch.setattr(forward_launch, "refuses", lambda *given: [r for r in refuses(*given) if "capability" not in r])
     monkeypatch.setattr(seam, "hopper", lambda device: True)
     return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import groupby
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +14,7 @@ from regard.masks import (
     Mask,
     blocks,
     causal,
+    chosen,
     dense,
     documents,
     everything,
@@ -23,7 +27,7 @@ from regard.masks import (
     window,
 )
 
-__all__ = ["CASES", "Case", "written_out"]
+__all__ = ["CASES", "Case", "for_each_mask", "written_out"]
 
 
 class Case(NamedTuple):
@@ -38,6 +42,10 @@ def slanted(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def random(*shape: int, seed: int = 0, share: float = 0.5) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def listed(*shape: int, below: int, seed: int = 0) -> Tensor:
+    return torch.randint(-1, below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 SIZES = [(7, 7), (5, 9), (9, 5), (1, 6), (0, 4), (4, 0)]
@@ -133,6 +141,21 @@ FIXED_SIZE = [
     Case(causal() & random(5, 7), 5, 7),
     Case(random(5, 7) | window(1), 5, 7),
     Case(packed([3, 4]) & window(1, right=1) | global_tokens([6]), 7, 7),
+    Case(chosen([[4, 0, -1], [2, 2, 2], [-1, -1, -1], [0, 1, 2], [3, 6, 5]]), 5, 7),
+    Case(chosen(torch.full((3, 0), -1)), 3, 4),
+    Case(chosen(torch.full((0, 2), -1)), 0, 4),
+    Case(chosen(torch.full((2, 2), -1, dtype=torch.int32)), 2, 0),
+    Case(chosen([[2, 0], [-1, 1], [2, 2]], size=3, rows=2), 5, 7),
+    Case(chosen(listed(2, 3, 5, 4, below=7)), 5, 7),
+    Case(chosen(listed(2, 1, 3, 2, below=3, seed=1), size=3, rows=2), 6, 7),
+    Case(chosen(listed(2, 2, 5, 3, below=7)).bind(2, 4), 5, 7),
+    Case(chosen(listed(2, 5, 3, below=7)).bind(2, 1, headless=True), 5, 7),
+    Case(~chosen(listed(5, 4, below=7)), 5, 7),
+    Case(chosen(listed(5, 4, below=7)) & causal(), 5, 7),
+    Case(padding([3, 7]) & chosen(listed(2, 1, 5, 2, below=4, seed=2), size=2), 5, 7),
+    Case(chosen(listed(5, 4, below=7)) & chosen(listed(3, 5, 2, below=7, seed=3)), 5, 7),
+    Case(chosen(listed(5, 2, below=7)) | chosen(listed(2, 1, 5, 2, below=7, seed=4)) & causal(), 5, 7),
+    Case(chosen(listed(5, 2, below=7)) | window(1), 5, 7),
 ]
 
 CASES = [Case(mask, n, m) for mask in ANY_SIZE for n, m in SIZES] + FIXED_SIZE
@@ -146,3 +169,23 @@ def written_out(case: Case) -> Tensor:
         for j in range(m):
             grid[..., i, j] = mask.allows(i, j, n, m)
     return grid
+
+
+def for_each_mask(cases: list[Case]) -> Callable[[Callable[[Case], None]], Callable[..., None]]:
+    """Make one test for each mask from a check of one case: it runs over all sizes, and an error names the size."""
+    groups = [[*same] for _, same in groupby(cases, key=lambda case: id(case.mask))]
+
+    def decorate(check: Callable[[Case], None]) -> Callable[..., None]:
+        def test(cases: list[Case]) -> None:
+            for case in cases:
+                try:
+                    check(case)
+                except Exception as error:
+                    error.add_note(f"with {case.n} rows and {case.m} keys")
+                    raise
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        names = [repr(group[0].mask) for group in groups]
+        return pytest.mark.parametrize("cases", groups, ids=names)(test)
+
+    return decorate

@@ -8,6 +8,7 @@ import pytest
 
 from regard.backends import Triton
 from regard.kernels import arguments
+from regard.kernels.portable.configs import CHIPS
 
 __all__ = ["noted"]
 
@@ -28,5 +29,5 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(Triton, "refuses", lambda self, p: [])
-    monkeypatch.setattr(arguments, "hopper", lambda device: True)
+    monkeypatch.setattr(arguments, "chip_of", lambda device: CHIPS["9.0"])
     return found

@@ -35,18 +35,35 @@ from ..compat.torch import (
     may_need_grad,
     transforms_are_active,
 )
-from ..core.rows import Rows
+from ..core.rows import Rows, unstacked
 from ..errors import ArgumentError
 from .batching import apply_batched
-from .strip_map import jvp_of, vjp_of
+from .strip_map import filled, jvp_of, vjp_of
 
-__all__ = ["Engine", "attend", "attend_eagerly", "double_backward_of_formula", "jvp", "jvp_of_formula", "vjp"]
+__all__ = [
+    "Engine",
+    "attend",
+    "attend_eagerly",
+    "double_backward_of_formula",
+    "jvp",
+    "jvp_of_formula",
+    "required",
+    "vjp",
+    "vjp_of_formula",
+]
 
 MaybeTensors = tuple[Tensor | None, ...]
 Needs = tuple[bool, ...]
 NO_TENSORS: MaybeTensors = (None, None, None)
 FIELDS = len(Rows._fields)
 WITH_GRAD = 3  # the first fields of Rows have derivatives: output, lse, entropy
+
+
+def required(x: Tensor | None) -> Tensor:
+    """An input that every problem has, such as its queries."""
+    if x is None:
+        raise RuntimeError("a problem has queries, keys and values")
+    return x
 
 
 class Engine(ABC):
@@ -65,6 +82,16 @@ class Engine(ABC):
     @abstractmethod
     def forward(self, x: MaybeTensors) -> Rows:
         """The forward pass."""
+
+    def forward_stacked(self, x: MaybeTensors) -> tuple[Tensor, Tensor] | None:
+        """The output, and the statistics in one tensor, as `unstacked` reads it; None if it has no such pass."""
+        return None
+
+    def vjp_stacked(
+        self, x: MaybeTensors, output: Tensor, statistics: Tensor, g: Tensor | None, needs: Needs
+    ) -> Sequence[Tensor | None] | None:
+        """`vjp` for the cotangent of the output alone, from `forward_stacked`; None where it takes the rows apart."""
+        return None
 
     @abstractmethod
     def jvp(self, x: MaybeTensors, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
@@ -179,9 +206,13 @@ class EagerForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, *x: Tensor | None) -> Rows | Tensor:
         engine.expect_vjp(x, ctx.needs_input_grad[1:])
-        rows = engine.forward(x)
         ctx.engine = engine
         ctx.set_materialize_grads(False)
+        found = engine.forward_stacked(x) if engine.output_alone else None
+        if found is not None:
+            ctx.save_for_backward(*x, *found)
+            return found[0]
+        rows = engine.forward(x)
         ctx.save_for_backward(*x, *rows)
         if engine.output_alone:
             return rows.output
@@ -195,9 +226,17 @@ class EagerForward(torch.autograd.Function):
             return None, *(None,) * len(needs)
         saved, n = ctx.saved_tensors, len(needs)
         g = (*g, None, None) if len(g) == 1 else g[:WITH_GRAD]
-        if torch.is_grad_enabled() or transforms_are_active() or any(t is not None and is_legacy_batched(t) for t in g):
-            return None, *_derived(Vjp, (ctx.engine, needs), (*saved, *g))
-        return None, *ctx.engine.vjp(saved[:n], Rows(*saved[n:]), g, needs)
+        recorded = torch.is_grad_enabled() or transforms_are_active()
+        plain = not recorded and not any([t is not None and is_legacy_batched(t) for t in g])  # noqa: C419  (sooner)
+        x, rows = saved[:n], saved[n:]
+        if len(rows) < FIELDS:
+            found = ctx.engine.vjp_stacked(x, *rows, g[0], needs) if plain else None
+            if found is not None:
+                return None, *found
+            rows = unstacked(*rows)
+        if plain:
+            return None, *ctx.engine.vjp(x, Rows(*rows), g, needs)
+        return None, *_derived(Vjp, (ctx.engine, needs), (*x, *rows, *g))
 
 
 @cached_signature
@@ -254,6 +293,13 @@ class Jvp(torch.autograd.Function):
         return apply_batched(Jvp, info.batch_size, in_dims[1:], (engine,), given, inputs=len(given) // 2)
 
 
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.engine, ctx.needs = inputs[:2]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[2:])
+    ctx.save_for_forward(*inputs[2:])
+
+
 @cached_signature
 class Vjp(torch.autograd.Function):
     """x, rows, g -> cotangents of x. The rows only save work: the result is a function of x and g."""
@@ -263,12 +309,7 @@ class Vjp(torch.autograd.Function):
         x, rows, g = _split(given, (len(needs), FIELDS, WITH_GRAD))
         return tuple(engine.vjp(x, Rows(*rows), g, needs))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.engine, ctx.needs = inputs[:2]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[2:])
-        ctx.save_for_forward(*inputs[2:])
+    setup_context = staticmethod(_save_inputs)
 
     @staticmethod
     def backward(ctx: Any, *w: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -314,12 +355,7 @@ class DoubleBackward(torch.autograd.Function):
             tangents = d_rows = engine.jvp(x, w)[1]
         return *tangents, *engine.double_backward(x, Rows(*rows), d_rows, g, w, dg, needs)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.engine, ctx.needs = inputs[:2]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[2:])
-        ctx.save_for_forward(*inputs[2:])
+    setup_context = staticmethod(_save_inputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -346,8 +382,7 @@ class DoubleBackward(torch.autograd.Function):
         kinds = (x, g, w, dg)
         results, pull = vjp_of(_double_backward_of(ctx.engine, kinds), *_present(kinds))
         given = (*c_tangents, *(c for t, c in zip(x, c_grads, strict=True) if t is not None))
-        found_back = pull(tuple(torch.zeros_like(r) if c is None else c for r, c in zip(results, given, strict=True)))
-        d_x, d_g, d_w, d_dg = _restored(kinds, found_back)
+        d_x, d_g, d_w, d_dg = _restored(kinds, pull(filled(results, given)))
         return None, None, *d_x, *(None,) * FIELDS, *d_g, *NO_TENSORS, *d_w, *d_dg
 
     @staticmethod
@@ -374,6 +409,12 @@ def jvp_of_formula(engine: Engine, x: MaybeTensors, w: MaybeTensors) -> tuple[tu
     return jvp_of(lambda *t: engine.formula(_restored((x,), t)[0]), xs, _filled(x, w))
 
 
+def vjp_of_formula(engine: Engine, x: MaybeTensors, g: MaybeTensors) -> MaybeTensors:
+    """The cotangents of all inputs, from those of output, lse and entropy."""
+    results, back = vjp_of(lambda *t: engine.formula(_restored((x,), t)[0]), *_present((x,)))
+    return _restored((x,), back(filled(results, g)))[0]
+
+
 def double_backward_of_formula(
     engine: Engine, x: MaybeTensors, g: MaybeTensors, w: MaybeTensors, dg: MaybeTensors
 ) -> tuple[tuple[Tensor, ...], MaybeTensors]:
@@ -387,9 +428,7 @@ def double_backward_of_formula(
         return found
 
     results, tangents = jvp_of_formula(engine, x, w)
-    gs = tuple(torch.zeros_like(r) if c is None else c for r, c in zip(results, g, strict=True))
-    dgs = tuple(torch.zeros_like(r) if c is None else c for r, c in zip(results, dg, strict=True))
-    _, moved = jvp_of(pull, (*xs, *gs), (*ws, *dgs))
+    _, moved = jvp_of(pull, (*xs, *filled(results, g)), (*ws, *filled(results, dg)))
     return tangents, _restored((x,), moved)[0]
 
 
@@ -419,7 +458,7 @@ def _split(given: Sequence[Any], sizes: Iterable[int]) -> tuple[tuple[Any, ...],
 
 
 def _none(given: MaybeTensors) -> bool:
-    return all(t is None for t in given)
+    return given[0] is None and all(t is None for t in given)
 
 
 def _present(kinds: Iterable[MaybeTensors]) -> tuple[Tensor, ...]:

@@ -7,29 +7,31 @@ arguments; and so are theirs. `MapStrips` applies such a map; `vjp`, `jvp` and `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compat.torch import cached_signature, call_function, without_autocast
+from ..compat.torch import cached_signature, call_function, outside_transforms, without_autocast
 from ..core.folded import FoldedProblem
 from ..core.formula import attend
-from ..core.tiling import BIAS, KEY, QUERY, ROW, SHARED, Tile, TileSizes, strips
+from ..core.gathered import (
+    GATHERED_BIAS,
+    GATHERED_KEY,
+    GATHERED_QUERY,
+    GATHERED_ROW,
+    GatheredTile,
+    gathered_tiles,
+    lists_of,
+)
+from ..core.tiling import BIAS, KEY, QUERY, ROW, SHARED, PartOfTile, Tile, TileSizes, strips
+from ..masks.lists import Lists
 
-__all__ = ["MapStrips", "PartOfTile", "StripMap", "Tensors", "attention_strips", "jvp_of", "vjp_of"]
+__all__ = ["MapStrips", "StripMap", "Tensors", "attention_strips", "jvp_of", "vjp_of"]
 
 Tensors = tuple[Tensor, ...]
-
-
-class PartOfTile(Protocol):
-    """Which part of a tensor a tile takes, as `Axes` tell it."""
-
-    def part(self, x: Tensor, tile: Any) -> Tensor:
-        """View the tile's part of x."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +53,7 @@ class StripMap:
             if not results:
                 results = [p.new_zeros(shape) for p, shape in zip(parts, shapes, strict=True)]
             for kind, whole, part in zip(self.gives, results, parts, strict=True):
-                kind.part(whole, tile).add_(part)
+                kind.add(whole, tile, part)
         return tuple(results) or tuple(args[0].new_zeros(shape) for shape in shapes)
 
     def vjp(self) -> StripMap:
@@ -107,6 +109,11 @@ def jvp_of(function: Callable[..., Any], args: Tensors, tangents: Tensors) -> tu
     return results, tuple(push(tuple(tangents)))
 
 
+def filled(like: Sequence[Tensor], given: Sequence[Tensor | None]) -> Tensors:
+    """Tangents or cotangents of some tensors, zeros where there is none."""
+    return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(like, given, strict=True))
+
+
 @cached_signature
 class MapStrips(torch.autograd.Function):
     """Apply a Map; every derivative is again a Map."""
@@ -128,8 +135,7 @@ class MapStrips(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensors:
         args = ctx.saved_tensors
-        filled = (torch.zeros_like(x) if t is None else t for x, t in zip(args, tangents[1:], strict=True))
-        result: Tensors = call_function(MapStrips, ctx.plan.jvp(), *args, *filled)
+        result: Tensors = call_function(MapStrips, ctx.plan.jvp(), *args, *filled(args, tangents[1:]))
         return result
 
     @staticmethod
@@ -146,6 +152,9 @@ def attention_strips(x: FoldedProblem, tile_sizes: TileSizes) -> StripMap:
     """Attention as a map of (query, key, value, [bias], *shared) to (output, lse, entropy)."""
     spec = x.spec
     biased = x.bias is not None
+    lists = lists_of(spec)
+    if lists is not None:
+        return _gathered_strips(x, lists, tile_sizes)
     takes = (QUERY, KEY, KEY, *((BIAS,) if biased else ()), *(SHARED,) * len(x.shared))
     tiles = tuple(s.hull(spec.m) for s in strips(x.spec, x.query.shape, tile_sizes, whole=True))
 
@@ -155,3 +164,21 @@ def attention_strips(x: FoldedProblem, tile_sizes: TileSizes) -> StripMap:
 
     shape = tuple(x.query.shape[:-1])
     return StripMap(tiles, body, takes, (QUERY, ROW, ROW), ((*shape, x.value.shape[-1]), shape, shape))
+
+
+def _gathered_strips(x: FoldedProblem, lists: Lists, tile_sizes: TileSizes) -> StripMap:
+    """The same for rows with lists of keys: each part has its keys gathered."""
+    biased = x.bias is not None
+    kinds = (GATHERED_QUERY, GATHERED_KEY, GATHERED_KEY, *((GATHERED_BIAS,) if biased else ()))
+    dims = x.key.shape[-1] + x.value.shape[-1]
+    with outside_transforms():  # derivatives of every order use the same tiles
+        tiles = tuple(gathered_tiles(x.spec, lists, x.query.shape, dims, tile_sizes))
+
+    def body(at: GatheredTile, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensors:
+        bias, shared = (rest[0], rest[1:]) if biased else (None, rest)
+        return attend(at.spec(x.spec), at.tile, query, key, value, bias, *shared)[:3]
+
+    shape = tuple(x.query.shape[:-1])
+    gives = (GATHERED_QUERY, GATHERED_ROW, GATHERED_ROW)
+    like = ((*shape, x.value.shape[-1]), shape, shape)
+    return StripMap(tiles, body, (*kinds, *(SHARED,) * len(x.shared)), gives, like)

@@ -9,14 +9,20 @@ from typing import Any, ClassVar, TypeAlias
 from torch import Tensor
 
 from ..chunked import statistics
+from ..chunked.stacked_survey import StackedSurvey
+from ..chunked.token_repeats import TokenLabels, TokenRepeats, survey_with_repeats
+from ..core.options import Heads, Kind
 from ..core.problem import Problem
-from ..core.rows import Rows
+from ..core.rows import Rows, StackedRows
 from ..core.tiling import TileSizes
 
-__all__ = ["Backend", "Prepared"]
+__all__ = ["Backend", "Prepared", "PreparedSurvey"]
 
 Prepared: TypeAlias = Callable[..., Any]
 """From query, key, value, mask and sink to the output or, of an observed problem, to `Rows`."""
+
+PreparedSurvey: TypeAlias = Callable[[Problem, StackedRows, int, int], StackedSurvey | None]
+"""`Backend.survey` of problems whose statistics are in one tensor; None where it has to go the whole way."""
 
 
 class Backend(ABC):
@@ -39,6 +45,10 @@ class Backend(ABC):
 
     def prepare(self, p: Problem) -> Prepared | None:
         """`run` for problems that differ from this one by tensors alone, and no tensor of it; None without one."""
+        return None
+
+    def prepare_survey(self, p: Problem) -> PreparedSurvey | None:
+        """`survey` for problems that differ from this one by tensors alone, and no tensor of it; None without one."""
         return None
 
     def detail(self, p: Problem) -> str:
@@ -64,8 +74,19 @@ class Backend(ABC):
     def survey(self, p: Problem, rows: Rows, height: int, width: int) -> statistics.Survey:
         return statistics.survey(p, rows, height, width, self.tile_sizes)
 
+    def survey_with_repeats(
+        self, p: Problem, rows: Rows, tokens: TokenLabels
+    ) -> tuple[statistics.Survey, TokenRepeats]:
+        return survey_with_repeats(p, rows, tokens, self.tile_sizes)
+
     def visible(self, p: Problem) -> Tensor:
         return statistics.visible(p, self.tile_sizes)
+
+    def divergence(
+        self, first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None
+    ) -> Tensor | None:
+        """The divergence of each row, as `row_divergence` of `chunked` has it; None without kernels for it."""
+        return None
 
     def __repr__(self) -> str:
         return f"regard.backends.{type(self).__name__}()"

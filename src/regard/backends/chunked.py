@@ -64,7 +64,7 @@ class Chunked(Backend):
         part = custom_ops.encodable(p)
         x = fold(part if p.score is None else custom_ops.zero_unseen(part), seed, finite=True)
         engine = ChunkedEngine(replace(x.spec, read=None), self.tile_sizes, p.observed)
-        return unfold(p, custom_ops.attend(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
+        return unfold(p, custom_ops.attend(engine, x.inputs))
 
     @not_traced
     def _untraced(self, p: Problem) -> Rows:
@@ -77,7 +77,7 @@ class Chunked(Backend):
         def run(part: Problem, finite: bool) -> Rows:
             x = fold(part, seed, finite)
             engine = ChunkedEngine(x.spec, self.tile_sizes, p.observed)
-            return unfold(p, attend(engine, (x.query, x.key, x.value, x.bias, *x.shared)))
+            return unfold(p, attend(engine, x.inputs))
 
         return attend_apart(p, run)
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from ..chunked.divergence import row_divergence
 from ..compat.torch import (
     any_autocast_enabled,
     autocast_enabled,
@@ -16,7 +18,9 @@ from ..compat.torch import (
     is_traced,
     may_need_grad,
     no_autocast,
+    not_traced,
 )
+from ..core.options import Heads, Kind
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..display import block, table
@@ -24,13 +28,12 @@ from ..errors import BackendError
 from ..masks.causal import Causal
 from ..masks.everything import Everything
 from . import KNOWN, Backend
-from .remembered import Given, remember
+from .measured import CHIP, SHORTEST, speeds
+from .remembered import Given, Key, remember
 
-__all__ = ["Plan", "choose", "plan", "run", "run_and_remember"]
+__all__ = ["Plan", "choose", "compare", "plan", "run", "run_and_remember"]
 
-LONG = 4096  # rows from which FlashAttention-4 is known to be the fastest; fewer are left to torch
-FASTER_DIMS = (64, 128, 256)  # dims at which our Hopper forward is then faster than torch's kernels, full and causal …
-ENOUGH_WORK = 2**37  # … if pairs × dims fill some 0.4 ms: a shorter kernel ends before the next launch
+ENOUGH_WORK = 2**37  # pairs × dims that fill some 0.4 ms: a shorter kernel ends before the next launch
 
 
 class Order(NamedTuple):
@@ -48,16 +51,9 @@ PLAIN = Order(
     ("sdpa", "triton", "chunked"),
     {"sdpa": "starts short calls sooner, and its backward is about as fast: on an H200, bench/results"},
 )
-LONG_PLAIN = Order(
+LONG_PLAIN = Order(  # where nothing was measured
     ("flash4", *PLAIN.names),
-    {**PLAIN.because, "flash4": "first for plain calls of 4,096 rows and more"},
-)
-LONG_ON_HOPPER = Order(
-    ("flash4", "triton", "sdpa", "chunked"),
-    {
-        **LONG_PLAIN.because,
-        "triton": "where no derivative is asked for, faster than torch's kernels: on an H200, bench/results",
-    },
+    {**PLAIN.because, "flash4": f"first for plain calls of {SHORTEST:,} rows and more"},
 )
 EXPORTED = Order(("sdpa", "reference"), {})  # plain operators of torch, which read no value and know every mask
 EXPORTED_MASKS = Order(("reference",), {})  # a kernel elsewhere may give NaN for a row that sees nothing
@@ -77,30 +73,30 @@ def order(p: Problem) -> Order:
         return ON_CPU if not forward_mode_is_active() else FORWARD_MODE_ON_CPU
     if not (unmasked or causal) or p.observed or (p.bias is not None and _captured()):
         return OTHERS  # (torch's kernels may take a bias only after a look at its values, which a capture forbids)
-    if p.rows < LONG:
+    if p.rows < SHORTEST:
         return PLAIN
-    return LONG_ON_HOPPER if _faster_on_hopper(p) else LONG_PLAIN
+    return _by_speed(p, causal) or LONG_PLAIN
 
 
-def _faster_on_hopper(p: Problem) -> bool:
-    """Whether our Hopper forward was measured to be faster than torch's; torch.compile keeps torch's."""
-    if (
-        torch.compiler.is_compiling()
-        or p.query.dtype not in (torch.float16, torch.bfloat16)
-        or may_need_grad(*p.tensors)
-    ):
-        return False
+def _by_speed(p: Problem, causal: bool) -> Order | None:
+    """The order by measured speeds; None where nothing was measured. torch.compile keeps torch's kernels."""
+    if torch.compiler.is_compiling() or p.query.dtype not in (torch.float16, torch.bfloat16):
+        return None
     items, heads, rows, dim = p.query.shape
     if (
-        dim not in FASTER_DIMS
-        or dim != p.value.shape[3]
-        or items * heads * rows * p.keys * dim < ENOUGH_WORK
+        items * heads * rows * p.keys * dim < ENOUGH_WORK
         or p.bias is not None
         or p.dropout
         or any(0 in x.stride() for x in (p.query, p.key, p.value))
+        or torch.version.hip is not None
+        or torch.cuda.get_device_capability(p.query.device) != CHIP
     ):
-        return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(p.query.device) == (9, 0)
+        return None
+    found = speeds(dim, p.value.shape[3], rows, causal, may_need_grad(*p.tensors))
+    if found is None:
+        return None
+    others = tuple(name for name in LONG_PLAIN.names if name not in found.names)
+    return Order((*found.names, *others), dict.fromkeys(found.names, found.because))
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,6 +156,13 @@ def run(p: Problem, backend: Backend) -> Rows:
     return backend.run(p)
 
 
+@not_traced
+def compare(first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None) -> Tensor:
+    """The divergence of each row between two attentions: by kernels if there are any, else in plain torch."""
+    found = KNOWN["triton"].divergence(first, second, kind, heads, epsilon)
+    return row_divergence(first, second, kind, heads, epsilon, lambda p: run(p, choose(p))) if found is None else found
+
+
 def plan(p: Problem, backend: str | Backend = "auto") -> Plan:
     """What `choose` would do, as data."""
     refusals = {name: tuple(known.refuses(p)) for name, known in KNOWN.items()}
@@ -189,7 +192,7 @@ def _named(backend: str | Backend, who: str) -> Backend:
     return found
 
 
-def run_and_remember(key: tuple[object, ...], given: Given, p: Problem, backend: str | Backend) -> tuple[Backend, Any]:
+def run_and_remember(key: Key, given: Given, p: Problem, backend: str | Backend) -> tuple[Backend, Any]:
     """Run the first call with a key, and remember it: the backend, and the output or, of an observed call, `Rows`."""
     chosen = choose(p, backend)
     call = remember(key, given, p, chosen)

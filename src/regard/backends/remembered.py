@@ -7,26 +7,33 @@ be refused never has such a key, and takes the whole road to its error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..compat.torch import operations_are_plain, sdpa_switches, version_of
+from ..compat.torch import call_modes, likeness, operations_are_plain, versions_of
 from ..core.problem import Problem
 from ..kernels.block_mask import traceable
 from ..masks import Mask
 from ..masks.causal import Causal
 from ..masks.everything import Everything
-from .base import Backend, Prepared
+from .base import Backend, Prepared, PreparedSurvey
 
-__all__ = ["Given", "Remembered", "key_of", "recall", "remember"]
+__all__ = ["Given", "Key", "Remembered", "key_of", "recall", "remember"]
 
 Given = tuple[Tensor, Tensor, Tensor, Any]  # query, key, value and mask, as the caller gave them
 
+# What is compared by value, and the tensors, each once, which are compared by all but their values.
+Key = tuple[tuple[object, ...], tuple[Tensor, ...]]
+
 _SIZE = 512
-_CALLS: dict[object, Remembered] = {}
+_VARIANTS = 8  # calls that differ by dtypes, strides, devices or derivatives alone
+_CALLS: dict[object, tuple[tuple[Callable[..., bool], Remembered], ...]] = {}
+_VALUES: dict[Mask, object] = {}
 
 
 class Remembered(NamedTuple):
@@ -37,6 +44,8 @@ class Remembered(NamedTuple):
     scale: float
     softcap: float | None
     lead: tuple[int, ...]
+    by_lengths: bool  # whether its mask is the same at every call
+    survey: PreparedSurvey | None = None  # of an observed call
 
     def problem(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sink: Tensor | None) -> Problem:
         """The problem of an observed call with the same key."""
@@ -45,19 +54,17 @@ class Remembered(NamedTuple):
         return Problem(query, key, value, mask, None, None, self.scale, softcap, sink, 0.0, lead, True, "observe")
 
 
-class _ByValue:
-    """A mask as part of a key, with its hash computed once."""
+@lru_cache(maxsize=_SIZE)
+def _kind_of(kind: type) -> tuple[bool, bool]:
+    """Whether a class is one of masks, and whether torch's kernels may take such a mask."""
+    return issubclass(kind, Mask), issubclass(kind, Causal | Everything)
 
-    __slots__ = ("hash", "mask")
 
-    def __init__(self, mask: Mask) -> None:
-        self.mask, self.hash = mask, hash(mask)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByValue) and self.hash == other.hash and self.mask == other.mask
+def _by_value(mask: Mask) -> object:
+    """One object for all equal masks, which a dict finds sooner than the mask itself."""
+    if len(_VALUES) >= _SIZE:
+        _VALUES.clear()  # an equal mask gets another object then, and its calls are prepared again
+    return _VALUES.setdefault(mask, object())
 
 
 def _mask_key(mask: Mask, n: int, m: int) -> object:
@@ -68,7 +75,7 @@ def _mask_key(mask: Mask, n: int, m: int) -> object:
     memory = mask.__dict__.setdefault("_memory", {})
     known = memory.get("key")
     if known is None:
-        name = _ByValue(mask) if mask.constant else _structure(mask) if traceable(mask) else None
+        name = _by_value(mask) if mask.constant else _structure(mask) if traceable(mask) else None
         known = memory["key"] = name, mask.sources
         if name is None:  # many such masks are made for one call; this one counts from its second call on
             memory["key"] = object(), mask.sources
@@ -76,7 +83,7 @@ def _mask_key(mask: Mask, n: int, m: int) -> object:
     name, tensors = known
     if not tensors:
         return name
-    versions = [version_of(t) for t in tensors]
+    versions = versions_of(tensors)
     if -1 in versions:  # of inference mode
         return None
     if not isinstance(name, tuple):
@@ -104,66 +111,69 @@ def key_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: object,
+    mask: Any,
     scale: object,
     softcap: object,
     sink: object,
     backend: object,
     observed: bool,
-) -> tuple[object, ...] | None:
+) -> Key | None:
     """The key of a call whose query is on a GPU; None where torch's modes, or parts of it, need the whole road."""
-    if (
-        torch.compiler.is_compiling()
-        or not type(query) is type(key) is type(value) is Tensor
-        or type(backend) is not str
-        or not operations_are_plain()
-    ):
+    if torch.compiler.is_compiling():
         return None
-    made: tuple[object, ...] = (
-        backend,
-        observed,
-        query.shape,
-        query.is_contiguous() or query.stride(),
-        key.shape,
-        key.is_contiguous() or key.stride(),
-        value.shape,
-        value.is_contiguous() or value.stride(),
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.device,
-        key.device,
-        value.device,
-        torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    if not type(query) is type(key) is type(value) is Tensor or type(backend) is not str:
+        return None
+    mask_key: object = None
+    by_torch = True
     if mask is not None:
-        if not isinstance(mask, Mask) or (mask_key := _mask_key(mask, query.shape[-2], key.shape[-2])) is None:
+        kind: Any = type(mask)
+        is_mask, by_torch = _kind_of(kind)
+        mask_key = _mask_key(mask, query.shape[-2], key.shape[-2]) if is_mask else None
+        if mask_key is None:
             return None
-        made += (mask_key,)
+    modes = call_modes(by_torch and not observed)
+    if modes is None:
+        return None
+    made: tuple[object, ...] = (backend, observed, query.shape, key.shape, mask_key, modes)
+    tensors: tuple[Tensor, ...] = (query, key, value)
     if scale is not None or softcap is not None or sink is not None:
         numbers = (scale is None or type(scale) is float) and (softcap is None or type(softcap) is float)
         if not numbers or not (sink is None or type(sink) is Tensor or type(sink) is torch.nn.Parameter):
             return None
-        made += (scale, softcap)
+        made += (scale, softcap, sink is None)
         if isinstance(sink, Tensor):
-            made += (sink.shape, sink.stride(), sink.dtype, sink.device, sink.requires_grad)
-    by_torch = not observed and (mask is None or isinstance(mask, Causal | Everything))
-    return (*made, sdpa_switches()) if by_torch else made
+            tensors += (sink,)
+    if query is key or key is value or query is value:  # a tensor is compared once
+        made += (query is key, key is value)
+        tensors = tuple(dict.fromkeys(tensors))
+    return made, tensors
 
 
-def recall(key: tuple[object, ...]) -> Remembered | None:
+def recall(key: Key) -> Remembered | None:
     """The call that is remembered by this key."""
-    return _CALLS.get(key)
+    made, tensors = key
+    for alike, call in _CALLS.get(made, ()):
+        if alike(*tensors):
+            return call
+    return None
 
 
-def remember(key: tuple[object, ...], given: Given, p: Problem, backend: Backend) -> Remembered | None:
-    """Remember an accepted call, if it is computed as it was given and the backend can prepare for more of it."""
+def remember(key: Key, given: Given, p: Problem, backend: Backend) -> Remembered | None:
+    """Remember an accepted call, if it is computed as it was given and the backend can prepare for more of it.
+
+    Under modes such as autocast nothing is remembered, and nothing that was is recalled: tensors are not alike there.
+    """
+    if not operations_are_plain():
+        return None
     same = all(x is y for x, y in zip(given, (p.query, p.key, p.value, p.mask), strict=True))
     if not same or isinstance(p.scale, Tensor) or (prepared := backend.prepare(p)) is None:
         return None
     if len(_CALLS) >= _SIZE:
         for oldest in list(_CALLS)[:1]:  # a list, since other threads may change it meanwhile
             _CALLS.pop(oldest, None)
-    found = _CALLS[key] = Remembered(backend, prepared, p.scale, p.softcap, p.lead)
+    made, tensors = key
+    survey = backend.prepare_survey(p) if p.observed else None
+    by_lengths = p.mask is None or p.mask.constant
+    found = Remembered(backend, prepared, p.scale, p.softcap, p.lead, by_lengths, survey)
+    _CALLS[made] = ((likeness(tensors), found), *_CALLS.get(made, ())[: _VARIANTS - 1])
     return found

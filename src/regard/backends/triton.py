@@ -16,6 +16,9 @@ from torch import Tensor
 from ..autograd.engine import attend, attend_eagerly
 from ..biases import Alibi, Bias, Relative
 from ..chunked import statistics
+from ..chunked.divergence import divergence_in_strips
+from ..chunked.stacked_survey import StackedSurvey
+from ..chunked.token_repeats import TokenLabels, TokenRepeats
 from ..compat.torch import (
     forward_mode_is_active,
     is_capturing,
@@ -28,18 +31,34 @@ from ..compat.triton import INTERPRETED
 from ..core.dropout import draw_seed, drawn_in_graph
 from ..core.folded import group_bias
 from ..core.nonfinite import zero_unseen
+from ..core.options import Heads, Kind
 from ..core.problem import Problem
-from ..core.rows import Rows
+from ..core.rows import Rows, StackedRows
 from ..core.spec import Spec
 from ..core.versions import Versions
+from ..errors import MaskError
 from ..kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR
+from ..kernels.attend_by_lists import (
+    attend_by_lists,
+    has_lists,
+    received_by_lists,
+    refusals_of_lists,
+    top_by_lists,
+)
+from ..kernels.block_lists import NONE
 from ..kernels.block_mask import BlockMask, block_mask, most_bytes, traceable
+from ..kernels.divergence import FusedDivergence, FusedSide, PairTensors, fused_divergence
 from ..kernels.engine import Inputs, TritonEngine
 from ..kernels.launch_cache import Shortcuts
+from ..kernels.pointwise import flat_tables
+from ..kernels.pointwise_source import unsupported
+from ..kernels.portable.configs import notes
 from ..masks import Mask
+from ..masks.chosen import lists_keys
 from ..masks.dense import Dense
 from ..scores.additive import Additive
-from .base import Backend, Prepared
+from ..scores.pointwise import Pointwise
+from .base import Backend, Prepared, PreparedSurvey
 
 if TYPE_CHECKING:
     from ..kernels.arguments import KernelArgs
@@ -47,10 +66,12 @@ if TYPE_CHECKING:
 __all__ = ["Triton"]
 
 _INSTALLED = find_spec("triton") is not None
-_WIDEST = 256  # dims that a tile can hold
+_WIDEST = 576, 512  # dims of keys and of values that kernels take …
+_WIDEST_WHOLE = 256  # … with a function of the scores, or an additive one, whose tiles hold sums of all hidden units
 _MOST_BITS = 2**32  # bytes that the bits of a mask may take
 _COARSE = 64  # pairs per cell from which the map has a kernel
 _MOST = 128  # keys per row that the kernel for `top` keeps
+_MOST_SURVEYS = 8  # sizes of maps for which the surveys of a remembered call are prepared
 
 
 class Triton(Backend):
@@ -71,15 +92,19 @@ class Triton(Backend):
             reasons.append("nothing is there to compute")
         if torch.compiler.is_compiling():
             reasons += _about_tracing()
+        if has_lists(p):
+            return reasons + _about_sizes(p, listed=True) + _about_parts(p) + refusals_of_lists(p)
         return reasons + _about_sizes(p) + _about_parts(p)
 
     def run(self, p: Problem) -> Rows:
+        if has_lists(p):
+            return attend_by_lists(p)
         rows = _traced(p) if torch.compiler.is_compiling() else _eager(p)
         output = p.shaped(rows.output.to(p.dtype))
         return Rows(output, *map(p.shaped, rows[1:])) if p.observed else Rows(output)
 
     def prepare(self, p: Problem) -> Prepared | None:
-        if INTERPRETED or not p.plain_scale or p.bias is not None or p.dropout:
+        if INTERPRETED or not p.plain_scale or p.bias is not None or p.dropout or lists_keys(p.mask):
             return None
         shortcuts = Shortcuts()
         records = may_need_grad(*p.tensors)
@@ -90,25 +115,53 @@ class Triton(Backend):
 
         def run(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, sink: Tensor | None) -> Any:
             mine = engine_for(mask) if fixed is None else fixed
-            x = query, key, value, None, None, None if sink is None else sink.float().expand(heads), None
-            if records:
-                rows = attend_eagerly(mine, x)  # what is remembered has no transform and no tangent
-                return rows if observed else rows.output
-            if observed:
-                return mine.forward(x)
-            return (mine.forward_stacked(x) or mine.forward(x))[0]
+            sunk = None if sink is None else sink.float().expand(heads)
+            if not records and (short := shortcuts.forward) is not None:
+                found = short(query, key, value, sunk, mine.block_mask, False)
+                if found is not None:
+                    return StackedRows(*found) if observed else found[0]
+            x = query, key, value, None, None, sunk, None, None
+            rows = attend_eagerly(mine, x) if records else mine.forward(x)  # there is no transform and no tangent
+            return rows if observed else rows.output
 
         return run
+
+    def prepare_survey(self, p: Problem) -> PreparedSurvey | None:
+        from ..kernels.survey import survey_shortcut
+
+        shortcuts, (n, m, device, items) = Shortcuts(), (p.rows, p.keys, p.device, p.items_per_mask)
+
+        def run(p: Problem, rows: StackedRows, height: int, width: int) -> StackedSurvey | None:
+            short = shortcuts.surveys.get((height, width))
+            if short is None:
+                args = _plain_args(p)
+                short = None if args is None else survey_shortcut(args, height, width)
+                if short is None:  # after the first survey there is one
+                    return None
+                if len(shortcuts.surveys) >= _MOST_SURVEYS:
+                    shortcuts.surveys.clear()
+                shortcuts.surveys[height, width] = short
+            found: StackedSurvey | None = short(
+                p.query, p.key, rows.statistics, block_mask(p.mask, n, m, device, items)
+            )
+            return found
+
+        return run
+
+    def detail(self, p: Problem) -> str:
+        return "; ".join((self.about, *notes(p.device)))
 
     def received(self, p: Problem, rows: Rows) -> Tensor:
         from ..kernels.launch import received
 
+        if has_lists(p):
+            return received_by_lists(p, rows)
         return p.shaped(received(*_late_pass(p, rows)))
 
     def pooled(self, p: Problem, rows: Rows, height: int, width: int) -> Tensor:
         from ..kernels.launch import pooled
 
-        if p.rows * p.keys < _COARSE * height * width:
+        if p.rows * p.keys < _COARSE * height * width or has_lists(p):
             return statistics.pooled(p, rows, height, width, self.tile_sizes)
         w, row_max, log_row_sum = _late_pass(p, rows)
         return p.shaped(pooled(w, row_max, log_row_sum, height, width))
@@ -118,6 +171,8 @@ class Triton(Backend):
 
         if k > _MOST:
             return statistics.top(p, rows, k, self.tile_sizes)
+        if has_lists(p):
+            return top_by_lists(p, rows, k)
         w, row_max, log_row_sum = _late_pass(p, rows)
         logits, index = top(w, k)
         weights = (logits - row_max[..., None] - log_row_sum[..., None]).exp().masked_fill(index < 0, 0.0)
@@ -126,18 +181,41 @@ class Triton(Backend):
     def moments(self, p: Problem, rows: Rows) -> tuple[Tensor, Tensor]:
         from ..kernels.launch import moments
 
+        if has_lists(p):
+            return super().moments(p, rows)
         health, distance = moments(*_late_pass(p, rows))
         return p.shaped(health), p.shaped(distance)
 
     def survey(self, p: Problem, rows: Rows, height: int, width: int) -> statistics.Survey:
         from ..kernels.survey import survey
 
+        if has_lists(p):
+            return super().survey(p, rows, height, width)
         w, row_max, log_row_sum = _late_pass(p, rows)
         found = survey(w, row_max, log_row_sum, _of_rows(rows.entropy, w.rows), height, width)
         return found if len(p.lead) == 2 else statistics.Survey(*(p.shaped(x) for x in found if x is not None))
 
+    def survey_with_repeats(
+        self, p: Problem, rows: Rows, tokens: TokenLabels
+    ) -> tuple[statistics.Survey, TokenRepeats]:
+        from ..kernels.token_repeats import token_repeats
+
+        if has_lists(p):
+            return super().survey_with_repeats(p, rows, tokens)
+        found = token_repeats(*_late_pass(p, rows), tokens)
+        return self.survey(p, rows, 1, 1), TokenRepeats(*(p.shaped(x) for x in found))
+
+    @without_autocast
+    def divergence(
+        self, first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None
+    ) -> Tensor | None:
+        a, b = (p._replace(value=p.key) for p in (first, second))
+        if self.refuses(a) or self.refuses(b):
+            return None
+        return _fused_divergence(a, b, kind, heads, epsilon)
+
     def visible(self, p: Problem) -> Tensor:
-        if p.bias is not None:
+        if p.bias is not None or isinstance(p.score, Pointwise) or has_lists(p):
             return super().visible(p)
         shape = (p.query.shape[0], p.query.shape[1], p.rows)
         if p.mask is None:
@@ -148,16 +226,104 @@ class Triton(Backend):
         return p.shaped(count.expand(shape).contiguous())
 
 
-def _about_sizes(p: Problem) -> list[str]:
+def _fused_divergence(
+    first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None
+) -> Tensor | None:
+    """The divergence by kernels, (B, H, N) or (B, 1, N); None where one of the sides has no kernel."""
+    p, r = (second, first) if kind == "reverse" else (first, second)
+    if forward_mode_is_active() or transforms_are_active() or not _comparable(p, r, heads):
+        return None
+    same = p.mask is r.mask or (
+        p.mask is not None and r.mask is not None and p.mask.constant and r.mask.constant and p.mask == r.mask
+    )
+    count = None
+    if epsilon is not None:
+        count = _outcomes(p, r, same)
+        if count is None:
+            return None
+    (a, q_p, k_p), (b, q_r, k_r) = _fused_side(p), _fused_side(r)
+    listed = same or a.block_mask.kind == b.block_mask.kind == NONE
+    formula = _formula_of(p, r, a.scale, b.scale, "js" if kind == "js" else "kl", heads, epsilon)
+    plan = FusedDivergence(a, b, kind == "js", heads == "mean", listed, epsilon, count, formula)
+    sink_p, sink_r = (None if x.sink is None else x.sink.float() for x in (p, r))
+    return fused_divergence(plan, PairTensors(q_p, k_p, sink_p, q_r, k_r, sink_r))
+
+
+def _formula_of(
+    p: Problem, r: Problem, scale_p: float, scale_r: float, kind: Kind, heads: Heads, epsilon: float | None
+) -> Callable[[PairTensors], Tensor]:
+    """The divergence in strips of plain torch, as a function of the tensors that kernels take."""
+    none = p.query.new_empty(0)  # the function must not keep the tensors of a call
+    bare_p = p._replace(query=none, key=none, value=none, score=None, scale=scale_p, sink=None, dropout=0.0)
+    bare_r = r._replace(query=none, key=none, value=none, score=None, scale=scale_r, sink=None, dropout=0.0)
+
+    def formula(x: PairTensors) -> Tensor:
+        wide = torch.float32 if x.q_p.is_cuda else torch.float64
+        q_p, k_p, q_r, k_r = (t.to(wide) for t in (x.q_p, x.k_p, x.q_r, x.k_r))
+        first = bare_p._replace(query=q_p, key=k_p, value=k_p[..., :0], sink=x.sink_p)
+        second = bare_r._replace(query=q_r, key=k_r, value=k_r[..., :0], sink=x.sink_r)
+        return divergence_in_strips(first, second, kind, heads, epsilon).float()
+
+    return formula
+
+
+def _comparable(p: Problem, r: Problem, heads: Heads) -> bool:
+    """Whether there is a kernel for this divergence, if there is one for each of its sides."""
+    if heads == "pairs" or any(x.bias is not None or has_lists(x) for x in (p, r)):
+        return False
+    if any(isinstance(x.score, Additive | Pointwise) for x in (p, r)):
+        return False
+    if max(p.query.shape[-1], r.query.shape[-1]) > _WIDEST_WHOLE:
+        return False
+    by_head = any(x.mask is not None and x.mask.lead[1] > 1 for x in (p, r))
+    return heads is None or not (by_head or p.sink is not None or r.sink is not None)
+
+
+def _outcomes(p: Problem, r: Problem, same: bool) -> Tensor | None:
+    """How many keys, and sinks, one of the sides sees in each row, (B, H, N) or less; None if masks have no union."""
+    sunk = p.sink is not None or r.sink is not None
+    if p.mask is None or r.mask is None:
+        return torch.full((1, 1, 1), p.keys + sunk, device=p.device)
+    if p.items_per_mask != r.items_per_mask:
+        return None
+    try:
+        mask = p.mask if same else p.mask | r.mask
+    except MaskError:
+        return None
+    mask = mask if all(x.device == p.device for x in mask.tensors) else mask.to(p.device)
+    count = mask.visible(torch.arange(p.rows, device=p.device), p.rows, p.keys)
+    if count.dim() == 3 and count.shape[0] > 1:
+        count = count.repeat_interleave(p.query.shape[0] // count.shape[0], 0)
+    return (count + sunk).clamp(min=1)
+
+
+def _fused_side(p: Problem) -> tuple[FusedSide, Tensor, Tensor]:
+    """A side with a positive scale, and its queries and keys with the score folded in."""
+    query, key, scale, _ = _folded(p)
+    if isinstance(scale, Tensor):
+        query, key, scale = query.float() * scale.float().reshape(-1, 1, 1), key.float(), 1.0
+    elif scale <= 0:
+        query, scale = (-query, -scale) if scale else (query * scale, 1.0)
+    if INTERPRETED and query.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply it
+        query, key = query.float(), key.float()
+    return FusedSide(scale, p.softcap, _block_mask(p)), query, key
+
+
+def _about_sizes(p: Problem, listed: bool = False) -> list[str]:
     reasons = []
     width = p.query.shape[-1]
-    if isinstance(p.score, Additive):
-        width = p.score.hidden
+    base = p.score.base if isinstance(p.score, Pointwise) else p.score
+    if isinstance(base, Additive):
+        width = base.hidden
     elif p.score is not None:
         width = p.score.width(width, p.key.shape[-1])
-    if max(width, p.value.shape[-1]) > _WIDEST:
-        reasons.append(f"a dim is {max(width, p.value.shape[-1])}; its tiles hold up to {_WIDEST}")
-    bits = 0 if p.mask is None or isinstance(p.mask, Dense) else most_bytes(p.mask, p.rows, p.keys)
+    changed = isinstance(p.score, Pointwise)
+    most = (_WIDEST_WHOLE, _WIDEST_WHOLE) if listed or changed or isinstance(base, Additive) else _WIDEST
+    for what, dim, limit in zip(("keys", "values"), (width, p.value.shape[-1]), most, strict=True):
+        if dim > limit:
+            why = " with a function of the scores" if changed else ""
+            reasons.append(f"the dim of {what} is {dim}; its tiles hold up to {limit}{why}")
+    bits = 0 if p.mask is None or listed or isinstance(p.mask, Dense) else most_bytes(p.mask, p.rows, p.keys)
     if p.mask is not None and bits > _MOST_BITS and not _interval(p.mask, p):
         size = "too many" if torch.compiler.is_compiling() else f"{bits:,}"  # a symbol has no digits
         reasons.append(f"the mask is no interval, and its bits may take {size} bytes")
@@ -172,8 +338,12 @@ def _interval(mask: Mask, p: Problem) -> bool:
 
 def _about_parts(p: Problem) -> list[str]:
     reasons = []
-    if p.score is not None and p.score.pairwise and not isinstance(p.score, Additive):
-        reasons.append(f"it has no kernel for the score {type(p.score).__name__}")
+    base = p.score.base if isinstance(p.score, Pointwise) else p.score
+    if base is not None and base.pairwise and not isinstance(base, Additive):
+        reasons.append(f"it has no kernel for the score {type(base).__name__}")
+    if isinstance(p.score, Pointwise) and not torch.compiler.is_compiling():
+        names = unsupported(p.score.read(torch.float32)[0])
+        reasons += [f"its kernels have no {name}, which the function of the score calls" for name in names]
     if isinstance(p.bias, Bias) and not isinstance(p.bias, Alibi | Relative):
         reasons.append(f"it has no kernel for the bias {type(p.bias).__name__}")
     if p.dropout and not torch.compiler.is_compiling() and is_capturing():
@@ -231,6 +401,7 @@ def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = No
     if p.dropout:
         seed = drawn_in_graph(p.device) if torch.compiler.is_compiling() else draw_seed(p.who)
     query, key, scale, vector = _folded(p)
+    bound, tables = p.score.read(torch.float32) if isinstance(p.score, Pointwise) else (None, ())
     if INTERPRETED and p.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply it
         query, key = query.float(), key.float()
     kind, offset, table = BIAS_NONE, 0, None
@@ -244,6 +415,8 @@ def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = No
     spec = Spec.of(p, seed)
     if vector is not None:
         spec = replace(spec, pair=Additive.pair, cost=query.shape[-1], paired=1)
+    if bound is not None:
+        spec = spec.with_function(bound, spec.paired + bound.differentiable)
     number = 1.0 if isinstance(scale, Tensor) else float(scale)
     mask = BlockMask(p.rows, p.keys) if mask is None else mask
     engine = TritonEngine(spec, mask, kind, offset, number, p.observed, shortcuts)
@@ -251,7 +424,7 @@ def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = No
     sink = None if p.sink is None else p.sink.float()
     # A folded score leaves float32 queries and keys; then the values are multiplied in float32 too.
     value = p.value.to(query.dtype) if vector is None or INTERPRETED else p.value
-    return engine, Inputs(query, key, value, table, scales, sink, vector)
+    return engine, Inputs(query, key, value, table, scales, sink, vector, flat_tables(tables))
 
 
 def _folded(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
@@ -259,7 +432,8 @@ def _folded(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
     query, key, scale = p.query, p.key, p.scale
     if p.score is None:
         return query, key, scale, None
-    factor = p.score.factor(query.new_empty(0, query.shape[-1], dtype=torch.float32))
+    score = p.score.base if isinstance(p.score, Pointwise) else p.score
+    factor = score.factor(query.new_empty(0, query.shape[-1], dtype=torch.float32))
     if factor is not None:
         return query, key, factor, None
     # A hidden NaN must not pass through the score, whose derivative would spread it.
@@ -270,8 +444,8 @@ def _folded(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:
     else:
         bias = group_bias(p.bias if isinstance(p.bias, Tensor) else None, key.shape[1])
         query, key, _ = zero_unseen(Spec.of(p), query, key, p.value, bias)
-    query, key, shared = p.score.prepare(query.float(), key.float())
-    return query, key, 1.0, shared[0] if isinstance(p.score, Additive) else None
+    query, key, shared = score.prepare(query.float(), key.float())
+    return query, key, 1.0, shared[0] if isinstance(score, Additive) else None
 
 
 def _late_pass(p: Problem, rows: Rows) -> tuple[KernelArgs, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..autograd.engine import MaybeTensors
+from ..autograd.engine import MaybeTensors, required
 from ..compat.torch import cpu_flash_attention, cpu_flash_attention_backward, fused_sdpa_kernel
 from ..core.rows import Rows
 from ..masks.dense import Dense
@@ -29,7 +29,7 @@ def takes(engine: ChunkedEngine, x: MaybeTensors) -> bool:
     spec, mask = engine.spec, engine.spec.mask
     if query is None or key is None or value is None or mask is None or bias is not None or shared:
         return False
-    if engine.observed or spec.softcap is not None or spec.dropout or spec.pair is not None or spec.inner != 1:
+    if engine.observed or spec.softcap is not None or spec.dropout or spec.pairwise or spec.inner != 1:
         return False
     items, heads = mask.lead
     pairs = items * heads * spec.n * spec.m
@@ -42,7 +42,7 @@ def takes(engine: ChunkedEngine, x: MaybeTensors) -> bool:
 
 def forward(engine: ChunkedEngine, x: MaybeTensors) -> Rows:
     """The output and the lse, which is all that the backward pass reads."""
-    query, key, value = _three(x)
+    query, key, value = map(required, x[:3])
     output, lse = cpu_flash_attention(query.flatten(1, 2), key, value, _added(engine, query), False, 1.0)
     output, lse = output.contiguous(), lse.contiguous()
     groups = query.shape[1:3]
@@ -52,18 +52,11 @@ def forward(engine: ChunkedEngine, x: MaybeTensors) -> Rows:
 
 def vjp(engine: ChunkedEngine, x: MaybeTensors, rows: Rows, g: MaybeTensors) -> Sequence[Tensor | None]:
     """The gradients of query, key and value."""
-    query, key, value = _three(x)
+    query, key, value = map(required, x[:3])
     grad = torch.zeros_like(rows.output) if g[0] is None else g[0]
     saved = (query.flatten(1, 2), key, value, rows.output.flatten(1, 2), rows.lse.flatten(1, 2))
     dq, dk, dv = cpu_flash_attention_backward(grad.flatten(1, 2), saved, _added(engine, query), False, 1.0)
     return dq.unflatten(1, query.shape[1:3]), dk, dv, *(None for _ in x[3:])
-
-
-def _three(x: MaybeTensors) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = x[:3]
-    if query is None or key is None or value is None:
-        raise RuntimeError("a problem has queries, keys and values")
-    return query, key, value
 
 
 def _added(engine: ChunkedEngine, like: Tensor) -> Tensor:
@@ -78,5 +71,4 @@ def _added(engine: ChunkedEngine, like: Tensor) -> Tensor:
         return added if added.dim() == 4 else added[None, None]
 
     kept = (mask.constant or mask.tensors) and n * m <= _MOST_PAIRS
-    found: Tensor = mask.remembered(("added", n, m, like.dtype), make) if kept else make()
-    return found
+    return mask.remembered(("added", n, m, like.dtype), make) if kept else make()

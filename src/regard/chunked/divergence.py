@@ -28,7 +28,7 @@ from ..errors import MaskError
 from ..masks import Mask
 from ..softmax import lowest
 
-__all__ = ["row_divergence"]
+__all__ = ["divergence_in_strips", "row_divergence"]
 
 Attend = Callable[[Problem], Rows]
 
@@ -49,6 +49,9 @@ class PartOf(NamedTuple):
 
     def part(self, x: Tensor, tile: PairTile) -> Tensor:
         return self.axes.part(x, tile[self.which])
+
+    def add(self, whole: Tensor, tile: PairTile, part: Tensor) -> None:
+        self.part(whole, tile).add_(part)
 
 
 class LogWeights(NamedTuple):
@@ -105,7 +108,7 @@ class Side:
         sink = others.pop(0) if self.sink is not None else None
         S = logits(spec, tile, query, key, bias, tuple(others))  # (l, k, g, r, c)
         hide = hidden(spec, tile, self.groups, S.device)
-        if bias is not None or spec.bias is not None:
+        if bias is not None or spec.hides_by_value:
             lost = torch.isneginf(S)
             hide = lost if hide is None else torch.logical_or(hide, lost)
         if self.outside:
@@ -269,7 +272,7 @@ def row_divergence(
     p, r = (b, a) if kind == "reverse" else (a, b)
     if kind != "js" and heads is None and epsilon is None and _is_attention(p, r):
         return _kl_by_attention(p, r, attend).to(exact)
-    return _by_strips(a, b, kind, heads, epsilon).to(exact)
+    return divergence_in_strips(a, b, kind, heads, epsilon).to(exact)
 
 
 def _is_attention(p: Problem, r: Problem) -> bool:
@@ -290,7 +293,8 @@ def _kl_by_attention(p: Problem, r: Problem, attend: Attend) -> Tensor:
     return torch.where(seen, torch.where(seen, lse, 0.0) - rows.entropy - cross, 0.0)
 
 
-def _by_strips(first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None) -> Tensor:
+def divergence_in_strips(first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None) -> Tensor:
+    """The same in the dtype of the queries, in strips whatever the sides are."""
     outside = first.sink is not None or second.sink is not None
     a, b = Side.of(first, outside), Side.of(second, outside)
     found: Tensor = call_function(MapStrips, _strip_map(a, b, kind, heads, epsilon), *a.tensors, *b.tensors)[0]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..autograd.engine import MaybeTensors, Needs
-from ..autograd.strip_map import jvp_of, vjp_of
+from ..autograd.strip_map import filled, jvp_of, vjp_of
 from ..core.folded import FoldedProblem
-from ..core.formula import bias_tile, kept, products
+from ..core.formula import bias_tile, kept, scores
 from ..core.rows import Rows
-from ..core.tiling import KEY, QUERY, ROW, Tile, TileSizes, strips
-from .jvp import LogitTangents, filled, tanh_tile
+from ..core.tiling import KEY, QUERY, ROW, Tile, TileSizes, tiles
+from .jvp import LogitTangents, tanh_tile
 from .tile_ops import RowStats, Workspace, logits_and_weights
 from .vjp import GradSums, add_to, rows_of
 
@@ -65,27 +65,23 @@ def double_backward(
     """
     sums = GradSums.zeros(x, needs)
     workspace = Workspace()
-    for strip in strips(x.spec, x.query.shape, tile_sizes):
-        for run in strip.runs:
-            tile = strip.tile(run)
-            X, P = logits_and_weights(x, tile, run, b.stats, workspace)  # (l, k, g, r, c)
-            T_raw = moving.scores(tile, workspace)
-            T = moving.logits(tile, T_raw, X.shape[2])
-            T = torch.zeros_like(X) if T is None else T.expand_as(X)
-            keep = (
-                kept(x.spec, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.spec.dropout) if x.spec.dropout else None
-            )
-            B, B_dot = _slopes(x, moving, tile, b, X, T, keep, workspace)
-            R = T - ROW.part(b.u, tile)[..., None]
-            dS = P * B
-            dS_dot = B.mul_(R).add_(B_dot).mul_(P)
-            if sums.value is not None:
-                P = P if keep is None else P.mul_(keep)
-                part = KEY.part(sums.value, tile)
-                if b.dO_dot is not None:
-                    part.add_(rows_of(P).mT @ rows_of(QUERY.part(b.dO_dot, tile)))
-                part.add_(rows_of(R.mul_(P)).mT @ rows_of(QUERY.part(b.dO, tile)))
-            _add_tile(x, moving, tile, Slopes(dS, dS_dot, T_raw), sums)
+    for tile, run in tiles(x.spec, x.query.shape, tile_sizes):
+        X, P = logits_and_weights(x, tile, run, b.stats, workspace)  # (l, k, g, r, c)
+        T_raw = moving.scores(tile, workspace)
+        T = moving.logits(tile, T_raw, X.shape[2])
+        T = torch.zeros_like(X) if T is None else T.expand_as(X)
+        keep = kept(x.spec, tile, X.shape[2], X.device).to(X.dtype) / (1 - x.spec.dropout) if x.spec.dropout else None
+        B, B_dot = _slopes(x, moving, tile, b, X, T, keep, workspace)
+        R = T - ROW.part(b.u, tile)[..., None]
+        dS = P * B
+        dS_dot = B.mul_(R).add_(B_dot).mul_(P)
+        if sums.value is not None:
+            P = P if keep is None else P.mul_(keep)
+            part = KEY.part(sums.value, tile)
+            if b.dO_dot is not None:
+                part.add_(rows_of(P).mT @ rows_of(QUERY.part(b.dO_dot, tile)))
+            part.add_(rows_of(R.mul_(P)).mT @ rows_of(QUERY.part(b.dO, tile)))
+        _add_tile(x, moving, tile, Slopes(dS, dS_dot, T_raw), sums)
     return sums.cast(x)
 
 
@@ -157,13 +153,14 @@ def _add_tile(x: FoldedProblem, moving: LogitTangents, tile: Tile, slopes: Slope
     d_query, d_key = (
         None if t is None else kind.part(t, tile) for t, kind in ((moving.query, QUERY), (moving.key, KEY))
     )
-    if spec.pair is not None:
+    if spec.pairwise:
         moved = (d_query, d_key, *moving.shared[: spec.paired])
         given = (query, key, *x.shared[: spec.paired])
-        g_query, g_key, *g_score = _vjp_tangent(lambda q, k, *s: products(spec, q, k, s), given, moved, dS, dS_dot)
+        g_query, g_key, *g_score = _vjp_tangent(lambda q, k, *s: scores(spec, tile, q, k, s), given, moved, dS, dS_dot)
         add_to(sums.score, g_score)
     else:
-        g_query, g_key = _product_vjp(query, key, dS_dot)
+        g_query = (rows_of(dS_dot) @ key).unflatten(2, dS.shape[2:4])
+        g_key = rows_of(dS_dot).mT @ rows_of(query)
         if d_key is not None:
             g_query = g_query + (rows_of(dS) @ d_key).unflatten(2, dS.shape[2:4])
         if d_query is not None:
@@ -172,11 +169,6 @@ def _add_tile(x: FoldedProblem, moving: LogitTangents, tile: Tile, slopes: Slope
         QUERY.part(sums.query, tile).add_(g_query)
     if sums.key is not None:
         KEY.part(sums.key, tile).add_(g_key)
-
-
-def _product_vjp(query: Tensor, key: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
-    """The cotangents of queries and keys from that of their products."""
-    return (rows_of(dS) @ key).unflatten(2, dS.shape[2:4]), rows_of(dS).mT @ rows_of(query)
 
 
 def _vjp_tangent(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.engine import Engine, MaybeTensors, Needs
+from ..autograd.engine import Engine, MaybeTensors, Needs, required
 from ..autograd.strip_map import MapStrips, attention_strips
 from ..compat.torch import call_function, without_autocast
 from ..core.folded import FoldedProblem
@@ -23,6 +23,7 @@ from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import KEY, QUERY, ROW, Strip, Tile, TileSizes, strips
 from ..softmax import Partial, lowest, merge
+from . import gathered
 from .batched_forward import fold_batches
 from .double_backward import RowTangents, double_backward
 from .jvp import LogitTangents
@@ -43,16 +44,27 @@ class ChunkedEngine(Engine):
 
     @without_autocast
     def forward(self, x: MaybeTensors) -> Rows:
-        return _forward(_folded(self.spec, x), self.tile_sizes, self.observed, None)[0]
+        given = _folded(self.spec, x)
+        parts = gathered.gathered(given, self.tile_sizes)
+        if parts is None:
+            return _forward(given, self.tile_sizes, self.observed, None)[0]
+        return gathered.values(given, parts, lambda part: _forward(part, self.tile_sizes, self.observed, None)[0])
 
     @without_autocast
     def jvp(self, x: MaybeTensors, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
         given = _folded(self.spec, x)
-        return _forward(given, self.tile_sizes, self.observed, LogitTangents(given, w))
+        parts = gathered.gathered(given, self.tile_sizes)
+        if parts is None:
+            return _forward(given, self.tile_sizes, self.observed, LogitTangents(given, w))
+        return gathered.tangents(given, parts, w, lambda part, own: _forward(part, self.tile_sizes, self.observed, own))
 
     @without_autocast
     def vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
-        return vjp(_folded(self.spec, x), self.tile_sizes, needs, rows, g)
+        given = _folded(self.spec, x)
+        parts = gathered.gathered(given, self.tile_sizes)
+        if parts is None:
+            return vjp(given, self.tile_sizes, needs, rows, g)
+        return gathered.vjp(given, parts, needs, rows, g, lambda part, *own: vjp(part, self.tile_sizes, needs, *own))
 
     @without_autocast
     def double_backward(
@@ -65,9 +77,17 @@ class ChunkedEngine(Engine):
         dg: MaybeTensors,
         needs: Needs,
     ) -> Sequence[Tensor | None]:
-        given = _folded(self.spec, x)
-        return double_backward(
-            given, LogitTangents(given, w), self.tile_sizes, needs, RowTangents.at(rows, d_rows, g, dg)
+        given, sizes = _folded(self.spec, x), self.tile_sizes
+        parts = gathered.gathered(given, sizes)
+        if parts is None:
+            return double_backward(given, LogitTangents(given, w), sizes, needs, RowTangents.at(rows, d_rows, g, dg))
+        return gathered.tangents_of_vjp(
+            given,
+            parts,
+            needs,
+            (rows, d_rows, g, dg),
+            w,
+            lambda part, moving, *own: double_backward(part, moving, sizes, needs, RowTangents.at(*own)),
         )
 
     def formula(self, x: MaybeTensors) -> tuple[Tensor, ...]:
@@ -82,10 +102,8 @@ class ChunkedEngine(Engine):
 
 
 def _folded(spec: Spec, x: MaybeTensors) -> FoldedProblem:
-    query, key, value, bias, *shared = x
-    if query is None or key is None or value is None:
-        raise RuntimeError("a problem has queries, keys and values")
-    return FoldedProblem(query, key, value, bias, tuple(t for t in shared if t is not None), spec)
+    query, key, value = map(required, x[:3])
+    return FoldedProblem(query, key, value, x[3], tuple(t for t in x[4:] if t is not None), spec)
 
 
 def _forward(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ..autograd.engine import MaybeTensors
-from ..autograd.strip_map import jvp_of
+from ..autograd.strip_map import filled, jvp_of
 from ..core.folded import FoldedProblem
-from ..core.formula import bias_tile, products
+from ..core.formula import bias_tile, scores
 from ..core.nonfinite import all_finite, visible_rows_and_keys
 from ..core.tiling import BIAS, KEY, QUERY, Tile
 from .tile_ops import Workspace
 
-__all__ = ["LogitTangents", "filled", "tanh_tile"]
+__all__ = ["LogitTangents", "tanh_tile"]
 
 
 class LogitTangents:
@@ -53,12 +52,12 @@ class LogitTangents:
     def scores(self, tile: Tile, workspace: Workspace) -> Tensor | None:
         """The tangent of the scores (l, k, g, r, c), before cap and bias; None if they have none."""
         spec = self.x.spec
-        if spec.pair is not None:
+        if spec.pairwise:
             given = (QUERY.part(self.x.query, tile), KEY.part(self.x.key, tile), *self.x.shared[: spec.paired])
             moved = [self.query, self.key, *self.shared[: spec.paired]]
             moved[0] = None if moved[0] is None else QUERY.part(moved[0], tile)
             moved[1] = None if moved[1] is None else KEY.part(moved[1], tile)
-            return jvp_of(lambda q, k, *s: (products(spec, q, k, s),), given, filled(given, moved))[1][0]
+            return jvp_of(lambda q, k, *s: (scores(spec, tile, q, k, s),), given, filled(given, moved))[1][0]
         if self._factors is None:
             return None
         rows, keys = self._factors
@@ -86,12 +85,7 @@ class LogitTangents:
         return T.add_(added)
 
 
-def filled(given: Sequence[Tensor], moved: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Tangents, zeros where there is none."""
-    return tuple(torch.zeros_like(x) if t is None else t for x, t in zip(given, moved, strict=True))
-
-
 def tanh_tile(x: FoldedProblem, tile: Tile) -> Tensor:
     """tanh(score / cap) of a tile."""
-    raw = products(x.spec, QUERY.part(x.query, tile), KEY.part(x.key, tile), x.shared)
+    raw = scores(x.spec, tile, QUERY.part(x.query, tile), KEY.part(x.key, tile), x.shared)
     return raw if x.spec.softcap is None else (raw / x.spec.softcap).tanh_()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.engine import MaybeTensors, Needs
+from ..autograd.engine import MaybeTensors, Needs, required
 from ..core.nonfinite import all_finite, of_rows, rows_that_see_nonfinite_keys, visible_rows_and_keys
 from ..core.rows import Rows
 from . import cpu_flash
@@ -68,9 +68,7 @@ def vjp(engine: ChunkedEngine, x: MaybeTensors, rows: Rows, g: MaybeTensors, nee
 
 
 def _parts(engine: ChunkedEngine, x: MaybeTensors) -> list[Part]:
-    query, key, value, bias, *_ = x
-    if query is None or key is None or value is None:
-        raise RuntimeError("a problem has queries, keys and values")
+    (query, key, value), bias = map(required, x[:3]), x[3]
     spec = engine.spec
     if spec.mask is None and bias is None and spec.bias is None:
         return [Part(engine, x)]

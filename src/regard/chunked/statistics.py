@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,21 +13,31 @@ from torch.nn.functional import one_hot
 from ..compat.torch import may_need_grad, without_autocast
 from ..core.folded import FoldedProblem, fold
 from ..core.formula import bias_tile, hidden, logits
+from ..core.gathered import GATHERED_QUERY
 from ..core.problem import Problem
 from ..core.rows import Rows
-from ..core.tiling import BIAS, ROW, Points, Tile, TileSizes, strips
+from ..core.spec import Spec
+from ..core.tiling import BIAS, ROW, KeyRun, Points, Tile, TileSizes, tiles
+from .gathered_statistics import GatheredTiles, gathered_logits, gathered_weights
 from .tile_ops import RowStats, Workspace, masked_logits, weights
 
 __all__ = [
     "SATURATED",
+    "Grid",
+    "Moments",
+    "Received",
     "RowTotals",
     "Survey",
+    "TilePart",
+    "add_weights",
+    "cell_sizes",
     "first_keys",
     "largest",
     "logits_at",
     "moments",
     "pooled",
     "received",
+    "shown_keys",
     "strongest",
     "survey",
     "top",
@@ -79,16 +89,23 @@ class RowTotals(NamedTuple):
 
 @torch.no_grad()
 @without_autocast
-def survey(p: Problem, rows: Rows, height: int, width: int, tile_sizes: TileSizes) -> Survey:
-    """`pooled`, `received`, `moments`, the weights near the diagonal and the largest of each row, in one pass."""
+def survey(
+    p: Problem, rows: Rows, height: int, width: int, tile_sizes: TileSizes, others: Sequence[TilePart] = ()
+) -> Survey:
+    """`pooled`, `received`, `moments`, the weights near the diagonal and the largest of each row, in one pass.
+
+    `others` are shown the same tiles of weights.
+    """
     x, stats = _without_graph(p, rows)
-    parts = _Grid(x, height, width), _Received(x), _Moments(x), _Diagonals(x), _Largest(x)
-    for tile, P, workspace in _weights(x, stats, tile_sizes):
-        for part in parts:
-            part.add(tile, P, workspace)
-    grid, received, moments, diagonals, largest = parts
+    cells = x.query.new_zeros(*x.query.shape[:3], height, width)
+    grid = None if height == width == 1 else Grid(x, p.rows, p.keys, cells)
+    received, moments, diagonals, largest = Received(x), Moments(x), _Diagonals(x), _Largest(x)
+    add_weights(
+        x, stats, tile_sizes, received, moments, diagonals, largest, *(() if grid is None else (grid,)), *others
+    )
     first = _on_first_key(x, stats, received.total)
-    found = grid.mean(), received.total, *moments.totals, first, *diagonals.totals, largest.weight, largest.key
+    cells = received.total.sum(-1)[..., None, None] / (x.spec.n * x.spec.m) if grid is None else grid.mean()
+    found = cells, received.total, *moments.totals, first, *diagonals.totals, largest.weight, largest.key
     return Survey(*(p.shaped(each.flatten(1, 2)) for each in found))
 
 
@@ -116,9 +133,8 @@ def _on_first_key(x: FoldedProblem, stats: RowStats, received: Tensor) -> Tensor
 def received(p: Problem, rows: Rows, tile_sizes: TileSizes) -> Tensor:
     """Σ over queries of the weight each key receives: (…, Hq, M)."""
     x, stats = _without_graph(p, rows)
-    sums = _Received(x)
-    for tile, P, workspace in _weights(x, stats, tile_sizes):
-        sums.add(tile, P, workspace)
+    sums = Received(x)
+    add_weights(x, stats, tile_sizes, sums)
     return p.shaped(sums.total.flatten(1, 2))
 
 
@@ -127,9 +143,8 @@ def received(p: Problem, rows: Rows, tile_sizes: TileSizes) -> Tensor:
 def moments(p: Problem, rows: Rows, tile_sizes: TileSizes) -> tuple[Tensor, Tensor]:
     """Σ p(1 − p) and Σ p |i + M − N − j| of each row: (…, Hq, N) each."""
     x, stats = _without_graph(p, rows)
-    sums = _Moments(x)
-    for tile, P, workspace in _weights(x, stats, tile_sizes):
-        sums.add(tile, P, workspace)
+    sums = Moments(x)
+    add_weights(x, stats, tile_sizes, sums)
     health, distance = (p.shaped(total.flatten(1, 2)) for total in sums.totals)
     return health, distance
 
@@ -139,22 +154,39 @@ def moments(p: Problem, rows: Rows, tile_sizes: TileSizes) -> tuple[Tensor, Tens
 def pooled(p: Problem, rows: Rows, height: int, width: int, tile_sizes: TileSizes) -> Tensor:
     """The mean weight in each cell of a grid over N × M: (…, Hq, height, width)."""
     x, stats = _without_graph(p, rows)
-    grid = _Grid(x, height, width)
-    for tile, P, workspace in _weights(x, stats, tile_sizes):
-        grid.add(tile, P, workspace)
+    grid = Grid(x, p.rows, p.keys, x.query.new_zeros(*x.query.shape[:3], height, width))
+    add_weights(x, stats, tile_sizes, grid)
     return p.shaped(grid.mean().flatten(1, 2))
 
 
-def _weights(x: FoldedProblem, stats: RowStats, tile_sizes: TileSizes) -> Iterator[tuple[Tile, Tensor, Workspace]]:
-    """The weights (l, k, g, r, c) tile by tile, in buffers that are reused."""
+class TilePart(Protocol):
+    """A statistic that grows by the weights of one tile after the other."""
+
+    def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
+        """Add the weights P (l, k, g, r, c) of a tile; the buffer "seen" is free."""
+        ...
+
+    def add_gathered(self, tiles: GatheredTiles) -> None:
+        """Add the weights of a tile with gathered keys."""
+        ...
+
+
+def add_weights(x: FoldedProblem, stats: RowStats, tile_sizes: TileSizes, *sums: TilePart) -> None:
+    """Add the weights tile by tile, in buffers that are reused."""
+    gathered = gathered_weights(x, stats, tile_sizes)
+    if gathered is not None:
+        for part in gathered:
+            for each in sums:
+                each.add_gathered(part)
+        return
     workspace = Workspace()
-    for strip in strips(x.spec, x.query.shape, tile_sizes):
-        for run in strip.runs:
-            tile = strip.tile(run)
-            yield tile, weights(x, tile, run, stats, workspace), workspace
+    for tile, run in tiles(x.spec, x.query.shape, tile_sizes):
+        P = weights(x, tile, run, stats, workspace)
+        for each in sums:
+            each.add(tile, P, workspace)
 
 
-class _Received:
+class Received:
     """Σ over queries of the weights of each key."""
 
     def __init__(self, x: FoldedProblem) -> None:
@@ -163,16 +195,18 @@ class _Received:
     def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
         self.total[tile.batch, tile.heads, :, tile.cols] += P.sum(-2)
 
+    def add_gathered(self, tiles: GatheredTiles) -> None:
+        tiles.add_at(self.total, tiles.j[:, :, :, 0], tiles.values.sum(-2))
 
-class _Moments:
-    """Σ p(1 − p) and Σ p |i + M − N − j| of each row."""
 
-    def __init__(self, x: FoldedProblem) -> None:
-        n, m = x.spec.n, x.spec.m
-        self._ahead = m - n
+class Moments:
+    """Σ p(1 − p) and Σ p |i + ahead − j| of each row; `ahead` is where row 0 is among the keys, M − N if not given."""
+
+    def __init__(self, x: FoldedProblem, ahead: int | None = None) -> None:
+        self._ahead = x.spec.m - x.spec.n if ahead is None else ahead
         self.totals = x.query.new_zeros(x.query.shape[:-1]), x.query.new_zeros(x.query.shape[:-1])
-        self._own = torch.arange(m - n, m, dtype=x.query.dtype, device=x.query.device)  # the key position of each row
-        self._keys = torch.arange(m, dtype=x.query.dtype, device=x.query.device)
+        self._keys = torch.arange(x.spec.m, dtype=x.query.dtype, device=x.query.device)
+        self._own = torch.arange(x.spec.n, dtype=x.query.dtype, device=x.query.device) + self._ahead
 
     def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
         health, distance = (ROW.part(total, tile) for total in self.totals)
@@ -185,6 +219,12 @@ class _Moments:
         else:
             distance += torch.mul(P, (own - keys).abs_(), out=workspace.like("seen", P)).sum(-1)
         health += torch.addcmul(P, P, P, value=-1, out=workspace.like("seen", P)).sum(-1)
+
+    def add_gathered(self, tiles: GatheredTiles) -> None:
+        health, distance = (tiles.of_rows(total) for total in self.totals)
+        P = tiles.values
+        health += (P - P * P).sum(-1)
+        distance += (P * (self._own[tiles.i] - self._keys[tiles.j]).abs()).sum(-1)
 
 
 class _Diagonals:
@@ -201,6 +241,11 @@ class _Diagonals:
             top = tile.rows.start + max(0, -offset)
             total[tile.batch, tile.heads, :, top : top + found.shape[-1]] = found
 
+    def add_gathered(self, tiles: GatheredTiles) -> None:
+        for back, total in enumerate(self.totals):
+            part = tiles.of_rows(total)
+            part += tiles.values.masked_fill(tiles.i + (self._ahead - back) != tiles.j, 0.0).sum(-1)
+
 
 class _Largest:
     """The largest weight of each row, and its key."""
@@ -216,34 +261,56 @@ class _Largest:
         best.copy_(torch.where(better, weight, best))
         key.copy_(torch.where(better, at + tile.cols.start, key))
 
+    def add_gathered(self, tiles: GatheredTiles) -> None:
+        best, key = tiles.of_rows(self.weight), tiles.of_rows(self.key)
+        weight, at = tiles.values.max(-1)  # the keys of a list are in order, so ties go to the lowest
+        better = weight > best
+        best.copy_(torch.where(better, weight, best))
+        key.copy_(torch.where(better, tiles.keys_at(at), key))
 
-class _Grid:
-    """The sums in the cells of a grid over N × M: by sums and products, since a scatter is not deterministic."""
 
-    def __init__(self, x: FoldedProblem, height: int, width: int) -> None:
-        self._sizes = x.spec.n, x.spec.m, height, width
-        device = x.query.device
-        self._down = torch.arange(x.spec.n, device=device) * height // max(x.spec.n, 1)  # the cell of each row
-        self._across = torch.arange(x.spec.m, device=device) * width // max(x.spec.m, 1)
-        self._total = x.query.new_zeros(*x.query.shape[:3], height, width)
+class Grid:
+    """The sums in the cells of a grid over N × M: by sums and products, since a scatter is not deterministic.
+
+    It has n rows and m keys, of which a problem may be a part: `total` (L, K, G, height, width) is of the whole.
+    """
+
+    def __init__(self, x: FoldedProblem, n: int, m: int, total: Tensor) -> None:
+        height, width = total.shape[-2:]
+        self.total, self._sizes, (self._row, self._key) = total, (n, m, height, width), x.spec.corner
+        rows, keys = (torch.arange(size, device=total.device) for size in (x.spec.n, x.spec.m))
+        self._down = (rows + self._row) * height // max(n, 1)  # the cell of each row
+        self._across = (keys + self._key) * width // max(m, 1)
 
     def add(self, tile: Tile, P: Tensor, workspace: Workspace) -> None:
         n, m, height, width = self._sizes
-        top, bottom = (i * height // n for i in (tile.rows.start, tile.rows.stop - 1))
-        left, right = (j * width // m for j in (tile.cols.start, tile.cols.stop - 1))
+        first, start = self._row + tile.rows.start, self._key + tile.cols.start
+        top, bottom = (i * height // n for i in (first, self._row + tile.rows.stop - 1))
+        left, right = (j * width // m for j in (start, self._key + tile.cols.stop - 1))
         cells = range(top, bottom + 1)
         if len(cells) * _TALL <= P.shape[-2]:
-            edges = [max(-(-y * n // height) - tile.rows.start, 0) for y in (*cells, bottom + 1)]
+            edges = [max(-(-y * n // height) - first, 0) for y in (*cells, bottom + 1)]
             pooled = torch.stack([P[..., a:b, :].sum(-2) for a, b in pairwise(edges)], -2)  # (l, k, g, cells, c)
         else:
             pooled = one_hot(self._down[tile.rows] - top, len(cells)).to(P.dtype).mT @ P
         cols = one_hot(self._across[tile.cols] - left, right + 1 - left).to(P.dtype)
-        self._total[tile.batch, tile.heads, :, top : bottom + 1, left : right + 1] += pooled @ cols
+        self.total[tile.batch, tile.heads, :, top : bottom + 1, left : right + 1] += pooled @ cols
+
+    def add_gathered(self, tiles: GatheredTiles) -> None:
+        _, _, height, width = self._sizes
+        cells = self.total.view(*self.total.shape[:3], height * width)
+        tiles.add_at(cells, self._down[tiles.i] * width + self._across[tiles.j], tiles.values)
 
     def mean(self) -> Tensor:
-        _, _, height, width = self._sizes
-        rows, cols = torch.bincount(self._down, minlength=height), torch.bincount(self._across, minlength=width)
-        return self._total / (rows[:, None] * cols)
+        """The mean weight in each cell."""
+        return self.total / cell_sizes(*self._sizes, self.total.device)
+
+
+def cell_sizes(n: int, m: int, height: int, width: int, device: torch.device) -> Tensor:
+    """How many of n × m pairs are in each cell of a grid, (height, width)."""
+    sides = ((n, height), (m, width))
+    rows, keys = ((-(-torch.arange(cells + 1, device=device) * size // cells)).diff() for size, cells in sides)
+    return rows[:, None] * keys
 
 
 @torch.no_grad()
@@ -253,19 +320,35 @@ def visible(p: Problem, tile_sizes: TileSizes) -> Tensor:
     x = fold(p)
     shape = x.query.shape[:-1]
     count = torch.zeros(shape, dtype=torch.int64, device=x.query.device)
-    for strip in strips(x.spec, x.query.shape, tile_sizes):
-        for run in strip.runs:
-            tile = strip.tile(run)
-            part = ROW.part(count, tile)
-            size = (*part.shape, run.stop - run.start)
-            shown = torch.ones((), dtype=torch.bool, device=count.device).expand(size)
-            if not run.full and (hide := hidden(x.spec, tile, shape[2], count.device)) is not None:
-                shown = (~hide).expand(size)
+    if (gathered := gathered_logits(x, tile_sizes)) is not None:
+        for found in gathered:
+            part = found.of_rows(count)
+            part += (found.values > -torch.inf).sum(-1)
+        return p.shaped(count.flatten(1, 2))
+    by_score = x.spec.pointwise is not None and x.spec.pointwise.may_hide
+    workspace = Workspace()
+    for tile, run in tiles(x.spec, x.query.shape, tile_sizes):
+        part = ROW.part(count, tile)
+        if by_score:
+            part.add_((masked_logits(x, tile, run, workspace) != -torch.inf).sum(-1))
+        else:
             bias = None if x.bias is None else BIAS.part(x.bias, tile)
-            if (added := bias_tile(x.spec, tile, shape[2], bias, x.shared)) is not None:
-                shown = shown & (added != -torch.inf)
-            part.add_(run.stop - run.start if run.full and added is None else shown.sum(-1))
+            part.add_(shown_keys(x.spec, tile, run, part, bias, x.shared))
     return p.shaped(count.flatten(1, 2))
+
+
+def shown_keys(
+    spec: Spec, tile: Tile, run: KeyRun, part: Tensor, bias: Tensor | None, shared: tuple[Tensor, ...]
+) -> Tensor | int:
+    """How many keys of a tile the mask and the bias show to each of its rows, whose results are `part` (l, k, g, r)."""
+    groups, width = part.shape[2], run.stop - run.start
+    hide = None if run.full else hidden(spec, tile, groups, part.device)
+    added = bias_tile(spec, tile, groups, bias, shared)
+    if hide is None and added is None:
+        return width
+    shown = torch.ones((), dtype=torch.bool, device=part.device) if hide is None else ~hide
+    shown = shown if added is None else shown & (added != -torch.inf)
+    return shown.expand(*part.shape, width).sum(-1)
 
 
 @torch.no_grad()
@@ -276,21 +359,37 @@ def top(p: Problem, rows: Rows, k: int, tile_sizes: TileSizes) -> tuple[Tensor, 
     shape = (*x.query.shape[:-1], k)
     best = x.query.new_full(shape, -torch.inf)
     where = torch.full(shape, -1, dtype=torch.int64, device=stats.row_max.device)
-    workspace = Workspace()
-    for strip in strips(x.spec, x.query.shape, tile_sizes):
-        for run in strip.runs:
-            tile = strip.tile(run)
+    gathered = gathered_logits(x, tile_sizes)
+    if gathered is not None:
+        for part in gathered:
+            S = part.values  # (lists, heads, groups, rows, W)
+            values, place = strongest(S, min(k, S.shape[-1]))
+            own = _rows_of(best, part), _rows_of(where, part)
+            _keep_strongest(*own, values, part.keys_at(place))
+    else:
+        workspace = Workspace()
+        for tile, run in tiles(x.spec, x.query.shape, tile_sizes):
             S = masked_logits(x, tile, run, workspace)  # (l, k, g, r, c)
             values, index = strongest(S, min(k, S.shape[-1]))
             at = (tile.batch, tile.heads, slice(None), tile.rows)
-            values = torch.cat((best[at], values), -1)
-            index = torch.cat((where[at], index + run.start), -1)
-            order = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]  # earlier runs have lower keys
-            best[at], where[at] = values.gather(-1, order), index.gather(-1, order)
+            _keep_strongest(best[at], where[at], values, index + run.start)
     seen = best > -torch.inf
     share = torch.where(seen, (best - stats.row_max[..., None] - stats.log_row_sum[..., None]).exp(), 0.0).to(p.dtype)
     where = where.masked_fill(~seen, -1)
     return p.shaped(share.flatten(1, 2)), p.shaped(where.flatten(1, 2))
+
+
+def _keep_strongest(best: Tensor, where: Tensor, values: Tensor, index: Tensor) -> None:
+    """Keep the largest of the best so far and of more values (…, k), with their keys; ties to those that came first."""
+    values, index = torch.cat((best, values), -1), torch.cat((where, index), -1)
+    order = values.sort(dim=-1, descending=True, stable=True).indices[..., : best.shape[-1]]  # earlier: lower keys
+    best.copy_(values.gather(-1, order))
+    where.copy_(index.gather(-1, order))
+
+
+def _rows_of(total: Tensor, tiles: GatheredTiles) -> Tensor:
+    """View the rows of a tile in (L, K, G, N, k): (lists, heads, groups, rows, k)."""
+    return GATHERED_QUERY.part(total, tiles.at)[..., tiles.tile.rows, :]
 
 
 @without_autocast

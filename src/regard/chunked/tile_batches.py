@@ -194,7 +194,7 @@ def items_apart(x: FoldedProblem, tile_sizes: TileSizes) -> list[FoldedProblem]:
 def _plain(x: FoldedProblem, height: int) -> bool:
     """Whether logits are dot products without a bias, on a CPU, in more than one strip."""
     spec = x.spec
-    if spec.pair is not None or spec.bias is not None or x.bias is not None or spec.dropout:
+    if spec.positions is not None or spec.pairwise or spec.bias is not None or x.bias is not None or spec.dropout:
         return False
     if x.query.device.type != "cpu" or x.query.dtype not in INF_BITS or spec.n <= height:
         return False

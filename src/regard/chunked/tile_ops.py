@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..compat.torch import is_traced, lacks_values, transforms_are_active
 from ..core.folded import FoldedProblem
-from ..core.formula import bias_tile, hidden, products
+from ..core.formula import bias_tile, hidden, pairs_of, products
 from ..core.spec import Spec
 from ..core.tiling import BIAS, KEY, QUERY, ROW, KeyRun, Tile
+from ..scores.elementwise import evaluate
 
 __all__ = [
     "FLOOR",
@@ -200,6 +201,8 @@ def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspac
         S = workspace.product("logits", query, workspace.transposed("keys", x.key, spec.n, tile))
     else:
         S = products(spec, query, KEY.part(x.key, tile), x.shared)
+    if spec.pointwise is not None:
+        S = evaluate(spec.pointwise, pairs_of(spec, tile, S.shape[2], S.device), x.shared[spec.tables], S)
     if spec.softcap is not None:
         S.div_(spec.softcap).tanh_().mul_(spec.softcap)
     bias = None if x.bias is None else BIAS.part(x.bias, tile)
@@ -240,7 +243,7 @@ def below_row_max(x: FoldedProblem, S: Tensor, row_max: Tensor, run: KeyRun) -> 
 
 
 def hides_nothing(x: FoldedProblem, run: KeyRun) -> bool:
-    return run.full and x.bias is None and x.spec.bias is None
+    return run.full and x.bias is None and not x.spec.hides_by_value
 
 
 def exp_below_max(x: FoldedProblem, X: Tensor, run: KeyRun, out: Tensor, clamped: bool = False) -> Tensor:

@@ -11,19 +11,32 @@ from torch import Tensor
 from ..autograd.engine import MaybeTensors, Needs
 from ..autograd.strip_map import vjp_of
 from ..core.folded import FoldedProblem
-from ..core.formula import bias_tile, kept, products
+from ..core.formula import bias_tile, kept, scores
 from ..core.rows import Rows
-from ..core.tiling import BIAS, KEY, QUERY, ROW, Tile, TileSizes, strips
+from ..core.tiling import BIAS, KEY, QUERY, ROW, Tile, TileSizes, tiles
 from .batched_vjp import RowCotangents, add_batch
 from .tile_batches import items_apart, tile_batches
 from .tile_ops import RowStats, Workspace, logits_and_weights, multiply, weights
 
-__all__ = ["GradSums", "add_to", "rows_of", "vjp"]
+__all__ = ["GradSums", "add_to", "cast_sums", "rows_of", "vjp", "zero_sums"]
+
+
+def zero_sums(x: FoldedProblem, needs: Needs) -> list[Tensor | None]:
+    """Zeros for the sums of the gradients, in exact arithmetic; None for inputs that need none."""
+    return [
+        torch.zeros(t.shape, dtype=x.query.dtype, device=t.device) if need and t is not None else None
+        for t, need in zip(x.inputs, needs, strict=True)
+    ]
+
+
+def cast_sums(x: FoldedProblem, sums: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The sums in the dtypes of their inputs."""
+    return tuple(None if g is None or t is None else g.to(t.dtype) for g, t in zip(sums, x.inputs, strict=True))
 
 
 @dataclass
 class GradSums:
-    """Running sums of the gradients, in exact arithmetic; None for inputs that need none."""
+    """Running sums of the gradients by name, as `zero_sums` makes them."""
 
     query: Tensor | None
     key: Tensor | None
@@ -34,18 +47,11 @@ class GradSums:
 
     @staticmethod
     def zeros(x: FoldedProblem, needs: Needs) -> GradSums:
-        inputs = (x.query, x.key, x.value, x.bias, *x.shared)
-        query, key, value, bias, *shared = (
-            torch.zeros(t.shape, dtype=x.query.dtype, device=t.device) if need and t is not None else None
-            for t, need in zip(inputs, needs, strict=True)
-        )
+        query, key, value, bias, *shared = zero_sums(x, needs)
         return GradSums(query, key, value, bias, shared[: x.spec.paired], shared[x.spec.paired :])
 
     def cast(self, x: FoldedProblem) -> tuple[Tensor | None, ...]:
-        """The sums in the dtypes of their inputs, in the order of the inputs."""
-        sums = (self.query, self.key, self.value, self.bias, *self.score, *self.tables)
-        inputs = (x.query, x.key, x.value, x.bias, *x.shared)
-        return tuple(None if g is None or t is None else g.to(t.dtype) for g, t in zip(sums, inputs, strict=True))
+        return cast_sums(x, (self.query, self.key, self.value, self.bias, *self.score, *self.tables))
 
     @property
     def wants_tables(self) -> bool:
@@ -87,31 +93,29 @@ def vjp(
     batches = None if x.spec.mask is None else tile_batches(x, sizes, workspace)
     if batches is not None:
         given = RowCotangents(dO, stats, delta, mean, g_H)
-        for tiles in batches:
-            add_batch(x, tiles, given, (sums.query, sums.key, sums.value), workspace)
+        for batch in batches:
+            add_batch(x, batch, given, (sums.query, sums.key, sums.value), workspace)
         return sums.cast(x)
-    for strip in strips(x.spec, x.query.shape, sizes):
-        for run in strip.runs:
-            tile = strip.tile(run)
-            X: Tensor | None = None
-            if g_H is None:
-                P = weights(x, tile, run, stats, workspace)  # (l, k, g, r, c)
-            else:
-                X, P = logits_and_weights(x, tile, run, stats, workspace)
-            dO_tile = QUERY.part(dO, tile)
-            dP = workspace.product("dP", dO_tile, workspace.transposed("values", x.value, x.spec.n, tile))
-            Pd = P
-            if x.spec.dropout:
-                keep = kept(x.spec, tile, P.shape[2], P.device).to(P.dtype) / (1 - x.spec.dropout)
-                dP.mul_(keep)
-                Pd = P * keep
-            d_value = None if sums.value is None else torch.bmm(matrices_of(Pd).mT, matrices_of(dO_tile))
-            dS = dP.add_(ROW.part(delta, tile)[..., None]).mul_(P)
-            if g_H is not None and X is not None:
-                surprise = X.sub_(ROW.part(mean, tile)[..., None]).mul_(P)
-                dS.sub_(surprise.mul_(ROW.part(g_H, tile)[..., None]))
-            d_key = _add_tile(x, tile, dS, sums, workspace)
-            sums.add_keys(tile, d_key, d_value)
+    for tile, run in tiles(x.spec, x.query.shape, sizes):
+        X: Tensor | None = None
+        if g_H is None:
+            P = weights(x, tile, run, stats, workspace)  # (l, k, g, r, c)
+        else:
+            X, P = logits_and_weights(x, tile, run, stats, workspace)
+        dO_tile = QUERY.part(dO, tile)
+        dP = workspace.product("dP", dO_tile, workspace.transposed("values", x.value, x.spec.n, tile))
+        Pd = P
+        if x.spec.dropout:
+            keep = kept(x.spec, tile, P.shape[2], P.device).to(P.dtype) / (1 - x.spec.dropout)
+            dP.mul_(keep)
+            Pd = P * keep
+        d_value = None if sums.value is None else torch.bmm(matrices_of(Pd).mT, matrices_of(dO_tile))
+        dS = dP.add_(ROW.part(delta, tile)[..., None]).mul_(P)
+        if g_H is not None and X is not None:
+            surprise = X.sub_(ROW.part(mean, tile)[..., None]).mul_(P)
+            dS.sub_(surprise.mul_(ROW.part(g_H, tile)[..., None]))
+        d_key = _add_tile(x, tile, dS, sums, workspace)
+        sums.add_keys(tile, d_key, d_value)
     return sums.cast(x)
 
 
@@ -148,11 +152,11 @@ def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums, workspac
     d_query: Tensor | None
     d_key: Tensor | None
     if spec.softcap is not None:
-        raw = products(spec, query, KEY.part(x.key, tile), x.shared)
+        raw = scores(spec, tile, query, KEY.part(x.key, tile), x.shared)
         dS = dS.mul_(1 - (raw / spec.softcap).tanh_().square_())
-    if spec.pair is not None:
+    if spec.pairwise:
         key = KEY.part(x.key, tile)
-        _, pull = vjp_of(lambda q, k, *w: products(spec, q, k, w), query, key, *of_score)
+        _, pull = vjp_of(lambda q, k, *w: scores(spec, tile, q, k, w), query, key, *of_score)
         d_query, d_key, *d_score = pull(dS)
         add_to(sums.score, d_score)
     else:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import atlas, info, inspect, lab, show, warmup
+from . import ablate, atlas, census, info, inspect, lab, show, warmup
 from .encoding import fall_back_to_ascii
 from .output import Commands, hush_other_packages
 
@@ -44,5 +44,6 @@ def _regard(
     """Exact attention that you can see through."""
 
 
-for _verb in (show.show, info.info, warmup.warmup, inspect.inspect, atlas.atlas, lab.lab):
+_VERBS = show.show, info.info, warmup.warmup, inspect.inspect, ablate.ablate, atlas.atlas, census.census, lab.lab
+for _verb in _VERBS:
     app.command()(_verb)

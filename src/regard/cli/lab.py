@@ -35,14 +35,14 @@ def lab(
     from regard.lab import run, studies
     from regard.lab.base import canvas
     from regard.lab.page import write as write_page
-    from regard.lab.terminal import listing, summary
+    from regard.lab.terminal import listing
 
     console = Console(highlight=False)
     if name is None and not everything:
         if save or as_json:
             rest = ": --json works with one, not with --all" if as_json else ", or give --all"
             raise typer.BadParameter(f"name an experiment{rest}", param_hint="NAME")
-        console.print(listing(studies()))
+        console.print(listing({name: study.brief or study.claim for name, study in studies().items()}))
         console.print(
             Text("regard lab NAME runs one: its claim, numbers and verdict. --all runs every one.", style="dim")
         )
@@ -64,7 +64,7 @@ def lab(
         else:
             for experiment in found:
                 console.print(Rule(experiment.name, align="left"))
-                console.print(summary(experiment))
+                console.print(experiment)
         if save is not None:
             page = write_page(found, save)
             typer.echo(f"wrote {shown(str(page))}; open it in a browser", err=as_json)

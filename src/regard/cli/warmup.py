@@ -21,7 +21,7 @@ def warmup(
     dtype: Annotated[
         list[str], typer.Option(help=f"The dtypes to compile for: {', '.join(DTYPES)}; may be repeated.")
     ] = ["bfloat16"],  # noqa: B006
-    dim: Annotated[list[int], typer.Option(help="Head dims, up to 256; may be repeated.")] = list(DIMS),  # noqa: B006
+    dim: Annotated[list[int], typer.Option(help="Head dims, up to 512; may be repeated.")] = list(DIMS),  # noqa: B006
     variant: Annotated[
         list[str], typer.Option(help=f"The kinds of call to compile for: {', '.join(VARIANTS)}; may be repeated.")
     ] = list(USUAL),  # noqa: B006

@@ -12,7 +12,15 @@ from typing import Any, Self
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OperatorMode", "operator_arguments", "original_name", "replace_compiled_call", "runs_compiled"]
+__all__ = [
+    "EagerOperatorMode",
+    "OperatorMode",
+    "operator_arguments",
+    "original_name",
+    "replace_compiled_call",
+    "runs_compiled",
+    "submodules",
+]
 
 _WRAPPED = "_orig_mod"  # how torch.compile(module) registers the module that it wraps
 
@@ -35,6 +43,14 @@ class OperatorMode(TorchDispatchMode):
         return True
 
 
+class EagerOperatorMode(OperatorMode):
+    """The same for code that is not compiled: torch does not import the compiler for it, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def operator_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of an operator by name."""
     names = [argument.name for argument in operator._schema.arguments]
@@ -48,6 +64,26 @@ def original_name(name: str) -> str:
     'blocks.0.attn'
     """
     return ".".join(part for part in name.split(".") if part != _WRAPPED)
+
+
+def submodules(model: nn.Module) -> list[tuple[str, nn.Module, bool]]:
+    """Every module once, in the order of `named_modules`: its `original_name`, itself, and whether it has no children.
+
+    >>> [(name, leaf) for name, _, leaf in submodules(nn.Sequential(nn.Sequential(nn.ReLU())))]
+    [('', False), ('0', False), ('0.0', True)]
+    """
+    found, known, waiting = [], set(), [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in known:
+            continue
+        known.add(id(module))
+        children = [(part, child) for part, child in module._modules.items() if child is not None]
+        found.append((name, module, not children))
+        for part, child in reversed(children):
+            inner = name if part == _WRAPPED else f"{name}.{part}" if name else part
+            waiting.append((inner, child))
+    return found
 
 
 def runs_compiled(model: nn.Module) -> bool:

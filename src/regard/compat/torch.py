@@ -8,9 +8,10 @@ from __future__ import annotations
 import ctypes
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "autocast_enabled",
     "cached_signature",
     "call_function",
+    "call_modes",
     "causal_bias",
     "check_when_run",
     "cpu_flash_attention",
@@ -47,6 +49,7 @@ __all__ = [
     "lacks_values",
     "legacy_batch",
     "legacy_unbatch",
+    "likeness",
     "may_need_grad",
     "no_autocast",
     "node_in_backward",
@@ -57,13 +60,12 @@ __all__ = [
     "raw_stream",
     "samples",
     "saved_tensors_are_packed",
-    "sdpa_switches",
     "shared_with_backward",
     "tensor_indices_in_vmap",
     "transforms_are_active",
     "unwrap",
     "unwrap_largest",
-    "version_of",
+    "versions_of",
     "without_autocast",
 ]
 
@@ -72,6 +74,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 F = TypeVar("F", bound=torch.autograd.Function)
 
+_VERSION = attrgetter("_version")
 _REFERENCES = 2  # what sys.getrefcount counts for an object with one name
 
 
@@ -182,8 +185,18 @@ def cuda_allocator(size: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Te
     """A function that makes contiguous tensors on the current CUDA device, in a third of the time of the public one."""
     guards: Any = torch._C._dynamo.guards
     make, strides = guards._empty_strided_cuda, torch.empty(size, device="meta").stride()
-    given = tuple(size), strides, dtype  # it takes no torch.Size
-    return lambda: make(*given)
+    return partial(make, tuple(size), strides, dtype)  # it takes no torch.Size
+
+
+def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function that tells whether other tensors are like these in all but their values.
+
+    It compares types, dtypes, devices, sizes, strides, `requires_grad` and modes that dispatch. It keeps
+    no tensor; none may be given twice.
+    """
+    guards: Any = torch._C._dynamo.guards
+    made = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return made.check  # type: ignore[no-any-return]
 
 
 def is_current_device(device: torch.device) -> bool:
@@ -198,15 +211,25 @@ def operations_are_plain() -> bool:
     return not special and forward_ad._current_level < 0
 
 
-def sdpa_switches() -> tuple[object, ...]:
-    """The switches by which torch chooses a kernel of its attention function."""
+def call_modes(by_torch: bool) -> tuple[object, ...] | None:
+    """The modes of torch that decide about a call, or None in forward mode.
+
+    They are whether a graph is recorded and whether the bits must be the same every time. `by_torch` adds the switches
+    by which torch chooses a kernel of its attention function.
+    """
+    if forward_ad._current_level >= 0:
+        return None
     c = torch._C
+    if not by_torch:
+        return torch.is_grad_enabled(), c._get_deterministic_algorithms()
     return (
+        torch.is_grad_enabled(),
+        c._get_deterministic_algorithms(),
         c._get_flash_sdp_enabled(),
         c._get_mem_efficient_sdp_enabled(),
         c._get_cudnn_sdp_enabled(),
         c._get_overrideable_sdp_enabled(),
-        tuple(c._get_sdp_priority_order()),
+        *c._get_sdp_priority_order(),
     )
 
 
@@ -217,12 +240,14 @@ def in_backward() -> bool:
 
 def shared_with_backward(name: str, make: Callable[[], T]) -> T:
     """An object of this thread, made on first use; autograd's own threads get it for this thread's backward passes."""
-    if not torch._C._is_key_in_tls(name):
-        made = make()
-        torch._C._stash_obj_in_tls(name, made)
-        if sys.getrefcount(made) < _REFERENCES + 1:  # torch 2.11 takes a reference that it was not given
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-    found: T = torch._C._get_obj_in_tls(name)
+    found: T
+    try:
+        found = torch._C._get_obj_in_tls(name)
+    except RuntimeError:  # asking first would take longer
+        found = make()
+        torch._C._stash_obj_in_tls(name, found)
+        if sys.getrefcount(found) < _REFERENCES + 1:  # torch 2.11 takes a reference that it was not given
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
     return found
 
 
@@ -375,9 +400,12 @@ def is_readable(x: Tensor) -> bool:
     return any(found is not None and isinstance(x, found) for found in known)
 
 
-def version_of(x: Tensor) -> int:
-    """How often a tensor was changed in place; -1 for tensors of inference mode, which are not counted."""
-    return -1 if x.is_inference() else int(x._version)
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each tensor was changed in place; -1 for tensors of inference mode, which are not counted."""
+    try:
+        return [*map(_VERSION, tensors)]
+    except RuntimeError:  # asking first would take longer
+        return [-1 if x.is_inference() else x._version for x in tensors]
 
 
 def cached_signature(function: type[F]) -> type[F]:

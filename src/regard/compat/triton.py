@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["INTERPRETED", "Address", "load", "starter", "with_base"]
+__all__ = ["INTERPRETED", "Address", "build_launcher", "hash_compiler", "load", "starter", "with_base"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels in Python; it reads this once, too
 _MOST_MAPS = 256  # addresses whose TMA descriptors are kept for each argument
@@ -20,9 +20,46 @@ class Address(int):
         return self
 
 
+def hash_compiler() -> None:
+    """Let Triton hash its own files, some hundred megabytes, for the keys of its cache.
+
+    It keeps the hash. Threads that compile for the first time together would each compute it.
+    """
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # the first compilation hashes them then
+        return
+    triton_key()
+
+
 def load(compiled: Any) -> Any:
     """Build a kernel's launcher, for which Triton 3.6 calls a C compiler, and load its code onto the current device."""
     return (compiled.result() if hasattr(compiled, "result") else compiled).run
+
+
+def build_launcher(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Build the launcher of a kernel that is not compiled yet into Triton's cache, where `load` finds it.
+
+    Returns whether there is one: Triton 3.6 lets a C compiler build it, after the kernel. It depends on nothing but the
+    types of the arguments.
+    """
+    from triton.backends.nvidia import driver
+    from triton.runtime.driver import driver as drivers
+
+    if getattr(driver, "_BASE_ARGS_FORMAT_LEN", None) != _BASE:
+        return False
+    *_, bind = kernel.device_caches[drivers.active.get_current_device()]
+    _, specialized, _ = bind(**arguments, **options, debug=False, instrumentation_mode="")
+    signature = {name: kind for name, (kind, _) in zip(kernel.arg_names, specialized, strict=True)}
+    described = [True for kind in signature.values() if isinstance(kind, str) and kind.startswith("tensordesc")]
+    driver.compile_module_from_src(
+        src=driver.make_launcher({}, signature, described),
+        name="__triton_launcher",
+        library_dirs=driver.library_dirs(),
+        include_dirs=driver.include_dirs,
+        libraries=driver.libraries,
+    )
+    return True
 
 
 def with_base(descriptor: Any, x: Any) -> Any:
@@ -32,12 +69,19 @@ def with_base(descriptor: Any, x: Any) -> Any:
     return twin
 
 
-def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing: Any) -> Callable[..., None]:
-    """A function that starts a compiled kernel on the current stream, with other values of the changing arguments.
+class Starter(NamedTuple):
+    """Two ways to start a compiled kernel again, with other values of its changing arguments."""
+
+    by_name: Callable[..., None]
+    bound: Callable[..., Callable[..., None]]  # from names to a function of values in this order
+
+
+def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing: Any) -> Starter:
+    """Functions that start a compiled kernel on the current stream, with other values of the changing arguments.
 
     `arguments` are all arguments in order, of which nothing in `changing` is kept; what is None there stays None. The
     function is the kernel's own launcher; `kernel[grid]` inspects each argument first, and tells profilers about it.
-    Tensors may be given as an `Address`.
+    Tensors may be given as an `Address`, and in order also as a number.
     """
     from triton import knobs
     from triton.runtime import driver
@@ -49,23 +93,44 @@ def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing
     places = {name: at for at, (name, x) in enumerate(arguments.items()) if name in changing and _holds_tensors(x)}
     described = {name: with_base(x, None) for name, x in arguments.items() if hasattr(x, "block_shape")}
     template = [None if name in places else x for name, x in arguments.items()]
-    direct = _direct(compiled, programs, arguments, places, described)
+    direct = _direct(compiled, arguments, places, described)
 
-    def start(**given: Any) -> None:
-        watched = _set(hooks.launch_enter_hook) or _set(hooks.launch_exit_hook)
-        if direct is not None and not watched:
-            direct(stream(device), given)
-            return
+    def by_name(**given: Any) -> None:
         values = template.copy()
         for name, at in places.items():
             x = given[name]
             values[at] = with_base(described[name], x) if name in described else x
-        if watched:
+        if _set(hooks.launch_enter_hook) or _set(hooks.launch_exit_hook):
             by_grid(*values)
         else:
             run(programs, 1, 1, stream(device), function, metadata, None, None, None, *values)
 
-    return start
+    def bound(*names: str) -> Callable[..., None]:
+        if missing := places.keys() - set(names):
+            raise RuntimeError(f"a launch needs {', '.join(sorted(missing))}")
+
+        def named(*given: Any) -> None:
+            by_name(**{name: Address(x) if type(x) is int else x for name, x in zip(names, given, strict=True)})
+
+        if direct is None:
+            return named
+        start = direct.bound(programs, names)
+
+        def quickly(*given: Any) -> None:
+            enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+            if (enter is None or not getattr(enter, "calls", True)) and (
+                leave is None or not getattr(leave, "calls", True)
+            ):
+                start(stream(device), given)
+            else:  # somebody listens
+                named(*given)
+
+        return quickly
+
+    if direct is None:
+        return Starter(by_name, bound)
+    again = bound(*places)
+    return Starter(lambda **given: again(*[given[name] for name in places]), bound)
 
 
 def _holds_tensors(x: Any) -> bool:
@@ -76,12 +141,54 @@ def _set(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def _direct(
-    compiled: Any, programs: int, arguments: Mapping[str, Any], places: dict[str, int], described: dict[str, Any]
-) -> Callable[[int, Mapping[str, Any]], None] | None:
-    """The C launcher of Triton 3.6 without its Python around it; None for launchers that look different.
+class _Direct(NamedTuple):
+    """The C launcher of Triton 3.6 without its Python around it: its fixed arguments, and where the others go."""
 
-    That Python encodes the TMA descriptors anew. They depend on addresses alone here, and addresses come back.
+    raw: Callable[..., None]
+    begin: tuple[Any, ...]  # what the launcher takes after the grid and the stream
+    flat: list[Any]  # the arguments of the kernel
+    slots: list[tuple[str, int]]  # of tuples
+    pointers: list[tuple[str, int]]  # of tensors: the launcher asks the driver about an address that is no number
+    mapped: list[tuple[str, int, Any, Any, dict[int, Any]]]  # descriptors, what Triton knows of them, and by address
+
+    def bound(self, programs: int, names: Sequence[str]) -> Callable[[int, Sequence[Any]], None]:
+        """A function that starts the kernel on a stream, with values in the order of these names."""
+        from triton.backends.nvidia import driver
+
+        raw, begin, flat = self.raw, self.begin, self.flat
+        order = {name: i for i, name in enumerate(names)}
+        slots, pointers = ([(order[name], at) for name, at in some] for some in (self.slots, self.pointers))
+        mapped = [(order[name], at, descriptor, meta, known) for name, at, descriptor, meta, known in self.mapped]
+
+        def start(stream: int, given: Sequence[Any]) -> None:
+            values = flat.copy()
+            for i, at in slots:
+                values[at] = given[i]
+            for i, at in pointers:
+                x = given[i]
+                values[at] = x if isinstance(x, int) else x.data_ptr()
+            for i, at, descriptor, meta, known in mapped:
+                x = given[i]
+                address = x if isinstance(x, int) else x.data_ptr()
+                found = known.get(address)
+                if found is None:
+                    if len(known) >= _MOST_MAPS:
+                        known.clear()
+                    found = known[address] = driver.make_tensordesc_arg(with_base(descriptor, Address(address)), meta)[
+                        0
+                    ]
+                values[at] = found
+            raw(programs, 1, 1, stream, *begin, None, None, None, *values)
+
+        return start
+
+
+def _direct(
+    compiled: Any, arguments: Mapping[str, Any], places: dict[str, int], described: dict[str, Any]
+) -> _Direct | None:
+    """The C launcher; None for launchers that look different.
+
+    The Python around it encodes the TMA descriptors anew. They depend on addresses alone here, and addresses come back.
     """
     from triton.backends.nvidia import driver
 
@@ -94,37 +201,16 @@ def _direct(
         if set(inner) != {"launcher", "tensordesc_indices", "tensordesc_meta"} or not metas:
             return None
         raw = inner["launcher"]
-    flat: list[Any] = []
-    slots: list[tuple[str, int]] = []  # of tuples
-    pointers: list[tuple[str, int]] = []  # of tensors: the launcher asks the driver about an address that is no number
-    mapped: list[tuple[str, int, Any, Any, dict[int, Any]]] = []  # and the descriptors by address
+    begin = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
+    made = _Direct(raw, begin, [], [], [], [])
     metas = iter(metas or ())
     for name, x in arguments.items():
         if name in described:
             meta = next(metas)
-            mapped.append((name, len(flat), described[name], meta, {}))
-            flat += [None, *driver.make_tensordesc_arg(x, meta)[1:]]
+            made.mapped.append((name, len(made.flat), described[name], meta, {}))
+            made.flat.extend([None, *driver.make_tensordesc_arg(x, meta)[1:]])
             continue
         if name in places:
-            (slots if isinstance(x, tuple) else pointers).append((name, len(flat)))
-        flat.append(None if name in places else x)
-    begin = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
-
-    def direct(stream: int, given: Mapping[str, Any]) -> None:
-        values = flat.copy()
-        for name, at in slots:
-            values[at] = given[name]
-        for name, at in pointers:
-            values[at] = given[name].data_ptr()
-        for name, at, descriptor, meta, known in mapped:
-            x = given[name]
-            address = x.data_ptr()
-            found = known.get(address)
-            if found is None:
-                if len(known) >= _MOST_MAPS:
-                    known.clear()
-                found = known[address] = driver.make_tensordesc_arg(with_base(descriptor, x), meta)[0]
-            values[at] = found
-        raw(programs, 1, 1, stream, *begin, None, None, None, *values)
-
-    return direct
+            (made.slots if isinstance(x, tuple) else made.pointers).append((name, len(made.flat)))
+        made.flat.append(None if name in places else x)
+    return made

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..compat.torch import is_batched, is_traced, lacks_values
 from ..errors import ArgumentError
 
-__all__ = ["draw_seed", "drawn_in_graph", "keep", "keep_threshold", "row_keys", "shift_keys"]
+__all__ = ["draw_seed", "drawn_in_graph", "keep", "keep_pairs", "keep_threshold", "row_keys", "shift_keys"]
 
 _GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -30,8 +30,12 @@ def keep(probability: float, seed: int | Tensor, items: Tensor, heads: Tensor, r
     >>> abs(one.float().mean().item() - 0.75) < 0.01
     True
     """
-    key = row_keys(seed, items, heads, rows)
-    low, high = (_int32(key), _int32(key >> 32))
+    return keep_pairs(probability, row_keys(seed, items, heads, rows), cols)
+
+
+def keep_pairs(probability: float, keys: Tensor, cols: Tensor) -> Tensor:
+    """The same for the 64 bits of rows, (…, rows), and columns that broadcast to (…, rows, cols)."""
+    low, high = (_int32(keys), _int32(keys >> 32))
     x = low[..., None] + _int32(cols * _GOLDEN32)  # (items, heads, rows, cols) int32, wrapping
     x ^= (x >> 16) & 0xFFFF
     x *= _MIX32[0]

@@ -6,7 +6,6 @@ code. So does the sink, which is applied to finished rows.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +29,11 @@ class FoldedProblem(NamedTuple):
     shared: tuple[Tensor, ...]  # parameters without a batch
     spec: Spec
 
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """The inputs of an engine, in their order."""
+        return self.query, self.key, self.value, self.bias, *self.shared
+
 
 def group_bias(bias: Tensor | None, heads: int) -> Tensor | None:
     """A bias tensor (L|1, H|1, N|1, M|1) with its query heads grouped by key head: (L|1, K|1, G|1, N|1, M|1)."""
@@ -52,8 +56,7 @@ def fold(p: Problem, seed: int | Tensor = 0, finite: bool = False) -> FoldedProb
     shared: tuple[Tensor, ...] = ()
     if p.score is not None:
         query, key, shared = p.score.prepare(query, key)
-        pair = p.score.pair if p.score.pairwise else None
-        spec = replace(spec, pair=pair, cost=p.score.cost, paired=len(shared))
+        spec = spec.with_score(p.score, len(shared), exact)
     elif isinstance(p.scale, Tensor):
         query = query * p.scale.to(exact).reshape(-1, 1, 1)
     else:

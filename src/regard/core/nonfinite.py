@@ -14,10 +14,11 @@ from ..compat.torch import is_capturing, is_traced, lacks_values, samples, trans
 from ..masks import Mask, dense
 from ..softmax import arithmetic_dtype
 from .formula import bias_tile, hidden
+from .gathered import GATHERED_BIAS, GATHERED_KEY, GATHERED_ROW, GatheredTile, gathered_tiles, lists_of
 from .problem import Problem
 from .rows import Rows
 from .spec import Spec
-from .tiling import BIAS, ROW, Tile, TileSizes, strips
+from .tiling import BIAS, ROW, Tile, TileSizes, tiles
 
 __all__ = [
     "all_finite",
@@ -115,6 +116,11 @@ def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor |
     keys = torch.zeros(batch, heads, m, dtype=torch.bool, device=key.device)
     if bias is not None:
         bias = unwrap_largest(bias)  # under vmap, −inf hides only where every sample has it, and so for tables
+    lists = None if _unread(rows) else lists_of(spec)
+    if lists is not None:
+        for at in gathered_tiles(spec, lists, rows.shape, 1, TileSizes()):
+            _mark_gathered(spec, at, bias, tables, rows, keys)
+        return rows.flatten(1, 2), keys
     for tile, full in _tiles(spec, rows):
         row, col = ROW.part(rows, tile), keys[tile.batch, tile.heads, tile.cols]
         shown = torch.ones((), dtype=torch.bool, device=key.device)
@@ -130,6 +136,23 @@ def visible_rows_and_keys(spec: Spec, query: Tensor, key: Tensor, bias: Tensor |
     return rows.flatten(1, 2), keys
 
 
+def _mark_gathered(
+    spec: Spec, at: GatheredTile, bias: Tensor | None, tables: list[tuple[Tensor, ...]], rows: Tensor, keys: Tensor
+) -> None:
+    """Mark the rows (L, K, G, N) and keys (L, K, M) that take part in some lists of keys."""
+    part, row = at.spec(spec), GATHERED_ROW.part(rows, at)
+    shown = at.positions.shown
+    if bias is not None:
+        shown = shown & (GATHERED_BIAS.part(bias, at) != -torch.inf)
+    elif tables:
+        shown = shown & _shown_by_table(part, at.tile, at.heads.groups, tables)
+    shown = shown.expand(*row.shape, part.m)  # (lists, heads, groups, rows, W)
+    row |= shown.any(-1)
+    count = torch.zeros(*keys.shape, 1, dtype=torch.int32, device=keys.device)
+    GATHERED_KEY.add(count, at, shown.flatten(2, 3).any(2)[..., None].int())
+    keys |= count[..., 0] > 0
+
+
 def _shown_by_table(spec: Spec, tile: Tile, groups: int, tables: list[tuple[Tensor, ...]]) -> Tensor:
     """Where a structured bias is above −inf in some sample of vmap: broadcastable to (l, k, g, r, c)."""
     spec = replace(spec, paired=0)  # these tensors are those of the bias alone
@@ -143,8 +166,7 @@ def _tiles(spec: Spec, rows: Tensor) -> Iterator[tuple[Tile, bool]]:
     if _unread(rows):
         yield Tile(slice(0, shape[0]), slice(0, shape[1]), slice(0, spec.n), slice(0, spec.m)), False
         return
-    for strip in strips(spec, shape, TileSizes()):
-        yield from ((strip.tile(run), run.full) for run in strip.runs)
+    yield from ((tile, run.full) for tile, run in tiles(spec, shape, TileSizes()))
 
 
 def _unread(x: Tensor) -> bool:

@@ -33,6 +33,16 @@ class Problem(NamedTuple):
     observed: bool
     who: str  # the public function, for messages
 
+    def as_observed(self) -> Problem:
+        """The same call, with statistics; sooner than by `_replace`."""
+        query, key, value, mask, bias, score, scale, softcap, sink, dropout, lead, _, who = self
+        return Problem(query, key, value, mask, bias, score, scale, softcap, sink, dropout, lead, True, who)
+
+    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+        """The same call of other tensors; sooner than by `_replace`."""
+        _, _, _, mask, bias, score, scale, softcap, sink, dropout, lead, observed, who = self
+        return Problem(query, key, value, mask, bias, score, scale, softcap, sink, dropout, lead, observed, who)
+
     @property
     def rows(self) -> int:
         return self.query.shape[2]
@@ -76,8 +86,7 @@ class Problem(NamedTuple):
         elif self.bias is not None:
             found += self.bias.tensors
         if self.score is not None:
-            found += self.score.parameters()
-            found += self.score.buffers()
+            found += self.score.tensors
         found += [t for t in (self.scale, self.sink) if isinstance(t, Tensor)]
         return tuple(found)
 

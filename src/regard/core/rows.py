@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "stacked", "unstacked"]
+__all__ = ["Rows", "StackedRows", "stacked", "unstacked"]
 
 _MISSING: Any = None  # in results without statistics: the call is not observed, or the backend has none
 
@@ -24,6 +24,13 @@ class Rows(NamedTuple):
     entropy: Tensor = _MISSING  # if the call is not observed: zeros in tiles, None in kernels
     max_logit: Tensor = _MISSING
     log_row_sum: Tensor = _MISSING  # lse − max_logit, to all digits even where the logits are large
+
+
+class StackedRows(NamedTuple):
+    """The same with the statistics in one tensor, as `unstacked` reads it; one tensor is made sooner than four."""
+
+    output: Tensor
+    statistics: Tensor
 
 
 def stacked(rows: Rows, parts: int) -> tuple[Tensor, Tensor]:

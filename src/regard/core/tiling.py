@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,15 +23,16 @@ __all__ = [
     "ROW",
     "SHARED",
     "SHORTEST_FULL_RUN",
-    "TRANSPOSED",
     "Axes",
     "KeyRun",
+    "PartOfTile",
     "Points",
     "Strip",
     "Tile",
     "TileSizes",
     "mask_at",
     "strips",
+    "tiles",
 ]
 
 _BUDGET = 2**21  # logits in flight: two such buffers of float32 are 16 MiB, which stays in a last-level cache
@@ -39,6 +40,7 @@ _BUDGET_PER_ROW = 2**13  # logits in flight per row of a strip, if there are few
 _CPU_ROWS = 128  # of a strip on a CPU
 _THREAD_BUDGET = 2**19  # logits in flight per thread of a CPU: a buffer of float32 is 2 MiB
 _MOST_THREADS = 32  # for which memory is taken
+_WIDEST = 4096  # gathered keys of a tile
 KEY_BLOCK = 128  # keys that are skipped or computed together
 SHORTEST_FULL_RUN = 512  # a shorter run of fully visible keys joins its masked neighbours
 
@@ -70,6 +72,18 @@ class Points(NamedTuple):
         return self.rows.to(device), self.cols.to(device)
 
 
+class PartOfTile(Protocol):
+    """Which part of a tensor a tile takes, as a view or gathered, and how it is added to the whole again."""
+
+    def part(self, x: Tensor, tile: Any) -> Tensor:
+        """The tile's part of x."""
+        ...
+
+    def add(self, whole: Tensor, tile: Any, part: Tensor) -> None:
+        """Add a part to the whole."""
+        ...
+
+
 class Axes(NamedTuple):
     """Which dimensions of a tensor, counted from the end, are its batch, heads, rows and keys."""
 
@@ -87,10 +101,13 @@ class Axes(NamedTuple):
                 x = x.narrow(dim, where.start, where.stop - where.start)
         return x
 
+    def add(self, whole: Tensor, tile: Tile, part: Tensor) -> None:
+        """Add a part to the whole."""
+        self.part(whole, tile).add_(part)
+
 
 QUERY = Axes(batch=-5, heads=-4, rows=-2)  # (L, K, G, N, D); the output too
 KEY = Axes(batch=-4, heads=-3, cols=-2)  # (L, K, M, D); values too
-TRANSPOSED = Axes(batch=-4, heads=-3, cols=-1)  # (L, K, D, M)
 BIAS = Axes(batch=-5, heads=-4, rows=-2, cols=-1)  # (L|1, K|1, G|1, N|1, M|1)
 ROW = Axes(batch=-4, heads=-3, rows=-1)  # (L, K, G, N)
 SHARED = Axes()
@@ -176,6 +193,11 @@ def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool =
     batch, heads, groups = size[:3]
     if 0 in (batch, heads, groups, spec.n):
         return
+    if spec.positions is not None:  # as small as they should be, and with keys that no cover tells apart
+        runs = [KeyRun(j, min(j + _WIDEST, spec.m), False) for j in range(0, spec.m, _WIDEST)]
+        for rows in _slices(slice(0, spec.n), tile_sizes.chunk(groups)):
+            yield Strip(slice(0, batch), slice(0, heads), rows, runs)
+        return
     chunk = min(tile_sizes.chunk(groups), spec.n)
     if whole:
         chunk = max(1, min(chunk, tile_sizes.budget // max(8 * groups * spec.m * spec.cost, 1)))
@@ -199,6 +221,12 @@ def strips(spec: Spec, size: Sequence[int], tile_sizes: TileSizes, whole: bool =
             fit = some if whole else together(max((run.stop - run.start for run in runs), default=0))
             for part, own in _split(items, those, fit):
                 yield Strip(part, own, rows, runs)
+
+
+def tiles(spec: Spec, size: Sequence[int], tile_sizes: TileSizes) -> Iterator[tuple[Tile, KeyRun]]:
+    """Yield every tile of every strip, with its run of keys."""
+    for strip in strips(spec, size, tile_sizes):
+        yield from ((strip.tile(run), run) for run in strip.runs)
 
 
 def _blocks_of_rows(spec: Spec, batch: int, heads: int, chunk: int, threads: int, width: int) -> Iterator[Strip]:

@@ -75,7 +75,7 @@ def pose(
         value,
         mask,
         bias,
-        None if score is None else _score(score, query, key, scale, who),
+        None if score is None else _score(score, query, key, scale, mask is not None, who),
         _scale(scale, heads, query, who),
         None if softcap is None else _softcap(softcap, who),
         None if sink is None else _sink(sink, heads, query, who),
@@ -319,7 +319,7 @@ def _alignment(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
     return "dimensions must be equal or 1"
 
 
-def _score(score: Score, query: Tensor, key: Tensor, scale: float | Tensor | None, who: str) -> Score:
+def _score(score: Score, query: Tensor, key: Tensor, scale: float | Tensor | None, masked: bool, who: str) -> Score:
     if not isinstance(score, Score):
         raise DtypeError(
             f"{who}: score must be a regard.scores Score. Got {type(score).__name__}; "
@@ -332,12 +332,15 @@ def _score(score: Score, query: Tensor, key: Tensor, scale: float | Tensor | Non
         )
     if (misfit := score.misfit(query.shape[-1], key.shape[-1], query.shape[1])) is not None:
         raise ShapeError(f"{who}: the score does not fit: {misfit.rstrip('.')}.")
-    for t in (*score.parameters(), *score.buffers()):
+    for t in score.tensors:
         if t.device != query.device:
             raise DeviceError(
                 f"{who}: the score must be on the query's device. Got {type(score).__name__} on {t.device}, query on "
                 f"{query.device}; move it with score.to(query.device)."
             )
+    sizes = dict(zip(("batch", "head", "row", "key"), (*query.shape[:3], key.shape[2]), strict=True))
+    if (beyond := score.beyond(sizes, masked)) is not None:
+        raise ShapeError(f"{who}: the score does not fit: {beyond}.")
     return score
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..autograd.engine import Engine, MaybeTensors, Needs
+from ..autograd.engine import Engine, MaybeTensors, Needs, required
 from ..chunked.engine import ChunkedEngine
 from ..core.rows import Rows
 from ..core.spec import Spec
@@ -40,9 +40,11 @@ class BlockAttention(ABC):
     def engine(self, block: Block) -> Engine:
         """The engine that computes a block."""
 
-    @abstractmethod
     def inputs(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> MaybeTensors:
         """The engine's inputs for a block."""
+        query, rows = required(x[0]), block.rows
+        key, value = (t.to(query.dtype) for t in kv)
+        return query.narrow(-2, rows.local_start, rows.size), key, value, self.bias(x[3], block), *x[4:]
 
     def forward(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> Rows:
         """The partial rows of a block."""
@@ -74,8 +76,7 @@ def _cached_slice(mask: Mask, n: int, m: int, row: int, key: int) -> Mask:
     """A slice of a mask; unless the mask is constant, it is cached, because kernels store their block masks with it."""
     if mask.constant:
         return slice_mask(mask, n, m, row, key)
-    part: Mask = mask.remembered(("slice", n, m, row, key), lambda: slice_mask(mask, n, m, row, key))
-    return part
+    return mask.remembered(("slice", n, m, row, key), lambda: slice_mask(mask, n, m, row, key))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,14 +94,6 @@ class ChunkedBlockAttention(BlockAttention):
 
     def engine(self, block: Block) -> Engine:
         return ChunkedEngine(self.spec_of(block), self.tile_sizes, self.observed)
-
-    def inputs(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> MaybeTensors:
-        query, _, _, bias, *shared = x
-        if query is None:
-            raise RuntimeError("a rank has queries")
-        key, value = (t.to(query.dtype) for t in kv)
-        rows = block.rows
-        return query.narrow(-2, rows.local_start, rows.size), key, value, self.bias(bias, block), *shared
 
 
 def block_bias(bias: Tensor | None, rows: TokenRange, keys: TokenRange) -> Tensor | None:

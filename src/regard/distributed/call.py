@@ -21,7 +21,7 @@ from ..core.validation import pose
 from ..errors import ArgumentError, BackendError, ShapeError
 from ..masks import Mask
 from ..masks.causal import causal_of_torch
-from ..scores import Score
+from ..scores import Pointwise, Score
 from .consistency import CallSizes, call_info, pairs_checksum, unread_captures
 from .layout import Sharding, check_layout, sharding_of
 from .ranks import Group, RankInfo, Ranks
@@ -120,7 +120,7 @@ def prepare_call(
     def prepare() -> tuple[RankInfo, tuple[Problem, Problem | None]]:
         config.check(who)
         _check_backend(who, backend)
-        local = pose(query, key, value, observed=observed, who=who, **given)
+        local = _checked_score(pose(query, key, value, observed=observed, who=who, **given))
         with_tensors = _pose_with_tensors(local, query, key, value, mask, bias)
         how = {"layout": config.layout, "strategy": config.strategy, "backend": backend}
         finite = _nothing_leaks(local, mask, bias, backend)
@@ -159,6 +159,15 @@ def prepare_call(
         origin=config.origin,
         backend=backend,
     )
+
+
+def _checked_score(p: Problem) -> Problem:
+    if isinstance(p.score, Pointwise):
+        raise ArgumentError(
+            f"{p.who}: a sequence over several devices takes no Pointwise score. Use softcap=, "
+            "bias=regard.biases.alibi(…) or relative(…), or attend on one device."
+        )
+    return p
 
 
 def _common_centre(ranks: Ranks, p: Problem) -> Tensor | None:
@@ -255,8 +264,7 @@ def _check_keys(who: str, sizes: list[CallSizes]) -> None:
 def _cached_plan(rows: Sharding, keys: Sharding, mask: Mask | None, n: int, m: int, known: bool) -> RingPlan:
     if mask is None or mask.constant:
         return plan_ring(rows, keys, mask, n, m, known)
-    plan: RingPlan = mask.remembered(("ring plan", rows, keys), lambda: plan_ring(rows, keys, mask, n, m))
-    return plan
+    return mask.remembered(("ring plan", rows, keys), lambda: plan_ring(rows, keys, mask, n, m))
 
 
 def _placeholder(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:

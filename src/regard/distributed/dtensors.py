@@ -79,11 +79,24 @@ def _run_locally(
     choose(p, "chunked" if backend == "auto" else backend)  # raises if the backend refuses
     x = fold(p, seed=placement.draw_seed())
     engine = ChunkedEngine(replace(x.spec, origin=placement.origin), TileSizes(), p.observed)
-    return _Result(p, KNOWN["chunked"], unfold(p, attend(engine, (x.query, x.key, x.value, x.bias, *x.shared))))
+    return _Result(p, KNOWN["chunked"], unfold(p, attend(engine, x.inputs)))
+
+
+def _per_row(member: str) -> Any:
+    """A member of an Observation with one number per row, (…, Hq, N), as a DTensor."""
+    return property(lambda self: self._placement.to_dtensor(getattr(self._seen, member), self._rows))
 
 
 class DTensorObservation:
     """The members of an Observation, as DTensors that are placed as the query is."""
+
+    lse: Tensor = _per_row("lse")
+    entropy: Tensor = _per_row("entropy")
+    max_logit: Tensor = _per_row("max_logit")
+    perplexity: Tensor = _per_row("perplexity")
+    visible: Tensor = _per_row("visible")
+    gradient_health: Tensor = _per_row("gradient_health")
+    distance: Tensor = _per_row("distance")
 
     def __init__(
         self, placement: QueryPlacement, seen: Observation | GroupObservation, rows: int, keys: int, value_dim: int
@@ -100,41 +113,6 @@ class DTensorObservation:
         return self._placement.to_dtensor(self._seen.output, self._rows, self._value_dim)
 
     @property
-    def lse(self) -> Tensor:
-        """The log of the softmax denominator, (…, Hq, N)."""
-        return self._row(self._seen.lse)
-
-    @property
-    def entropy(self) -> Tensor:
-        """−Σ p ln p, (…, Hq, N)."""
-        return self._row(self._seen.entropy)
-
-    @property
-    def max_logit(self) -> Tensor:
-        """The largest visible logit, (…, Hq, N)."""
-        return self._row(self._seen.max_logit)
-
-    @property
-    def perplexity(self) -> Tensor:
-        """exp(entropy), (…, Hq, N)."""
-        return self._row(self._seen.perplexity)
-
-    @property
-    def visible(self) -> Tensor:
-        """How many keys each row may attend to, (…, Hq, N)."""
-        return self._row(self._seen.visible)
-
-    @property
-    def gradient_health(self) -> Tensor:
-        """Σ p(1 − p), (…, Hq, N)."""
-        return self._row(self._seen.gradient_health)
-
-    @property
-    def distance(self) -> Tensor:
-        """How far from its own position each row looks, (…, Hq, N)."""
-        return self._row(self._seen.distance)
-
-    @property
     def received(self) -> Tensor:
         """Σ over queries of the weight each key receives, (…, Hq, M)."""
         return self._placement.to_dtensor(self._seen.received, self._keys)
@@ -147,6 +125,3 @@ class DTensorObservation:
     def map(self, height: int, width: int) -> Tensor:
         """The mean weight in each cell of a grid over N × M, (…, Hq, height, width); whole along the sequence."""
         return self._placement.to_dtensor(self._seen.map(height, width), height, width, gathered=True)
-
-    def _row(self, x: Tensor) -> Tensor:
-        return self._placement.to_dtensor(x, self._rows)

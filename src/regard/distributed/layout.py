@@ -110,7 +110,8 @@ def positions(
     """Give the positions in a sequence of `length` tokens that this rank holds: int64, in local order."""
     who = "positions"
     ranks = Ranks.of(who, group)
-    _check_length(who, length)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+        raise ArgumentError(f"{who}: length must be a whole number of tokens, at least 0. Got {length!r}.")
     check_layout(who, layout)
     mine = split_sequence(length, ranks.count, layout)[ranks.rank]
     return torch.cat([torch.arange(tokens.start, tokens.stop, device=device) for tokens in mine])
@@ -186,8 +187,3 @@ def _check_dim(who: str, x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(f"{who}: dim must be a dimension of x. Got dim={dim} for x of shape {tuple(x.shape)}.")
     return dim % x.dim()
-
-
-def _check_length(who: str, length: int) -> None:
-    if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-        raise ArgumentError(f"{who}: length must be a whole number of tokens, at least 0. Got {length!r}.")

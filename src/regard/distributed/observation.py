@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..autograd.engine import required
 from ..chunked.tile_ops import RowStats
 from ..core.problem import Problem
 from ..core.rows import Rows
@@ -16,7 +17,7 @@ from ..errors import ArgumentError, ChangedError
 from . import statistics
 from .call import GroupCall
 from .ranks import RankInfo, Ranks
-from .statistics import Moments, ObservedCall
+from .statistics import ObservedCall, RowMoments
 from .strategies import chunked_blocks
 
 __all__ = ["GroupObservation"]
@@ -59,13 +60,13 @@ class GroupObservation:
     def visible(self) -> Tensor:
         """How many keys of all ranks each row may attend to, (…, Hq, n)."""
         self._check_unchanged("visible")
-        return self._shaped(statistics.visible(self._observed_call))
+        return self._problem.shaped(statistics.visible(self._observed_call))
 
     @cached_property
     def received(self) -> Tensor:
         """Σ over the queries of all ranks of the weight that each key of this rank receives, (…, Hq, m)."""
         self._agree("received")
-        return self._shaped(statistics.received(self._observed_call))
+        return self._problem.shaped(statistics.received(self._observed_call))
 
     @property
     def gradient_health(self) -> Tensor:
@@ -84,12 +85,12 @@ class GroupObservation:
         """
         self._agree("top", k=k)
         P, positions = statistics.top(self._observed_call, k)
-        return self._shaped(P.to(self._problem.dtype)), self._shaped(positions)
+        return self._problem.shaped(P.to(self._problem.dtype)), self._problem.shaped(positions)
 
     def map(self, height: int, width: int) -> Tensor:
         """The mean weight per cell of a grid over all N × M pairs, (…, Hq, height, width), the same on all ranks."""
         self._agree("map", height=height, width=width)
-        return self._shaped(statistics.pooled(self._observed_call, height, width))
+        return self._problem.shaped(statistics.pooled(self._observed_call, height, width))
 
     def weights(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: no rank holds the weights."""
@@ -101,23 +102,18 @@ class GroupObservation:
     scores = weights
 
     @cached_property
-    def _moments(self) -> Moments:
+    def _moments(self) -> RowMoments:
         self._agree("gradient_health")
-        return Moments(*map(self._shaped, statistics.moments(self._observed_call)))
+        return RowMoments(*map(self._problem.shaped, statistics.moments(self._observed_call)))
 
     @cached_property
     def _observed_call(self) -> ObservedCall:
         call = self._call
         with torch.no_grad():
             blocks, x = chunked_blocks(call, self._problem)
-        query = x[0]
-        if query is None:
-            raise RuntimeError("a rank has queries")
-        row_max, log_row_sum = (t.detach().reshape(query.shape[:-1]) for t in (self.max_logit, self._log_row_sum))
+        shape = required(x[0]).shape[:-1]
+        row_max, log_row_sum = (t.detach().reshape(shape) for t in (self.max_logit, self._log_row_sum))
         return ObservedCall(call.ranks, call.plan, blocks, x, RowStats.at(row_max, log_row_sum))
-
-    def _shaped(self, x: Tensor) -> Tensor:
-        return self._problem.shaped(x)
 
     def _agree(self, member: str, **given: int) -> None:
         """Check on all ranks that they ask for the same member, with valid arguments."""

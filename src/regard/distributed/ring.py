@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.engine import FIELDS, WITH_GRAD, MaybeTensors, Needs
+from ..autograd.engine import FIELDS, WITH_GRAD, MaybeTensors, Needs, required
 from ..compat.torch import call_function, without_autocast
 from ..core.rows import Rows
 from ..errors import ArgumentError
+from ..softmax import lowest
 from .blocks import Block, BlockAttention
 from .layout import TokenRange
-from .merge import empty_rows, merge_partials
 from .ranks import Ranks, Receive, Send, Transfer
 from .ring_plan import RingPlan
 
-__all__ = ["ReduceToOwner", "RingAttention", "RingStep", "ring_attention", "ring_steps"]
+__all__ = ["ReduceToOwner", "RingAttention", "RingStep", "empty_rows", "merge_partials", "ring_attention", "ring_steps"]
 
 
 class RingStep(NamedTuple):
@@ -114,7 +114,7 @@ class RingAttention:
     def forward(self, x: MaybeTensors) -> Rows:
         """The forward pass."""
         merged: dict[TokenRange, Rows] = {}
-        for _, ranges in ring_steps(self.ranks, self.plan, _keys_and_values(x)):
+        for _, ranges in ring_steps(self.ranks, self.plan, [*map(required, x[1:3])]):
             for keys, kv in ranges:
                 for block in self._blocks_of(keys):
                     partial = self.blocks.forward(x, block, kv)
@@ -132,7 +132,7 @@ class RingAttention:
         ]
         _, need_key, need_value, *_ = needs
         reduction = ReduceToOwner(self.ranks, self.plan, [t for t in grads[1:3] if t is not None])
-        for step, ranges in ring_steps(self.ranks, self.plan, _keys_and_values(x)):
+        for step, ranges in ring_steps(self.ranks, self.plan, [*map(required, x[1:3])]):
             partials: dict[TokenRange, list[Tensor]] = {}
             for keys, kv in ranges:
                 partials[keys] = self._vjp_of_keys(x, rows, g, needs, keys, kv, grads)
@@ -174,6 +174,40 @@ class RingAttention:
         states = self.plan.blocks
         mine = self.plan.rows[self.ranks.rank]
         return [Block(rows, keys, states[rows, keys]) for rows in mine if (rows, keys) in states]
+
+
+def empty_rows(output: Tensor) -> Rows:
+    """Rows that attend to no key, for an output of this shape."""
+    zero = output.new_zeros(output.shape[:-1])
+    empty = torch.full_like(zero, -torch.inf)
+    return Rows(torch.zeros_like(output), lse=empty, entropy=zero, max_logit=empty, log_row_sum=zero)
+
+
+def merge_partials(a: Rows | None, b: Rows, observed: bool) -> Rows:
+    """The rows for the keys of both.
+
+    A set of keys has the mass exp(lse); its share of the total weights its output and its mean logit. With X the logits
+    minus the row max, entropy = ln Σ exp X − E[X].
+    """
+    if a is None:
+        return b
+    max_logit = torch.maximum(a.max_logit, b.max_logit)
+    row_max = max_logit.clamp(min=lowest(max_logit.dtype))
+    # Clamped, because the shift is multiplied by a share that may be 0.
+    shifts = [(x.max_logit - row_max).clamp_(min=lowest(max_logit.dtype)) for x in (a, b)]
+    masses = [(x.max_logit - row_max + x.log_row_sum).exp_() for x in (a, b)]
+    total = masses[0] + masses[1]
+    empty = total == 0
+    total = total.masked_fill_(empty, 1.0)
+    shares = [mass.div_(total) for mass in masses]
+    log_row_sum = total.log()
+    output = a.output.mul(shares[0][..., None]).addcmul_(b.output, shares[1][..., None])
+    entropy = a.entropy
+    if observed:
+        means = [x.log_row_sum - x.entropy + shift for x, shift in zip((a, b), shifts, strict=True)]
+        entropy = log_row_sum - (shares[0] * means[0] + shares[1] * means[1])
+        entropy = entropy.masked_fill_(empty, 0.0)
+    return Rows(output, (row_max + log_row_sum).masked_fill_(empty, -torch.inf), entropy, max_logit, log_row_sum)
 
 
 def ring_attention(ring: RingAttention, x: MaybeTensors) -> Rows:
@@ -222,13 +256,6 @@ class _FirstDerivativesOnly(torch.autograd.Function):
         )
 
 
-def _keys_and_values(x: MaybeTensors) -> list[Tensor]:
-    _, key, value, *_ = x
-    if key is None or value is None:
-        raise RuntimeError("a rank has keys and values")
-    return [key, value]
-
-
 def _rows_of(t: Tensor, rows: TokenRange, field: int) -> Tensor:
     """The rows of a range, of a field of Rows: the output, which comes first, or a statistic."""
     return t.narrow(-1 if field else -2, rows.local_start, rows.size)
@@ -236,9 +263,7 @@ def _rows_of(t: Tensor, rows: TokenRange, field: int) -> Tensor:
 
 def _join_rows(x: MaybeTensors, mine: Sequence[TokenRange], merged: dict[TokenRange, Rows]) -> Rows:
     """Join the row ranges of a rank; ranges that attend to no key are empty rows."""
-    query, _, value, *_ = x
-    if query is None or value is None:
-        raise RuntimeError("a rank has queries and values")
+    query, value = required(x[0]), required(x[2])
     blank = [query.new_empty(*query.shape[:-2], rows.size, value.shape[-1]) for rows in mine]
     parts = [merged[rows] if rows in merged else empty_rows(empty) for rows, empty in zip(mine, blank, strict=True)]
     if not parts:

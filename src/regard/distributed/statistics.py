@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-from ..chunked.statistics import strongest
-from ..chunked.tile_ops import RowStats, Workspace, masked_logits, weights
+from ..autograd.engine import required
+from ..chunked.statistics import Grid, Moments, Received, add_weights, cell_sizes, shown_keys, strongest
+from ..chunked.tile_ops import RowStats, Workspace, masked_logits
 from ..compat.torch import without_autocast
 from ..core.folded import FoldedProblem
-from ..core.formula import bias_tile, hidden
-from ..core.tiling import BIAS, ROW, KeyRun, Tile, strips
+from ..core.tiling import BIAS, ROW, tiles
 from ..masks.base import PARTIAL
 from .blocks import Block, ChunkedBlockAttention, block_bias
 from .layout import TokenRange
@@ -23,7 +22,7 @@ from .ranks import Ranks
 from .ring import ReduceToOwner, ring_steps
 from .ring_plan import RingPlan
 
-__all__ = ["Moments", "ObservedCall", "moments", "pooled", "received", "top", "visible"]
+__all__ = ["ObservedCall", "RowMoments", "moments", "pooled", "received", "top", "visible"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +38,12 @@ class ObservedCall:
     @property
     def query(self) -> Tensor:
         """(L, K, G, n, D)."""
-        return _not_none(self.x[0])
+        return required(self.x[0])
 
     @property
     def key(self) -> Tensor:
         """(L, K, m, D)."""
-        return _not_none(self.x[1])
+        return required(self.x[1])
 
     def ring(self) -> Iterator[tuple[int, list[tuple[TokenRange, Tensor]]]]:
         """Let the keys go round: each step, and the key ranges of this rank in it."""
@@ -59,44 +58,31 @@ class ObservedCall:
             block = Block(rows, keys, state)
             query, k, v, bias, *shared = self.blocks.inputs(self.x, block, (key, key))
             spec = self.blocks.spec_of(block)
-            x = FoldedProblem(_not_none(query), _not_none(k), _not_none(v), bias, tuple(map(_not_none, shared)), spec)
+            x = FoldedProblem(required(query), required(k), required(v), bias, tuple(map(required, shared)), spec)
             yield rows, x, RowStats(*(t.narrow(-1, rows.local_start, rows.size) for t in self.row_stats))
-
-    def tiles(self, x: FoldedProblem) -> Iterator[tuple[Tile, KeyRun, Workspace]]:
-        """The tiles of a block, with a workspace that they share."""
-        workspace = Workspace()
-        for strip in strips(x.spec, x.query.shape, self.blocks.tile_sizes):
-            yield from ((strip.tile(run), run, workspace) for run in strip.runs)
-
-
-def _not_none(x: Tensor | None) -> Tensor:
-    if x is None:
-        raise RuntimeError("a rank has queries and keys")
-    return x
 
 
 @torch.no_grad()
 @without_autocast
 def received(call: ObservedCall) -> Tensor:
     """Σ over the rows of all ranks of the weight that each key of this rank receives: (L, Hq, m)."""
-    groups = call.query.shape[2]
-    total = call.query.new_zeros(*call.key.shape[:3], groups)
+    total = call.query.new_zeros(*call.key.shape[:3], call.query.shape[2])
     reduction = ReduceToOwner(call.ranks, call.plan, [total])
     for step, ranges in call.ring():
         partials = {}
         for keys, key in ranges:
-            sums = total.new_zeros(*total.shape[:2], keys.size, groups)
+            sums = total.new_zeros(*total.shape[:2], keys.size, total.shape[3])
             for _, x, row_stats in call.blocks_of(keys, key):
-                for tile, run, workspace in call.tiles(x):
-                    P = weights(x, tile, run, row_stats, workspace)  # (l, k, g, r, c)
-                    sums[tile.batch, tile.heads, tile.cols] += P.sum(-2).mT
+                part = Received(x)
+                add_weights(x, row_stats, call.blocks.tile_sizes, part)
+                sums += part.total.mT
             partials[keys] = [sums]
         reduction.send(step, partials)
     reduction.finish()
     return total.mT.flatten(1, 2)
 
 
-class Moments(NamedTuple):
+class RowMoments(NamedTuple):
     """Two moments of the weights p of each row."""
 
     gradient_health: Tensor  # Σ p(1 − p)
@@ -105,21 +91,18 @@ class Moments(NamedTuple):
 
 @torch.no_grad()
 @without_autocast
-def moments(call: ObservedCall) -> Moments:
+def moments(call: ObservedCall) -> RowMoments:
     """The moments of each row: (L, Hq, n) each."""
     spec = call.blocks.spec
-    health, distance = (call.query.new_zeros(call.query.shape[:-1]) for _ in range(2))
+    totals = [call.query.new_zeros(call.query.shape[:-1]) for _ in range(2)]
     for _, ranges in call.ring():
         for keys, key in ranges:
             for rows, x, row_stats in call.blocks_of(keys, key):
-                health_part, distance_part = (t.narrow(-1, rows.local_start, rows.size) for t in (health, distance))
-                for tile, run, workspace in call.tiles(x):
-                    P = weights(x, tile, run, row_stats, workspace)
-                    i, j = tile.indices(P.device)
-                    away = (i[:, None] - j + (rows.start - keys.start + spec.m - spec.n)).abs().to(P.dtype)
-                    ROW.part(health_part, tile).add_((P - P * P).sum(-1))
-                    ROW.part(distance_part, tile).add_((P * away).sum(-1))
-    return Moments(health.flatten(1, 2), distance.flatten(1, 2))
+                part = Moments(x, ahead=rows.start - keys.start + spec.m - spec.n)
+                add_weights(x, row_stats, call.blocks.tile_sizes, part)
+                for total, own in zip(totals, part.totals, strict=True):
+                    total.narrow(-1, rows.local_start, rows.size).add_(own)
+    return RowMoments(*(total.flatten(1, 2) for total in totals))
 
 
 @torch.no_grad()
@@ -130,30 +113,10 @@ def pooled(call: ObservedCall, height: int, width: int) -> Tensor:
     total = call.query.new_zeros(*call.query.shape[:3], height, width)
     for _, ranges in call.ring():
         for keys, key in ranges:
-            for rows, x, row_stats in call.blocks_of(keys, key):
-                for tile, run, workspace in call.tiles(x):
-                    P = weights(x, tile, run, row_stats, workspace)
-                    top, row_cells = _cells_of(tile.rows, rows.start, n, height, P)
-                    left, col_cells = _cells_of(tile.cols, keys.start, m, width, P)
-                    bottom, right = top + row_cells.shape[1], left + col_cells.shape[1]
-                    part = total[tile.batch, tile.heads, :, top:bottom, left:right]
-                    part += row_cells.mT @ P @ col_cells
+            for _, x, row_stats in call.blocks_of(keys, key):
+                add_weights(x, row_stats, call.blocks.tile_sizes, Grid(x, n, m, total))
     total = call.ranks.all_reduce(total)
-    sizes = (_cell_sizes(n, height, total.device)[:, None] * _cell_sizes(m, width, total.device)).to(total.dtype)
-    return (total / sizes).flatten(1, 2)
-
-
-def _cells_of(span: slice, start: int, length: int, cells: int, like: Tensor) -> tuple[int, Tensor]:
-    """The first cell that some rows or keys fall into, and a one-hot row per row or key, for its own cell."""
-    first, last = ((start + at) * cells // length for at in (span.start, span.stop - 1))
-    cell = (torch.arange(span.start, span.stop, device=like.device) + start) * cells // length
-    return first, one_hot(cell - first, last + 1 - first).to(like.dtype)
-
-
-def _cell_sizes(length: int, cells: int, device: torch.device) -> Tensor:
-    """How many of `length` rows or keys each cell has."""
-    edges = -(-torch.arange(cells + 1, device=device) * length // cells)
-    return edges.diff()
+    return (total / cell_sizes(n, m, height, width, total.device)).flatten(1, 2)
 
 
 @torch.no_grad()
@@ -167,7 +130,8 @@ def top(call: ObservedCall, k: int) -> tuple[Tensor, Tensor]:
         for keys, key in ranges:
             for rows, x, _ in call.blocks_of(keys, key):
                 best_part, positions_part = (t.narrow(-2, rows.local_start, rows.size) for t in (best, positions))
-                for tile, run, workspace in call.tiles(x):
+                workspace = Workspace()
+                for tile, run in tiles(x.spec, x.query.shape, call.blocks.tile_sizes):
                     S = masked_logits(x, tile, run, workspace)
                     values, index = strongest(S, min(k, S.shape[-1]))
                     at = (tile.batch, tile.heads, slice(None), tile.rows)
@@ -194,22 +158,14 @@ def visible(call: ObservedCall) -> Tensor:
     """How many keys each row may attend to, (L, Hq, n); mask and bias suffice for it, so nothing is sent."""
     count = torch.zeros(call.query.shape[:-1], dtype=torch.int64, device=call.query.device)
     _, _, _, bias, *shared = call.x
-    tables = tuple(map(_not_none, shared))
+    tables = tuple(map(required, shared))
     all_keys = TokenRange(call.ranks.rank, 0, call.blocks.spec.m, 0)
     for rows in call.plan.rows[call.ranks.rank]:
         spec = call.blocks.spec_of(Block(rows, all_keys, PARTIAL))
         rows_bias = block_bias(bias, rows, all_keys)
         rows_count = count.narrow(-1, rows.local_start, rows.size)
-        for strip in strips(spec, call.query.shape, call.blocks.tile_sizes):
-            for run in strip.runs:
-                tile = strip.tile(run)
-                part = ROW.part(rows_count, tile)
-                allowed = torch.ones((), dtype=torch.bool, device=count.device)
-                if not run.full and (hide := hidden(spec, tile, part.shape[2], count.device)) is not None:
-                    allowed = ~hide
-                tensor_tile = None if rows_bias is None else BIAS.part(rows_bias, tile)
-                added = bias_tile(spec, tile, part.shape[2], tensor_tile, tables)
-                if added is not None:
-                    allowed = allowed & (added != -torch.inf)
-                part.add_(allowed.expand(*part.shape, run.stop - run.start).sum(-1))
+        for tile, run in tiles(spec, call.query.shape, call.blocks.tile_sizes):
+            part = ROW.part(rows_count, tile)
+            tile_bias = None if rows_bias is None else BIAS.part(rows_bias, tile)
+            part.add_(shown_keys(spec, tile, run, part, tile_bias, tables))
     return count.flatten(1, 2)

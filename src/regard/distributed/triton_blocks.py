@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..autograd.engine import Engine, MaybeTensors, Needs
+from ..autograd.engine import Engine, MaybeTensors, Needs, required
 from ..biases import Alibi, Relative
 from ..core.rows import Rows
 from ..core.spec import Spec
 from ..kernels.arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR
 from ..kernels.block_mask import block_mask
-from ..kernels.engine import Inputs, TritonEngine
+from ..kernels.engine import TritonEngine
 from .blocks import Block, BlockAttention, block_bias, block_spec
 
 __all__ = ["TritonBlockAttention", "bias_kind"]
@@ -44,14 +44,6 @@ class TritonBlockAttention(BlockAttention):
         offset = spec.bias.offset if isinstance(spec.bias, Alibi | Relative) else None
         return TritonEngine(spec, tiles, self.bias_kind, offset or 0, self.scale, self.observed)
 
-    def inputs(self, x: MaybeTensors, block: Block, kv: Sequence[Tensor]) -> MaybeTensors:
-        query, _, _, bias, *others = x
-        if query is None:
-            raise RuntimeError("a rank has queries")
-        key, value = (t.to(query.dtype) for t in kv)
-        rows = block.rows
-        return Inputs(query.narrow(-2, rows.local_start, rows.size), key, value, self.bias(bias, block), *others)
-
     def bias(self, bias: Tensor | None, block: Block) -> Tensor | None:
         return block_bias(bias, block.rows, block.keys) if self.bias_kind == BIAS_TENSOR else bias
 
@@ -63,9 +55,7 @@ class TritonBlockAttention(BlockAttention):
     def vjp(
         self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs, block: Block, kv: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        query, (dO, *d_statistics) = x[0], g
-        if query is None:
-            raise RuntimeError("a rank has queries")
+        dO, *d_statistics = g
         dO = torch.zeros_like(rows.output) if dO is None else dO
         rows = Rows(*(t.contiguous() for t in rows))
-        return super().vjp(x, rows, (dO.to(query.dtype), *d_statistics), needs, block, kv)
+        return super().vjp(x, rows, (dO.to(required(x[0]).dtype), *d_statistics), needs, block, kv)

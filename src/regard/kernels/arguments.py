@@ -14,37 +14,19 @@ from ..core.rows import Rows
 from .block_lists import NONE, BlockLists
 from .block_mask import BlockMask
 from .launch_cache import Shortcuts
-from .portable.configs import Config, config, hopper, padded
+from .pointwise import PointwiseArgs, PointwiseKernel
+from .portable.configs import WHOLE, Chip, Config, chip_of, config, padded, shrink, split
 
 __all__ = [
-    "BIAS_ALIBI",
-    "BIAS_NONE",
-    "BIAS_RELATIVE",
-    "BIAS_TENSOR",
-    "NO_ENTROPY",
-    "BackwardRows",
-    "BackwardStrides",
-    "BiasArgs",
-    "DoubleBackwardRows",
-    "DoubleBackwardStrides",
-    "DropoutArgs",
-    "Gradients",
-    "KernelArgs",
-    "MatrixStrides",
-    "PassArgs",
-    "RowStatsArgs",
-    "ScoreArgs",
-    "Sizes",
-    "Strides",
-    "TangentArgs",
-    "Tangents",
-    "matrix_strides",
-    "takes_tma",
-]
+    "BIAS_ALIBI", "BIAS_NONE", "BIAS_RELATIVE", "BIAS_TENSOR", "NO_ENTROPY", "BackwardRows", "BackwardStrides", "BiasArgs",
+    "DoubleBackwardRows", "DoubleBackwardStrides", "DropoutArgs", "Gradients", "KernelArgs", "MatrixStrides", "PassArgs", "RowStatsArgs",
+    "ScoreArgs", "Sizes", "Strides", "TangentArgs", "Tangents", "matrix_strides", "takes_tma",
+]  # fmt: skip
 
 
 BIAS_NONE, BIAS_TENSOR, BIAS_ALIBI, BIAS_RELATIVE = 0, 1, 2, 3
 NO_ENTROPY: Any = None  # of calls that are not observed
+NO_FUNCTION = {"POINTWISE": False, "VALUE": None, "SLOPED": False, "SLOPE": None}
 
 
 class BiasArgs(NamedTuple):
@@ -75,6 +57,7 @@ class ScoreArgs(NamedTuple):
     cap: float  # 0 if there is none
     bias: BiasArgs
     vector: Tensor | None  # float32 (D,), of the additive score
+    pointwise: PointwiseArgs | None
 
 
 class Sizes(NamedTuple):
@@ -230,6 +213,7 @@ class KernelArgs:
     drop: DropoutArgs = field(default_factory=DropoutArgs)
     sink: Tensor | None = None  # float32 (H,)
     vector: Tensor | None = None  # float32 (D,)
+    pointwise: PointwiseKernel | None = None  # a function of the scores
     shortcuts: Shortcuts | None = None  # of calls whose sizes, dtypes and numbers are known to be the same
 
     @property
@@ -262,13 +246,15 @@ class KernelArgs:
         addresses = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, None if sink is None else sink.data_ptr() & 15
         if self.shortcuts is not None:
             strides = q.stride(), k.stride(), v.stride()  # hooks on saved tensors may change them
-            return self.shortcuts, self.block_mask.kind, *addresses, *strides, torch.backends.cuda.matmul.allow_tf32
+            return self.shortcuts, self.block_mask.kind, self.block_mask.narrow, *addresses, *strides, torch.backends.cuda.matmul.allow_tf32
         made: tuple[Any, ...] = (
             q.device, q.dtype, k.dtype, v.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), addresses, self.scale,
-            self.softcap, self.block_mask.kind, self.kind,
+            self.softcap, self.block_mask.kind, self.block_mask.narrow, self.kind,
         )  # fmt: skip
         if bias.at is not None:
             made += bias[1:], bias.at.dtype, bias.at.data_ptr() & 15
+        if self.pointwise is not None:
+            made += (self.pointwise.key,)
         if scales is not None or drop.keys is not None or self.vector is not None:
             made += (scales is None, drop[1:], drop.keys is None, self.vector is None)
         return made if q.dtype != torch.float32 else (*made, torch.backends.cuda.matmul.allow_tf32)
@@ -277,8 +263,14 @@ class KernelArgs:
     def variant(self) -> tuple[Any, ...]:
         """What kernels are compiled for, about: sizes are left out."""
         q, k, v = self.query, self.key, self.value
-        kinds = self.block_mask.kind, self.softcap is None, self.sink is None, self.scales is None, self.groups > 1
+        mask, function = self.block_mask, None if self.pointwise is None else self.pointwise.key
+        kinds = mask.kind, mask.narrow, self.softcap is None, self.sink is None, self.scales is None, self.groups > 1, function
         return q.device, q.dtype, q.shape[3], v.shape[3], *kinds, *(x.stride(3) == 1 for x in (q, k, v))
+
+    @property
+    def wide(self) -> bool:
+        """Whether a dim is above 256: no program holds both dK and dV, and passes with tangents have no kernel."""
+        return max(self.query.shape[3], self.value.shape[3]) > 256
 
     def new_rows(self, entropy: bool) -> Rows:
         """Uninitialised results."""
@@ -296,6 +288,7 @@ class KernelArgs:
             and self.softcap is None
             and self.kind == BIAS_NONE
             and self.vector is None
+            and self.pointwise is None
         )
 
     @property
@@ -304,20 +297,29 @@ class KernelArgs:
         return self.query.element_size() == 4
 
     def config(self, direction: str) -> Config:
+        """The tile of a direction on this chip."""
+        return config(*self._tile(direction))
+
+    def shrink(self, direction: str) -> bool:
+        """Take a smaller tile from now on; False if there is none."""
+        return shrink(*self._tile(direction))
+
+    def _tile(self, direction: str) -> tuple[str, Chip, int, int, bool, bool, bool]:
+        """What the tile of a direction depends on."""
         size = max(self.query.element_size(), self.value.element_size())
-        dim = max(padded(self.query.shape[3]), padded(self.value.shape[3]))
+        dim = max(sum(split(self.query.shape[3])), padded(self.value.shape[3]))
         extras = self.kind != BIAS_NONE or self.drop.keys is not None
         if direction == "forward" and self.block_mask.kind == NONE:
             direction = "plain forward"
-        return config(direction, self.query.device, size, dim, self.vector is not None, extras)
+        function = self.pointwise is not None
+        return direction, chip_of(self.query.device), size, dim, self.vector is not None, extras, function
 
     @cached_property
     def by_tma(self) -> bool:
         """Whether TMA can load blocks of q, k and v: the last stride 1, the others multiples of 16 bytes."""
-        tensors = (self.query, self.key, self.value)
-        return (
-            not INTERPRETED and self.vector is None and hopper(self.query.device) and all(map(takes_tma, tensors))
-        )
+        q, k, v = self.query, self.key, self.value
+        plain = self.vector is None and q.shape[3] <= WHOLE
+        return not INTERPRETED and plain and chip_of(q.device).tma and all(map(takes_tma, (q, k, v)))
 
     @cached_property
     def approximate(self) -> bool:
@@ -337,7 +339,8 @@ class KernelArgs:
     def dims(self) -> dict[str, Any]:
         """The compile-time sizes of every kernel that reads values."""
         D, E = self.query.shape[3], self.value.shape[3]
-        return {"D": D, "DV": E, "DP": padded(D), "DVP": padded(E)}
+        DP, DR = split(D)
+        return {"D": D, "DV": E, "DP": DP, "DR": DR, "DVP": padded(E)}
 
     @cached_property
     def kinds(self) -> dict[str, Any]:
@@ -350,6 +353,8 @@ class KernelArgs:
             "HIDDEN_DIM": self.query.shape[3] if self.vector is not None else 0,
             "APPROXIMATE": self.approximate,
             "PRECISION": self.precision,
+            "MIXED_HEADS": False,
+            **(NO_FUNCTION if self.pointwise is None else self.pointwise.kinds),
         }
 
     def strides(self, output: Tensor | None = None) -> Strides:
@@ -357,7 +362,8 @@ class KernelArgs:
         return Strides(*self.query.stride(), *self.key.stride(), *self.value.stride(), *tail)
 
     def pass_args(self, blocks: BlockLists, strides: Strides | BackwardStrides | DoubleBackwardStrides) -> PassArgs:
-        score = ScoreArgs(self.scale, self.scales, self.softcap or 0.0, self.bias, self.vector)
+        function = None if self.pointwise is None else self.pointwise.args
+        score = ScoreArgs(self.scale, self.scales, self.softcap or 0.0, self.bias, self.vector, function)
         return PassArgs(strides, score, blocks, self.drop)
 
     @property

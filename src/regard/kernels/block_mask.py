@@ -8,7 +8,7 @@ row by its kind (`span_terms`) costs one small kernel per list (`portable/spans.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ..masks.everything import Everything
 from ..masks.padding import Padding
 from ..masks.prefix import Prefix
 from ..masks.window import Window
+from . import ahead
 from .block_lists import (
     BITS,
     MASK_BLOCK,
@@ -42,13 +43,16 @@ from .span_terms import Sizes, SpanTerms, span_terms
 if TYPE_CHECKING:
     from .portable.spans_launch import KeyOrder, SpanLists
 
-__all__ = ["BlockMask", "block_mask", "most_bytes", "traceable"]
+__all__ = ["BlockMask", "addresses", "block_mask", "most_bytes", "traceable"]
+
+T = TypeVar("T", bound=tuple[Any, ...])
 
 _AT_ONCE = 2048  # partial blocks whose bits are computed together
 _MOST_CACHED = 64  # block masks of masks without tensors
 _BY_VALUE: dict[tuple[Mask, int, int, torch.device], BlockMask] = {}
 _GATHER = 0x0102040810204080  # times eight bytes that are 0 or 1: their bits, in order, in the highest byte
 _INTERVALS = frozenset((Everything, Causal, Window, Padding, Prefix, Blocks, Packed, Varlen))
+_NARROW = 1024  # keys
 _APART = 64  # items times heads up to which each gets lists of its own; beyond, all share one
 
 
@@ -69,24 +73,27 @@ class BlockMask:
         inner: int = 1,
         terms: SpanTerms | None = None,
         device: torch.device | None = None,  # where the terms are computed
+        narrow: bool = False,  # whether no row sees more than _NARROW keys, as the kind of mask tells
     ) -> None:
-        self.n, self.m, self.mask_bits, self.lead, self.inner = n, m, mask_bits, lead, inner
+        self.n, self.m, self.mask_bits, self.lead, self.inner, self.narrow = n, m, mask_bits, lead, inner, narrow
         self._known = BlockLists()  # lists with what all sizes of blocks share, as far as it is computed
         if terms is None and lo is not None and hi is not None and lo.is_cuda:
             terms, device = SpanTerms.of_spans(lo, hi), lo.device
             self._known = spans_alone(lo, hi)
         self._lo, self._hi, self._terms, self._device = lo, hi, terms, device
+        self.kind = BITS if mask_bits is not None else SPANS if lo is not None or terms is not None else NONE
         self._cache: dict[tuple[int, int, bool, int], BlockLists] = {}
+        self._addresses: dict[tuple[int, int, int | None], tuple[BlockLists, BlockLists]] = {}  # of lists, after them
         self._orders: dict[tuple[int, int], KeyOrder] = {}
         self._seen: Tensor | None = None
         self._stream: int | None = None  # the stream that computed its last part …
         self._there: torch.cuda.Event | None = None  # … and the event after it
+        spans = lo if mask_bits is None else mask_bits.bits
+        self._place = device if device is not None or spans is None else spans.device
+        self.dq_orders: dict[tuple[int, int], Any] = {}  # of `hopper.dq_order` …
+        self.dq_addresses: dict[tuple[int, int], tuple[Any, Any]] = {}  # … and their addresses, after them
         if terms is None:
             self.record()
-
-    @property
-    def kind(self) -> int:
-        return BITS if self.mask_bits is not None else SPANS if self._lo is not None or self._terms is not None else NONE
 
     @property
     def lo(self) -> Tensor | None:
@@ -100,11 +107,26 @@ class BlockMask:
 
     def by_rows(self, BM: int, BN: int, before: int = 0) -> BlockLists:
         """For kernels that hold BM rows and loop over blocks of BN keys; the first block starts `before` rows before row 0."""
-        return self._cached(BM, BN, False, before)
+        known = self._cache.get((BM, BN, False, before))
+        return known if known is not None and self._is_there() else self._cached(BM, BN, False, before)
 
     def by_keys(self, BM: int, BN: int) -> BlockLists:
         """For kernels that hold BN keys and loop over blocks of BM rows."""
-        return self._cached(BM, BN, True, 0)
+        known = self._cache.get((BM, BN, True, 0))
+        return known if known is not None and self._is_there() else self._cached(BM, BN, True, 0)
+
+    def for_launch(self, BM: int, BN: int, before: int | None) -> BlockLists:
+        """The lists by rows, or by keys if `before` is None, with addresses in place of tensors that are kept here.
+
+        Triton's launcher asks the driver about the address of every tensor, but takes a number as it is.
+        """
+        known = self._addresses.get((BM, BN, before))
+        if known is not None and self._is_there():
+            return known[1]
+        lists = self.by_keys(BM, BN) if before is None else self.by_rows(BM, BN, before)
+        if self._cache.get((BM, BN, before is None, before or 0)) is lists:
+            self._addresses[BM, BN, before] = lists, addresses(lists)
+        return lists
 
     def key_order(self, BM: int, BN: int) -> KeyOrder | None:
         """The rows of each key and the order of key blocks, which the launch for `by_keys` computes too; None without one."""
@@ -121,27 +143,20 @@ class BlockMask:
 
     def wait(self, *parts: BlockLists | NamedTuple) -> None:
         """Let the current stream wait for the one that computed this, and keep the parts alive while it reads them."""
-        if self._there is None or self._current_stream() == self._stream or (stream := self._current()) is None:
+        if self._there is None or self._is_there() or (stream := self._current()) is None:
             return
         stream.wait_event(self._there)
         for x in (self._lo, self._hi, self._seen, *self._known, *(self.mask_bits or ()), *(x for part in parts for x in part)):
             if isinstance(x, Tensor):
                 x.record_stream(stream)
 
-    def _where(self) -> torch.device | None:
-        if self._device is not None:
-            return self._device
-        tensor = self._lo if self.mask_bits is None else self.mask_bits.bits
-        return None if tensor is None else tensor.device
-
-    def _current_stream(self) -> int | None:
-        """The number of the current stream, without an object for it."""
-        device = self._where()
-        return None if device is None else raw_stream(device)
+    def _is_there(self) -> bool:
+        """Whether the current stream computed this, or nobody else has to be waited for."""
+        return self._there is None or self._place is None or raw_stream(self._place) == self._stream
 
     def _current(self) -> torch.cuda.Stream | None:
         """The current stream; None on a CPU and in a graph capture, which starts after all other work is done."""
-        device = self._where()
+        device = self._place
         return None if device is None or device.type != "cuda" or is_capturing() else torch.cuda.current_stream(device)
 
     def _cached(self, BM: int, BN: int, turned: bool, before: int) -> BlockLists:
@@ -153,7 +168,7 @@ class BlockMask:
         if self._terms is not None:
             return self._launch(self._terms, BM, BN, None if turned else before).lists
         made = self._compute(BM, BN, turned, before)
-        if not is_capturing():  # memory of a captured graph is valid only while the graph runs
+        if ahead.may_keep():
             self._cache[BM, BN, turned, before] = made
             self.record()
         return made
@@ -167,7 +182,7 @@ class BlockMask:
             known = self._launch(terms, MASK_BLOCK, MASK_BLOCK, 0).lists
         device = torch.device("cpu") if self._device is None else self._device
         made = launch_spans(terms, Sizes(self.n, self.m, self.lead, BM, BN, before, self.inner), device, known)
-        if is_capturing():
+        if not ahead.may_keep():
             return made
         self._cache[BM, BN, before is None, before or 0] = made.lists
         if made.order is not None:
@@ -200,10 +215,17 @@ class BlockMask:
             else:
                 raise RuntimeError("without a mask every key is seen")
             made = pad_to_multiple(made.to(torch.int8))
-            if is_capturing():
+            if not ahead.may_keep():
                 return made
             self._seen = made
         return self._seen
+
+
+def addresses(part: T) -> T:
+    """A named tuple with addresses in place of its tensors."""
+    kind: Any = type(part)
+    made: T = kind(*(x.data_ptr() if isinstance(x, Tensor) else x for x in part))
+    return made
 
 
 def block_mask(mask: Mask | None, n: int, m: int, device: torch.device, inner: int = 1) -> BlockMask:
@@ -235,11 +257,11 @@ def _compute(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> Bl
         mask = mask if all(x.device == device for x in mask.tensors) else mask.to(device)
         terms = span_terms(mask, n, m)
         if terms is not None:
-            return BlockMask(n, m, lead=(terms.items, 1), inner=inner, terms=terms, device=device)
+            return BlockMask(n, m, lead=(terms.items, 1), inner=inner, terms=terms, device=device, narrow=_narrow(mask))
     i = torch.arange(n, device=device)
     lo, hi, exact = mask.span(i, n, m)
     if exact and (mask.monotone or bool((_never_decreases(lo) & _never_decreases(hi)).all())):
-        return BlockMask(n, m, *_spans(lo, hi, n), lead=_lead(lo), inner=inner)
+        return BlockMask(n, m, *_spans(lo, hi, n), lead=_lead(lo), inner=inner, narrow=_narrow(mask))
     mask = mask.shared(device)
     return BlockMask(n, m, mask_bits=_mask_bits(mask, n, m, device), lead=mask.lead, inner=inner)
 
@@ -249,6 +271,12 @@ def traceable(mask: Mask) -> bool:
     if type(mask) is And:
         return traceable(mask.left) and traceable(mask.right)
     return type(mask) in _INTERVALS
+
+
+def _narrow(mask: Mask) -> bool:
+    if type(mask) is And:
+        return _narrow(mask.left) or _narrow(mask.right)
+    return type(mask) is Window and mask.left is not None and mask.right is not None and mask.left + mask.right < _NARROW
 
 
 def most_bytes(mask: Mask, n: int, m: int) -> int:

@@ -32,6 +32,7 @@ from ..masks import dense
 from ..softmax import arithmetic_dtype
 from .arguments import BIAS_NONE, BIAS_TENSOR
 from .block_mask import block_mask
+from .chosen_engine import ChosenEngine
 from .engine import Inputs, TritonEngine
 from .launch_cache import Shortcuts
 
@@ -49,7 +50,7 @@ _SCHEMAS = {
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 _LIBRARY = torch.library.Library("regard", "DEF")
 _SHORTCUTS: dict[tuple[Any, ...], Shortcuts] = {}
-_ENGINES: dict[tuple[Any, ...], TritonEngine | ChunkedEngine] = {}
+_ENGINES: dict[tuple[Any, ...], TritonEngine | ChunkedEngine | ChosenEngine] = {}
 _MOST = 256
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ def problem_of(inputs: list[Tensor | None], parts: int, *encoded: Any) -> Proble
     )
 
 
-def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> TritonEngine | ChunkedEngine:
+def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> TritonEngine | ChunkedEngine | ChosenEngine:
     """The engine of a call; one without tensors is kept, with its block mask, for calls with the same shapes and strides."""
     code, integers, floats, tensors = encoded
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs]
@@ -112,7 +113,7 @@ def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> Triton
     known = None if tensors or is_capturing() else _ENGINES.get(key)
     if known is not None:
         return known
-    engine: TritonEngine | ChunkedEngine = decode(*encoded)
+    engine: TritonEngine | ChunkedEngine | ChosenEngine = decode(*encoded)
     spec = engine.spec
     device = _first(inputs).device
     if spec.mask is not None and any(t.device != device for t in spec.mask.tensors):
@@ -149,6 +150,8 @@ def _attend(inputs: list[Tensor | None], parts: int, *encoded: Any) -> tuple[Ten
     engine, x = _engine(inputs, encoded), tuple(inputs)
     if isinstance(engine, TritonEngine):
         return engine.forward_stacked(x) or stacked(engine.forward(x), parts)
+    if isinstance(engine, ChosenEngine):
+        return stacked(engine.forward(x), parts)
     return stacked(nonfinite.forward(engine, x), parts)
 
 
@@ -161,12 +164,7 @@ def _fake_attend(inputs: list[Tensor | None], parts: int, *encoded: Any) -> tupl
 
 @not_compiled
 def _attend_backward(
-    inputs: list[Tensor | None],
-    output: Tensor,
-    statistics: Tensor,
-    cotangents: list[Tensor | None],
-    needs: list[bool],
-    *encoded: Any,
+    inputs: list[Tensor | None], output: Tensor, statistics: Tensor, cotangents: list[Tensor | None], needs: list[bool], *encoded: Any
 ) -> list[Tensor]:
     """The gradients of the inputs that need one."""
     if torch.is_grad_enabled():
@@ -177,7 +175,9 @@ def _attend_backward(
         with torch.no_grad():
             return _attend_backward(inputs, output, statistics, cotangents, needs, *encoded)
     engine, x, g, wanted = _engine(inputs, encoded), tuple(inputs), tuple(cotangents), tuple(needs)
-    if not isinstance(engine, TritonEngine):
+    if isinstance(engine, ChosenEngine):
+        found = engine.vjp(x, unstacked(output, statistics), g, wanted)
+    elif not isinstance(engine, TritonEngine):
         found = nonfinite.vjp(engine, x, unstacked(output, statistics), g, wanted)
     else:
         alone = g[1] is None and g[2] is None

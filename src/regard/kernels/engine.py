@@ -20,8 +20,10 @@ from ..autograd.engine import (
     attend,
     double_backward_of_formula,
     jvp_of_formula,
+    vjp_of_formula,
 )
 from ..autograd.strip_map import MapStrips, attention_strips, jvp_of
+from ..chunked.vjp import vjp as strips_vjp
 from ..compat.torch import call_function, is_capturing, not_compiled, without_autocast
 from ..compat.triton import INTERPRETED, Address
 from ..core.dropout import keep_threshold, row_keys, shift_keys
@@ -34,11 +36,13 @@ from . import ahead
 from .arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR, NO_ENTROPY, BiasArgs, DropoutArgs
 from .block_mask import BlockMask
 from .launch_cache import Shortcuts
+from .pointwise import PointwiseKernel, flat_tables, split_tables
+from .portable.configs import WHOLE
 
 if TYPE_CHECKING:
     from .arguments import BackwardRows, DoubleBackwardRows, KernelArgs, Tangents
 
-__all__ = ["Derivatives", "Inputs", "Needed", "TritonEngine"]
+__all__ = ["Derivatives", "Inputs", "Needed", "TritonEngine", "dropout_args"]
 
 
 class Inputs(NamedTuple):
@@ -51,6 +55,12 @@ class Inputs(NamedTuple):
     scale: Tensor | None  # float32 (1,) or (H,)
     sink: Tensor | None  # float32 (H,)
     vector: Tensor | None  # float32 (D,), of the additive score
+    tables: Tensor | None = None  # float32, flat: what a function of the scores reads
+
+    @property
+    def wide(self) -> bool:
+        """Whether passes with tangents have no kernel for these dims."""
+        return max(self.query.shape[-1], self.value.shape[-1]) > 256
 
 
 class Derivatives(NamedTuple):
@@ -63,6 +73,7 @@ class Derivatives(NamedTuple):
     scale: Tensor | None = None
     sink: Tensor | None = None
     vector: Tensor | None = None
+    tables: Tensor | None = None
 
 
 class Needed(NamedTuple):
@@ -75,9 +86,10 @@ class Needed(NamedTuple):
     scale: bool
     sink: bool
     vector: bool
+    tables: bool = False
 
 
-_QUERY_KEY_VALUE = Needed(True, True, True, False, False, False, False)
+_QUERY_KEY_VALUE = Needed(True, True, True, False, False, False, False, False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,38 +141,50 @@ class TritonEngine(Engine):
         if short is None or short.backward is None or needs != _QUERY_KEY_VALUE:
             return None
         found = short.backward(x[0], x[1], x[2], output, row_max, log_row_sum, g, self.block_mask)
-        return None if found is None else (*found, None, None, None, None)
+        return None if found is None else (*found, None, None, None, None, None)
 
     def expect_vjp(self, x: MaybeTensors, needs: Needs) -> None:
-        """Let the kernels of the first backward compile in the background while those of the forward do."""
+        """Let the kernels of the first forward and those of its backward compile side by side."""
+        if self.shortcuts is not None and self.shortcuts.forward is not None:
+            return
         usual = needs == _QUERY_KEY_VALUE and self.bias_kind == BIAS_NONE and not self.spec.dropout
-        if usual and (self.shortcuts is None or self.shortcuts.forward is None):
-            self._compile_vjp(_inputs(x), needs)
+        if usual and _inputs(x).query.shape[-1] <= WHOLE:
+            self._compile(_inputs(x), needs)
 
     @not_compiled
     @without_autocast
-    def _compile_vjp(self, x: Inputs, needs: Needs) -> None:
+    def _compile(self, x: Inputs, needs: Needs | None) -> None:
+        """Compile the kernels of a first forward side by side, and with `needs` those of its backward."""
+        from . import launch
+
         if INTERPRETED or not x.query.is_cuda or x.vector is not None or is_capturing():
             return
         args = self.kernel_args(x)
-        if not ahead.is_new(args.variant):
-            return
-        with ahead.collecting(args.query.device):
-            rows = args.new_rows(self.observed)
-            self._vjp(x, rows, (torch.empty_like(rows.output), None, None), Needed(*needs))
+        variant, threads = (*args.variant, self.observed), []
+        if ahead.is_new(("forward", *variant)):
+            with ahead.collecting(args.query.device) as threads:
+                launch.forward(args, self.observed)
+        if needs is not None and ahead.is_new(("backward", *variant)):
+            with ahead.collecting(args.query.device, after=threads):
+                rows = args.new_rows(self.observed)
+                self._vjp(x, rows, (torch.empty_like(rows.output), None, None), Needed(*needs))
 
     @not_compiled
     @without_autocast
     def _forward(self, x: MaybeTensors) -> Rows:
         from . import launch
 
-        return launch.forward(self.kernel_args(_inputs(x)), self.observed)
+        inputs = _inputs(x)
+        if inputs.bias is None and not self.spec.dropout:
+            self._compile(inputs, None)
+        return launch.forward(self.kernel_args(inputs), self.observed)
 
     @not_compiled
     @without_autocast
     def jvp(self, x: MaybeTensors, w: MaybeTensors) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
-        if _inputs(x).vector is not None:
-            rows, tangents = self.forward(x), jvp_of_formula(self, x, w)[1]
+        if _inputs(x).vector is not None or _inputs(x).wide or Derivatives(*w).tables is not None:
+            rows, tangents = self._forward(x), jvp_of_formula(self, x, w)[1]
+            rows = rows if self.observed else rows._replace(entropy=torch.zeros_like(rows.lse))
             return rows, (tangents[0], tangents[1], tangents[2])
         return self._jvp(_inputs(x), Derivatives(*w))
 
@@ -174,23 +198,19 @@ class TritonEngine(Engine):
     @not_compiled
     @without_autocast
     def _checked_vjp(self, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Sequence[Tensor | None]:
+        if _inputs(x).query.shape[-1] > WHOLE:  # no program holds dQ or dK
+            return [t if need else None for t, need in zip(vjp_of_formula(self, x, g), needs, strict=True)]
         return self._vjp(_inputs(x), _aligned_rows(rows), g, Needed(*needs))
 
     @not_compiled
     @without_autocast
     def double_backward(
-        self,
-        x: MaybeTensors,
-        rows: Rows,
-        d_rows: MaybeTensors,
-        g: MaybeTensors,
-        w: MaybeTensors,
-        dg: MaybeTensors,
-        needs: Needs,
+        self, x: MaybeTensors, rows: Rows, d_rows: MaybeTensors, g: MaybeTensors, w: MaybeTensors, dg: MaybeTensors, needs: Needs
     ) -> Sequence[Tensor | None]:
         inputs, tangents, needed = _inputs(x), Derivatives(*w), Needed(*needs)
         scale_or_sink = inputs.scale is not None or inputs.sink is not None
-        if inputs.vector is not None or tangents.bias is not None or needed.bias or scale_or_sink:
+        beyond = tangents.bias is not None or needed.bias or tangents.tables is not None or needed.tables
+        if inputs.vector is not None or inputs.wide or beyond or scale_or_sink:
             engine = TorchScaleEngine(**{**vars(self), "shortcuts": None}) if scale_or_sink and inputs.vector is None else self
             grads = double_backward_of_formula(engine, x, g, w, dg)[1]
         else:
@@ -199,28 +219,34 @@ class TritonEngine(Engine):
 
     def formula(self, x: MaybeTensors) -> tuple[Tensor, ...]:
         """Output, lse and entropy in strips of plain torch: (L, H, N, …)."""
-        inputs, spec = _inputs(x), self.spec
-        heads = inputs.key.shape[1]
-        bias = group_bias(inputs.bias, heads) if self.bias_kind == BIAS_TENSOR else None
-        query, key, value = (t.float() for t in zero_unseen(spec, inputs.query, inputs.key, inputs.value, bias))
-        if inputs.vector is None:
-            query = query * (self.scale if inputs.scale is None else inputs.scale.reshape(-1, 1, 1))
-        shared: tuple[Tensor, ...] = () if inputs.vector is None else (inputs.vector,)
-        if self.bias_kind in (BIAS_ALIBI, BIAS_RELATIVE) and inputs.bias is not None:
-            shared += (inputs.bias,)
-        folded = FoldedProblem(query.unflatten(1, (heads, query.shape[1] // heads)), key, value, bias, shared, spec)
-        tensors = (folded.query, key, value, *(() if bias is None else (bias,)), *shared)
+        inputs = _inputs(x)
+        folded = self._folded(inputs)
+        tensors = (*folded[:3], *(() if folded.bias is None else (folded.bias,)), *folded.shared)
         strips = attention_strips(folded, TileSizes())
         output, lse, entropy = (t.flatten(1, 2) for t in call_function(MapStrips, strips, *tensors))
         if inputs.sink is not None:
             output, lse, entropy = _with_sink(inputs.sink, output, lse, entropy)
         return output.to(inputs.value.dtype), lse, entropy
 
+    def _folded(self, inputs: Inputs) -> FoldedProblem:
+        """The problem in plain torch, in float32, without the sink."""
+        spec, heads = self.spec, inputs.key.shape[1]
+        bias = group_bias(inputs.bias, heads) if self.bias_kind == BIAS_TENSOR else None
+        query, key, value = (t.float() for t in zero_unseen(spec, inputs.query, inputs.key, inputs.value, bias))
+        if inputs.vector is None:
+            query = query * (self.scale if inputs.scale is None else inputs.scale.reshape(-1, 1, 1))
+        shared: tuple[Tensor, ...] = () if inputs.vector is None else (inputs.vector,)
+        if spec.pointwise is not None:
+            shared += split_tables(spec.pointwise, inputs.tables)
+        if self.bias_kind in (BIAS_ALIBI, BIAS_RELATIVE) and inputs.bias is not None:
+            shared += (inputs.bias,)
+        return FoldedProblem(query.unflatten(1, (heads, query.shape[1] // heads)), key, value, bias, shared, spec)
+
     def batched(self, size: int) -> tuple[Engine, int]:
         spec, mask = self.spec, self.block_mask
         if mask.lead[0] > 1:
             mask.wait()
-            mask = BlockMask(mask.n, mask.m, mask.lo, mask.hi, mask.mask_bits, mask.lead, mask.inner * size)
+            mask = BlockMask(mask.n, mask.m, mask.lo, mask.hi, mask.mask_bits, mask.lead, mask.inner * size, narrow=mask.narrow)
         spec = replace(spec, inner=spec.inner * size, period=spec.period * size, copies=spec.copies * size)
         return replace(self, spec=spec, block_mask=mask, shortcuts=None), 1
 
@@ -242,11 +268,19 @@ class TritonEngine(Engine):
             self.spec.softcap,
             self.bias_kind,
             self._bias_args(x.bias),
-            _dropout_args(self.spec, query),
+            dropout_args(self.spec, query),
             None if x.sink is None else x.sink.detach().contiguous(),
             None if x.vector is None else x.vector.detach().contiguous(),
+            self._function(x),
             None if negates else self.shortcuts,
         )
+
+    def _function(self, x: Inputs) -> PointwiseKernel | None:
+        bound = self.spec.pointwise
+        if bound is None:
+            return None
+        tables = None if x.tables is None else _aligned(x.tables.detach())
+        return PointwiseKernel(bound, tables, self.spec.copies, x.query.device)
 
     def _negates_query(self, x: Inputs) -> bool:
         """Kernels take a positive scale, so a negative one goes into the queries."""
@@ -304,8 +338,35 @@ class TritonEngine(Engine):
         if needed.bias and x.bias is not None:
             d_bias = launch.bias_gradient(args, given, tuple(x.bias.shape)).to(x.bias.dtype)
         dk = None if found.dk is None else found.dk.to(x.key.dtype)
-        grads = Derivatives(dq, dk, found.dv, d_bias, d_scale, d_sink, found.vector)
+        d_tables = self._table_gradient(x, args, given, rows, g) if needed.tables else None
+        grads = Derivatives(dq, dk, found.dv, d_bias, d_scale, d_sink, found.vector, d_tables)
         return Derivatives(*(t if need else None for t, need in zip(grads, needed, strict=True)))
+
+    def _table_gradient(self, x: Inputs, args: KernelArgs, given: BackwardRows, rows: Rows, g: MaybeTensors) -> Tensor | None:
+        """The gradient of the tables: sums along rows, keys and diagonals by kernels, all else by a pass of `chunked`."""
+        from . import launch
+
+        function = args.pointwise
+        if function is None or x.tables is None:
+            return None
+        if any(load.along is None for load in function.loads):
+            return self._table_gradient_in_strips(x, rows, g)
+        total = torch.zeros_like(x.tables)
+        for load in function.loads:
+            total += function.scattered(load, launch.table_gradient(args, given, load), (args.n, args.m))
+        return total
+
+    def _table_gradient_in_strips(self, x: Inputs, rows: Rows, g: MaybeTensors) -> Tensor | None:
+        folded = self._folded(x)
+        share = 0.0 if x.sink is None else _share_of_sink(x.sink, rows.lse)
+        entropy = torch.zeros_like(rows.lse) if rows.entropy is None else rows.entropy + share
+        groups = folded.query.shape[1:3]
+        wide = Rows(*(t.unflatten(1, groups).float() for t in rows._replace(entropy=entropy)))
+        cotangents = tuple(None if t is None else t.unflatten(1, groups).float() for t in g)
+        tables, count = self.spec.tables, len(folded.shared)
+        needs = (False,) * 4 + tuple(tables.start <= at < tables.stop for at in range(count))
+        found = strips_vjp(folded, TileSizes(), needs, wide, cotangents)[4:][tables]
+        return flat_tables([t for t in found if t is not None])
 
     def _double_backward(
         self, x: Inputs, rows: Rows, d_rows: MaybeTensors, g: MaybeTensors, w: Derivatives, dg: MaybeTensors, needed: Needed
@@ -368,7 +429,8 @@ def _with_sink(sink: Tensor, output: Tensor, lse: Tensor, entropy: Tensor) -> tu
     return (output * left.exp()[..., None]).to(output.dtype), lse, entropy
 
 
-def _dropout_args(spec: Spec, query: Tensor) -> DropoutArgs:
+def dropout_args(spec: Spec, query: Tensor) -> DropoutArgs:
+    """Dropout as kernels take it."""
     if not spec.dropout:
         return DropoutArgs()
     items, heads, rows = (torch.arange(size, device=query.device) for size in query.shape[:3])

@@ -13,22 +13,19 @@ from ..compat.torch import is_current_device
 from ..compat.triton import INTERPRETED
 from ..core.rows import Rows
 from . import launch_cache
-from .arguments import BackwardRows, DoubleBackwardRows, Gradients, KernelArgs, Tangents
+from .arguments import BackwardRows, Gradients, KernelArgs, Tangents
+from .portable import divergence_launch, divergence_mean_launch
 from .portable import launch as portable
+from .portable import pointwise_launch as portable_pointwise
+from .portable import statistics_launch as portable_statistics
 from .portable.configs import hopper
+from .portable.divergence_launch import DivergenceRows, Pair
+from .portable.divergence_launch import Gradients as PairGradients
 
 __all__ = [
-    "backward",
-    "backward_preprocess",
-    "bias_gradient",
-    "double_backward",
-    "forward",
-    "jvp",
-    "moments",
-    "pooled",
-    "received",
-    "top",
-]
+    "backward", "backward_preprocess", "bias_gradient", "divergence", "divergence_backward", "double_backward", "forward", "jvp", "moments",
+    "pooled", "received", "table_gradient", "top",
+]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +57,10 @@ def forward(w: KernelArgs, entropy: bool) -> Rows:
         if not portable.decodes(w) and _on_hopper(w):
             from .hopper import forward_launch as chip
 
-            route = route if chip.refuses(w) else chip.launch_forward
+            if not w.wide:
+                route = route if chip.refuses(w) else chip.launch_forward
+            elif not chip.refuses_wide(w):
+                route = chip.launch_wide
         launch_cache.store(key, route)
     found: Rows = route(w, entropy)
     return found
@@ -68,14 +68,16 @@ def forward(w: KernelArgs, entropy: bool) -> Rows:
 
 @on_its_device
 def jvp(w: KernelArgs, tangents: Tangents, entropy: bool) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
-    """The forward pass, and the tangents of output, lse and entropy. A sink is not included."""
-    return portable.jvp(w, tangents, entropy)
+    """The forward pass, and the tangents of output, lse and entropy, by the chip's own kernel or the portable one. No sink."""
+    if not _on_hopper(w):
+        return portable.jvp(w, tangents, entropy)
+    from .hopper import jvp_launch as chip
 
-
-@on_its_device
-def backward_preprocess(w: KernelArgs, found: Rows, dO: Tensor, g_lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """δ = Σ dO ∘ O − g_lse of each row, and lse in the units of the kernels' exponents."""
-    return portable.backward_preprocess(w, found, dO, g_lse)
+    route = launch_cache.find(key := ("route of the jvp", chip.tangent_signature(tangents), w.signature))
+    if route is None:
+        launch_cache.store(key, route := portable.jvp if chip.refuses(w, tangents) else chip.launch_jvp)
+    found: tuple[Rows, tuple[Tensor, Tensor, Tensor]] = route(w, tangents, entropy)
+    return found
 
 
 @on_its_device
@@ -93,20 +95,6 @@ def backward(w: KernelArgs, rows: BackwardRows, queries: bool = True, keys: bool
 
 
 @on_its_device
-def double_backward(
-    w: KernelArgs, tangents: Tangents, dO: Tensor, dO_dot: Tensor | None, rows: DoubleBackwardRows, needs: tuple[bool, ...]
-) -> Gradients:
-    """The tangents of dQ, dK and dV, the last two together. Scales are numbers, biases have no tangent, no sink."""
-    return portable.double_backward(w, tangents, dO, dO_dot, rows, needs)
-
-
-@on_its_device
-def bias_gradient(w: KernelArgs, rows: BackwardRows, shape: tuple[int, ...]) -> Tensor:
-    """The gradient of a bias tensor of `shape` (L|1, H|1, N|1, M|1), of slopes (H,), or of a table (H|1, 2R + 1)."""
-    return portable.bias_gradient(w, rows, shape)
-
-
-@on_its_device
 def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
     """Σ over rows of the weight each key receives: (L, H, M)."""
     if _on_hopper(w):
@@ -114,13 +102,7 @@ def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
 
         if not chip.refuses(w):
             return chip.received(w, row_max, log_row_sum)
-    return portable.received(w, row_max, log_row_sum)
-
-
-@on_its_device
-def moments(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ p (1 − p) and Σ p |i + M − N − j| of each row: (L, H, N) each."""
-    return portable.moments(w, row_max, log_row_sum)
+    return portable_statistics.received(w, row_max, log_row_sum)
 
 
 @on_its_device
@@ -131,10 +113,28 @@ def pooled(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, height: int, wid
 
         if not chip.refuses_grid(w, height, width):
             return chip.pooled(w, row_max, log_row_sum, height, width)
-    return portable.pooled(w, row_max, log_row_sum, height, width)
+    return portable_statistics.pooled(w, row_max, log_row_sum, height, width)
 
 
 @on_its_device
-def top(w: KernelArgs, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each row and their keys, (L, H, N, k) each; −inf and −1 where fewer are visible."""
-    return portable.top(w, k)
+def divergence(w: KernelArgs, pair: Pair) -> DivergenceRows:
+    """The divergence between two attentions, of which w is the first."""
+    return divergence_mean_launch.mean_forward(pair) if pair.mean else divergence_launch.forward(pair)
+
+
+@on_its_device
+def divergence_backward(
+    w: KernelArgs, pair: Pair, rows: DivergenceRows, g: Tensor, queries: tuple[bool, bool], keys: tuple[bool, bool]
+) -> tuple[PairGradients, PairGradients]:
+    """The wanted gradients of queries and of keys, of either side."""
+    route = divergence_mean_launch.mean_backward if pair.mean else divergence_launch.backward
+    return route(pair, rows, g, queries, keys)
+
+
+# No chip has kernels of its own for these.
+backward_preprocess = on_its_device(portable.backward_preprocess)
+double_backward = on_its_device(portable.double_backward)
+bias_gradient = on_its_device(portable.bias_gradient)
+table_gradient = on_its_device(portable_pointwise.table_gradient)
+moments = on_its_device(portable_statistics.moments)
+top = on_its_device(portable_statistics.top)

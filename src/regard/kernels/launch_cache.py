@@ -33,6 +33,7 @@ class Launch(NamedTuple):
     """A compiled kernel on its grid."""
 
     again: Callable[..., None]  # starts it with other tensors of the same sizes and strides
+    bound: Callable[..., Callable[..., None]]  # from names of its arguments to a function that takes these in order
     about: Any = None  # what the launcher must know of it, such as a tile
 
 
@@ -47,6 +48,7 @@ class Shortcuts:
         _SHORTCUTS.add(self)
         self.forward: Callable[..., tuple[Tensor, Any] | None] | None = None
         self.backward: Callable[..., tuple[Tensor, Tensor, Tensor] | None] | None = None
+        self.surveys: dict[tuple[int, int], Callable[..., Any]] = {}  # by height and width of the map
 
 
 def find(key: Hashable) -> Any:
@@ -67,6 +69,7 @@ def clear() -> None:
     _LAUNCHES.clear()
     for shortcuts in _SHORTCUTS:
         shortcuts.forward = shortcuts.backward = None
+        shortcuts.surveys.clear()
 
 
 def start(
@@ -87,7 +90,7 @@ def start(
         return
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     in_order = {name: arguments[name] for name in kernel.arg_names}
-    store(key, Launch(starter(compiled, programs, in_order, changing), about))
+    store(key, Launch(*starter(compiled, programs, in_order, changing), about))
 
 
 def zeros(size: int, device: torch.device) -> Tensor:

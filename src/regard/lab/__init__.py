@@ -32,7 +32,8 @@ def studies() -> dict[str, type[Study]]:
         for item in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
             if isinstance(item, type) and issubclass(item, Study) and "name" in vars(item):
                 found[item.name] = item
-    return dict(sorted(found.items(), key=lambda one: (one[0] not in _ORDER, _position(one[0]), one[0])))
+    order = [*(name for name in _ORDER if name in found), *sorted(found.keys() - set(_ORDER))]
+    return {name: found[name] for name in order}
 
 
 def names() -> list[str]:
@@ -56,7 +57,3 @@ def run(name: str, tell: Progress = lambda share: None, **choices: Any) -> Exper
         fields = ", ".join(known[name].__dataclass_fields__) or "none"
         raise ArgumentError(f"lab: {name} takes the choices {fields}. Got {', '.join(choices)}.") from error
     return study.run(tell)
-
-
-def _position(name: str) -> int:
-    return _ORDER.index(name) if name in _ORDER else len(_ORDER)

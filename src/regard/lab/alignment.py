@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from ..functional import attention, observe
 from ..scores import Cosine
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["Alignment"]
 
@@ -27,32 +24,10 @@ _STEMS = (
 )
 _ENDINGS = {"": "", "ité": "ity", "isme": "ism", "iste": "ist", "ement": "ly", "iser": "ize"}
 # Trained words without relatives, and words that are related to no trained one.
-_SINGLE = {
-    "le": "the",
-    "un": "a",
-    "chat": "cat",
-    "noir": "black",
-    "veut": "wants",
-    "souvent": "often",
-    "lait": "milk",
-    "froid": "cold",
-    "livre": "book",
-    "voit": "sees",
-    "rouge": "red",
-    "ami": "friend",
-}
-_FOREIGN = {
-    "chien": "dog",
-    "pain": "bread",
-    "rue": "street",
-    "oiseau": "bird",
-    "hiver": "winter",
-    "boire": "drink",
-    "jaune": "yellow",
-    "fleur": "flower",
-    "cheval": "horse",
-    "deux": "two",
-}
+_SINGLE = {"le": "the", "un": "a", "chat": "cat", "noir": "black", "veut": "wants", "souvent": "often", "lait": "milk",
+           "froid": "cold", "livre": "book", "voit": "sees", "rouge": "red", "ami": "friend"}  # fmt: skip
+_FOREIGN = {"chien": "dog", "pain": "bread", "rue": "street", "oiseau": "bird", "hiver": "winter", "boire": "drink",
+            "jaune": "yellow", "fleur": "flower", "cheval": "horse", "deux": "two"}  # fmt: skip
 _SENTENCE = ("le", "moraliste", "libéral", "veut", "souvent", "un", "chat", "noir")
 _TRANSLATED = ("the", "liberal", "moralist", "often", "wants", "a", "black", "cat")
 
@@ -183,14 +158,13 @@ class _Translator(nn.Module):
     def train_on(self, steps: int, order: str, progress: Progress) -> None:
         """Train the output to be the value of the translated word."""
         optimiser = torch.optim.Adam(self.parameters(), lr=0.02)
-        for step in range(steps):
+        for _ in counted(range(steps), progress):
             target, source, _ = self.sentences(32, 0, self.trained, order)
             query, key = self(target, source)
             output = attention(query, key, self.value[source])
             optimiser.zero_grad()
             cross_entropy((output @ self.value.T).flatten(0, 1), target.flatten()).backward()
             optimiser.step()
-            progress((step + 1) / steps)
 
     @torch.no_grad()
     def accuracy(self, first: int, number: int) -> Row:

@@ -6,12 +6,13 @@ import base64
 import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 import torch
+from rich.console import RenderableType
 
 from ..display import block, escaped, note, paragraph, table
 from ..errors import ArgumentError, MissingPackageError
@@ -21,12 +22,21 @@ from .cells import Row, cell, is_number, tables
 from .terminal import summary
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    import matplotlib.figure
 
-__all__ = ["Experiment", "Progress", "Row", "Study", "canvas"]
+__all__ = ["Experiment", "Figure", "Progress", "Row", "Study", "canvas", "counted"]
 
+Figure: TypeAlias = "matplotlib.figure.Figure"
 Progress = Callable[[float], None]
 """A callback that takes the share of the work done, from 0 to 1."""
+Item = TypeVar("Item")
+
+
+def counted(items: Collection[Item], progress: Progress, start: float = 0.0, stop: float = 1.0) -> Iterator[Item]:
+    """Iterate over items, and report each that is done; together they are the shares from `start` to `stop`."""
+    for done, item in enumerate(items, 1):
+        yield item
+        progress(start + (stop - start) * done / len(items))
 
 
 @dataclass(frozen=True)
@@ -143,8 +153,11 @@ class Experiment:
         """The test by which the verdict was reached."""
         return self.study.test
 
+    def __rich__(self) -> RenderableType:
+        return summary(self.claim, self.rows, self.test, self.verdict)
+
     def __repr__(self) -> str:
-        return as_text(summary(self), width=100)
+        return as_text(self, width=100)
 
     def _repr_html_(self) -> str:
         numbers = []
@@ -179,12 +192,12 @@ class Experiment:
 def canvas(width: float = 7.0, height: float = 4.0, columns: int = 1) -> tuple[Figure, Any]:
     """A matplotlib figure without a window, and its axes: one, or an array of several side by side."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure as plots
     except ImportError as missing:
         raise MissingPackageError(
             "lab: figures need matplotlib: pip install 'regard[viz]'. Rows and verdict work without it."
         ) from missing
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = plots.Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, columns)
     for one in [axes] if columns == 1 else axes:
         one.spines[["top", "right"]].set_visible(False)

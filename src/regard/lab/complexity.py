@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..functional import attention
 from ..softmax import stable
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["Complexity", "Count", "count", "one_thread", "product_flop"]
 
@@ -281,7 +278,7 @@ def _best_times(inputs: Mapping[_Sizes, _Inputs], rounds: int, progress: Progres
     works = {sizes: _works(*x) for sizes, x in inputs.items()}
     best = {sizes: dict.fromkeys(_OPERATIONS, math.inf) for sizes in inputs}
     with one_thread():
-        for turn in range(rounds + 1):
+        for turn in counted(range(rounds + 1), progress):
             for sizes, operations in works.items():
                 for name, work in operations.items():
                     work()  # brings its inputs into the cache
@@ -289,7 +286,6 @@ def _best_times(inputs: Mapping[_Sizes, _Inputs], rounds: int, progress: Progres
                     work()
                     if turn:
                         best[sizes][name] = min(best[sizes][name], time.thread_time() - begin)
-            progress((turn + 1) / (rounds + 1))
     return best
 
 

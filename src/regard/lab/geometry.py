@@ -6,17 +6,14 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..functional import observe
 from ..scores import Cosine
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["Geometry"]
 
@@ -59,7 +56,7 @@ class Geometry(Study):
         """Score every pair of random queries and keys, by dot product and by cosine."""
         shapes: list[Row] = []
         scores: list[Row] = []
-        for step, d in enumerate(self.dims):
+        for d in counted(self.dims, progress):
             q, k = self._sample(self.rows, d), self._sample(self.keys, d)
             product = observe(q, k, k, scale=1.0).scores()  # (rows, keys)
             cosine = observe(q, k, k, score=Cosine()).scores()
@@ -86,7 +83,6 @@ class Geometry(Study):
                     "(q·k − ‖q‖‖k‖cos θ) / ‖q‖‖k‖": ((product - lengths * cosine).abs() / lengths).max().item(),
                 }
             )
-            progress((step + 1) / len(self.dims))
         return shapes + scores
 
     def _sample(self, count: int, d: int) -> Tensor:

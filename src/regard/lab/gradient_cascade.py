@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..functional import attention
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["GradientCascade"]
 
@@ -65,14 +63,10 @@ class GradientCascade(Study):
     def measure(self, progress: Progress) -> list[Row]:
         """Build each stack once and backpropagate a gradient of norm 1 from each depth."""
         rows: list[Row] = [{"layers": depth} for depth in self.depths]
-        done = 0
-        for stack in _STACKS:
-            for scaling, power in _POWERS.items():
-                torch.manual_seed(0)  # the same keys and weights for each scaling
-                for row, norm in zip(rows, self._norms(stack, self.dim**-power), strict=True):
-                    row[f"{stack}, {scaling}"] = norm
-                done += 1
-                progress(done / (len(_STACKS) * len(_POWERS)))
+        for stack, scaling in counted([*product(_STACKS, _POWERS)], progress):
+            torch.manual_seed(0)  # the same keys and weights for each scaling
+            for row, norm in zip(rows, self._norms(stack, self.dim ** -_POWERS[scaling]), strict=True):
+                row[f"{stack}, {scaling}"] = norm
         return rows
 
     def _norms(self, stack: str, scale: float) -> list[float]:

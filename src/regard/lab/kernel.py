@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,10 +13,7 @@ from torch.nn.functional import normalize
 
 from ..functional import attention
 from ..scores import Gaussian
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas
 
 __all__ = ["Kernel"]
 
@@ -59,9 +56,7 @@ class Kernel(Study):
 
     def measure(self, progress: Progress) -> list[Row]:
         """Compare the outputs of each pair of formulas."""
-        rows = list(self._rows())
-        progress(1.0)
-        return rows
+        return list(self._rows())
 
     def _rows(self) -> Iterator[Row]:
         query = torch.randn(self.queries, self.dim, dtype=torch.float64)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from ..masks import (
     Mask,
     blocks,
     causal,
+    chosen,
     dense,
     documents,
     everything,
@@ -31,10 +31,8 @@ from ..masks import (
     window,
 )
 from ..masks.base import HIDDEN
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
+from .complexity import one_thread
 
 __all__ = ["MaskSavings", "gallery"]
 
@@ -79,9 +77,8 @@ class MaskSavings(Study):
         q, k, v = torch.randn(3, 1, self.heads, n, self.dim).unbind()
         backend = Chunked(self.chunk) if self.backend == "chunked" else self.backend
         rows: list[Row] = []
-        masks = gallery(n)
-        for step, (name, mask) in enumerate(masks.items()):
-            with _one_thread():
+        for name, mask in counted(gallery(n).items(), progress):
+            with one_thread():
                 masked, full = _best_times(
                     partial(attention, q, k, v, mask=mask, backend=backend),
                     partial(attention, q, k, v, backend=backend),
@@ -96,7 +93,6 @@ class MaskSavings(Study):
                     "time / full": masked / full,
                 }
             )
-            progress((step + 1) / len(masks))
         return rows
 
     def _tiles_left(self, mask: Mask) -> float:
@@ -116,7 +112,7 @@ class MaskSavings(Study):
         axis.remove()
         halves: Any = figure.subfigures(1, 2, width_ratios=[3, 2])
         left, right = halves
-        squares = left.subplots(3, 5).flatten()
+        squares = left.subplots(4, 4).flatten()
         pictures = gallery(_PICTURE)
         for square, row in zip(squares, rows, strict=True):
             seen = pictures[row["mask"]].dense(_PICTURE, _PICTURE).reshape(_PICTURE, _PICTURE)
@@ -169,6 +165,7 @@ def gallery(n: int) -> dict[str, Mask]:
         "strided": strided(4),
         "predicate": predicate(_checkerboard),
         "dense, at random": dense(scattered),
+        "chosen": chosen(torch.tensor([[0, 2], [1, -1], [2, 0], [3, 1]]), size=n // 4, rows=n // 4),
     }
 
 
@@ -178,16 +175,6 @@ def _checkerboard(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def _edges(n: int, step: int) -> Tensor:
     return torch.tensor([*range(0, n, step), n])
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _best_times(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:

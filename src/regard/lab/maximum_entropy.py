@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..functional import observe
 from ..softmax import stable
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["MaximumEntropy"]
 
@@ -60,7 +57,7 @@ class MaximumEntropy(Study):
         """Compare the weights of one query with competitors, at each temperature and noise."""
         query, key = (torch.randn(n, self.dim, dtype=torch.float64) for n in (1, self.keys))
         root, rows = self.dim**0.5, []
-        for step, T in enumerate(self.temperatures):
+        for T in counted(self.temperatures, progress):
             given = observe(query, key, key, scale=1 / (T * root))
             scores = given.scores()[0] * T  # q·k / √d
             mean = (given.weights()[0] * scores).sum()
@@ -68,7 +65,6 @@ class MaximumEntropy(Study):
             for noise in self.noises:
                 row: Row = {"T": T, "noise": noise, "mean score": mean.item(), "entropy": tested.entropy.item()}
                 rows.append(row | self._against(tested.weights()[0], scores, mean, noise))
-            progress((step + 1) / len(self.temperatures))
         return rows
 
     def _against(self, weights: Tensor, scores: Tensor, mean: Tensor, noise: float) -> Row:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..functional import observe
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["MemoryCapacity"]
 
@@ -66,18 +63,15 @@ class MemoryCapacity(Study):
     def measure(self, progress: Progress) -> list[Row]:
         """Find the capacity for each dimension, then sweep the temperature in the largest."""
         rows: list[Row] = []
-        steps = len(self.dims) + len(self.shown)
-        for step, d in enumerate(self.dims):
+        for d in counted(self.dims, progress, stop=0.7):
             predicted, hopfield = self._predicted_capacity(d), _HOPFIELD * d
             rows.append({"d": d, "capacity, items": self._capacity(d), "by the law": predicted, "0.138·d": hopfield})
-            progress((step + 1) / steps)
         d = self.dims[-1]
-        for step, items in enumerate(self.shown):
+        for items in counted(self.shown, progress, start=0.7):
             keys, queries = self._sample(items, d)
             for temperature in self.temperatures:
                 error, weight = _retrieve(keys, queries, temperature)
                 rows.append({"temperature": temperature, "items": items, "error": error, "weight on the right": weight})
-            progress((len(self.dims) + step + 1) / steps)
         return rows
 
     def _capacity(self, d: int) -> int:

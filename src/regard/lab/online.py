@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ from torch import Tensor
 from ..backends import Chunked
 from ..functional import attention
 from ..softmax import Partial, finish, merge, online, partial, stable
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["MACHINES", "Online", "peak_bytes"]
 
@@ -73,13 +70,9 @@ class Online(Study):
     def measure(self, progress: Progress) -> list[Row]:
         """Trace a row, compare results and memory at every length, and count the bytes for every block size."""
         found = self._trace()
-        for step, n in enumerate(self.lengths):
+        for n in counted(self.lengths, progress, stop=0.7):
             found.append({"n": n, "off from whole": self._difference(n), **self._peaks(n)})
-            progress(0.7 * (step + 1) / len(self.lengths))
-        for step, rows in enumerate(self.rows):
-            found.append(self._traffic_row(rows))
-            progress(0.7 + 0.3 * (step + 1) / len(self.rows))
-        return found
+        return found + [self._traffic_row(rows) for rows in counted(self.rows, progress, start=0.7)]
 
     def _trace(self) -> list[Row]:
         """The state of one row over eight blocks of keys with growing logits, so that the maximum rises."""

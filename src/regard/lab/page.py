@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import io
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..display import escaped
 from ..errors import ArgumentError, FileError
-from ..report.files import asset, write_text
-from ..report.terminal import shown
-from .base import Experiment, Row
+from ..report.files import asset, filled, source_hash, write_text
+from .base import Experiment, Figure, Row
 from .cells import cell, is_number, tables
 from .saved import Saved, is_file_name, saved_in
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["write"]
 
@@ -133,17 +126,16 @@ def _on_dark(colour: Any) -> Any:
 
 def _page(experiments: Sequence[Saved]) -> str:
     style = asset(__package__, "page.css")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode("ascii")
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src 'self' file: data:; base-uri 'none'"
+    policy = f"default-src 'none'; style-src '{source_hash(style)}'; img-src 'self' file: data:; base-uri 'none'"
     supported = sum(experiment.verdict for experiment in experiments)
     pieces = {
-        "policy": _escaped(policy),
+        "policy": escaped(policy),
         "style": style,
         "sum": f"The measurements support {supported} of {len(experiments)} claims.",
         "links": "\n".join(map(_link, experiments)),
         "sections": "\n".join(map(_section, experiments)),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], asset(__package__, "page.html"))
+    return filled(__package__, "page.html", pieces)
 
 
 def _link(experiment: Saved) -> str:
@@ -152,20 +144,20 @@ def _link(experiment: Saved) -> str:
 
 
 def _section(experiment: Saved) -> str:
-    name, caption = experiment.name, _escaped(experiment.caption)
+    name, caption = experiment.name, escaped(experiment.caption)
     said = "The measurement supports the claim" if experiment.verdict else "The measurement does not support the claim"
     kind, sign = ("yes", "✓") if experiment.verdict else ("no", "✗")
     choices = "; ".join(f"{name} = {value}" for name, value in experiment.choices.items())
     return f"""<section id="{name}" aria-labelledby="{name}-title">
 <div class="heading"><h2 id="{name}-title">{name}</h2><p class="verdict {kind}">{sign} {said}</p></div>
-<p class="claim">{_escaped(experiment.claim)}</p>
+<p class="claim">{escaped(experiment.claim)}</p>
 <figure><div class="plate" tabindex="0" role="group" aria-label="Figure of {name}"><picture>
 <source srcset="{name}-dark.svg" media="(prefers-color-scheme: dark)"><img src="{name}.svg" alt="{caption}">
 </picture></div><figcaption>{caption}</figcaption></figure>
-<p class="test"><b>Test.</b> {_escaped(experiment.test)}</p>
+<p class="test"><b>Test.</b> {escaped(experiment.test)}</p>
 {_numbers(experiment)}
 <p class="foot"><span>Run it: <code>regard lab {name}</code></span><a href="{name}.json">{name}.json</a></p>
-<details><summary>Parameters</summary><p class="foot"><code>{_escaped(choices)}</code></p></details>
+<details><summary>Parameters</summary><p class="foot"><code>{escaped(choices)}</code></p></details>
 </section>"""
 
 
@@ -177,16 +169,12 @@ def _numbers(experiment: Saved) -> str:
 
 def _table(rows: list[Row], name: str) -> str:
     kinds = {key: ' class="number"' if all(is_number(row[key]) for row in rows) else "" for key in rows[0]}
-    head = "".join(f'<th scope="col"{kind}>{_escaped(key)}</th>' for key, kind in kinds.items())
+    head = "".join(f'<th scope="col"{kind}>{escaped(key)}</th>' for key, kind in kinds.items())
     body = "\n".join(
-        "<tr>" + "".join(f"<td{kind}>{_escaped(cell(row[key]))}</td>" for key, kind in kinds.items()) + "</tr>"
+        "<tr>" + "".join(f"<td{kind}>{escaped(cell(row[key]))}</td>" for key, kind in kinds.items()) + "</tr>"
         for row in rows
     )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Numbers of {name}"><table>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
     )
-
-
-def _escaped(text: str) -> str:
-    return html.escape(shown(text))

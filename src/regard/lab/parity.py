@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import scores
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["Parity"]
 
@@ -69,11 +66,10 @@ class Parity(Study):
             "products": lambda query, key: (query[..., :, None] * key[..., None, :]).flatten(-2),
         }
         rows: list[Row] = [{"score": name, **_parity_shares(score(*test))} for name, score in tested.items()]
-        for step, (kind, features) in enumerate(kinds.items()):
+        for kind, features in counted(kinds.items(), progress):
             shares = _explained(list(tested.values()), features, train, test)
             for row, share in zip(rows, shares, strict=True):
                 row[f"by {kind}"] = share
-            progress((step + 1) / len(kinds))
         return rows
 
     def _pairs(self) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,7 @@ from torch import Tensor
 from ..functional import attention
 from ..masks import causal
 from ..positions import Terms, alias_period, aliases, decompose, sinusoidal
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["Positions"]
 
@@ -58,11 +55,8 @@ class Positions(Study):
 
     def measure(self, progress: Progress) -> list[Row]:
         """Run the four parts."""
-        rows: list[Row] = []
-        for step, part in enumerate((self._order_rows, self._offset_rows, self._alias_rows, self._balance_rows)):
-            rows += part()
-            progress((step + 1) / 4)
-        return rows
+        parts = (self._order_rows, self._offset_rows, self._alias_rows, self._balance_rows)
+        return [row for part in counted(parts, progress) for row in part()]
 
     def _order_rows(self) -> list[Row]:
         x = torch.randn(12, self.dim, dtype=torch.float64)
@@ -155,7 +149,8 @@ class Positions(Study):
             left.plot(range(repeat, length, repeat), [1.0] * len(range(repeat, length, repeat)), f"C{colour}v", ms=6)
         left.set(xlabel="offset i − j", ylabel="p_i·p_j / its maximum", ylim=(-1.1, 1.5))
         left.legend(frameon=False, loc="upper left", fontsize=8)
-        shares = [[row["found"] for row in rows if row["case"] in self._cases(term)] for term in _TERMS]
+        found = {row["case"]: row["found"] for row in rows}
+        shares = [[found[f"{term}, c = {size:g}"] for size in self.content] for term in _TERMS]
         right.stackplot(self.content, shares, labels=_TERMS, colors=("C0", "#9ecae1", "#fdd0a2", "C1"))
         for size, label in ((self.dim**-0.5, "1/√d"), (1.0, "1/√d · √d")):
             right.axvline(size, color="black", lw=1, ls=":")
@@ -168,9 +163,6 @@ class Positions(Study):
         right.minorticks_off()
         right.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, fontsize=8)
         return figure
-
-    def _cases(self, term: str) -> list[str]:
-        return [f"{term}, c = {size:g}" for size in self.content]
 
 
 def _row(part: str, case: str, found: float, expected: float | str, agrees: bool) -> Row:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,7 @@ from ..backends import KNOWN
 from ..functional import attention, why
 from ..scores import Balanced
 from ..softmax import stable
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["Precision"]
 
@@ -77,10 +74,8 @@ class Precision(Study):
     def measure(self, progress: Progress) -> list[Row]:
         """Attend in each dtype, on each backend, at each scale of the logits."""
         exact = torch.randn(3, 1, 2, self.length, self.dim, dtype=torch.float64)
-        rows: list[Row] = []
-        for step, dtype in enumerate(self.dtypes):
-            rows += [self._errors(exact, dtype, scale) for scale in self.logit_scales]
-            progress((step + 1) / (len(self.dtypes) + 1))
+        dtypes = counted(self.dtypes, progress, stop=0.8)
+        rows = [self._errors(exact, dtype, scale) for dtype in dtypes for scale in self.logit_scales]
         return rows + [self._overflow(entry) for entry in self.entries]
 
     def _errors(self, exact: Tensor, dtype: str, logit_scale: float) -> Row:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..functional import observe
 from ..softmax import jacobian, stable
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["Saturation"]
 
@@ -78,11 +75,10 @@ class Saturation(Study):
         ]
         query = torch.randn(self.queries, self.dim, dtype=torch.float64)
         key = torch.randn(self.keys, self.dim, dtype=torch.float64)
-        for step, size in enumerate(sorted({*self.sizes, 1.0, root})):
+        for size in counted(sorted({*self.sizes, 1.0, root}), progress):
             weights = observe(query, key, key, scale=size / root).weights()
             row: Row = {"scores": "q·k, normal", "size": size, "weights": "", "claimed": "", "off by": math.nan}
             rows.append(row | _jacobian_statistics(weights))
-            progress((step + 1) / (len(self.sizes) + 2))
         return [*rows, _peak(key @ query[0] / root)]
 
     def holds(self, rows: list[Row]) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,8 @@ from torch.nn.functional import cross_entropy
 from ..functional import attention, observe
 from ..scores import Additive, Bilinear, Cosine, Gaussian, Score, Temperature
 from ..softmax import stable
-from .base import Progress, Row, Study, canvas
+from .base import Figure, Progress, Row, Study, canvas, counted
 from .complexity import count, one_thread, product_flop
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["Scores"]
 
@@ -82,7 +79,7 @@ class Scores(Study):
         seen, unseen = (_Languages(x, x @ rotation) for x in torch.randn(2, self.words, self.dim))
         models = [_Model(name, projected, self.dim, self.hidden) for projected in (False, True) for name in _NAMES]
         rows: list[Row] = []
-        for done, model in enumerate(models):
+        for model in counted(models, progress, stop=0.8):
             model.train_on(seen, self.steps, self.sentence)
             rows.append(
                 {
@@ -93,10 +90,8 @@ class Scores(Study):
                     "unseen words": model.accuracy(unseen, self.sentence),
                 }
             )
-            progress(0.8 * (done + 1) / len(models))
-        for done, dim in enumerate(self.dims):
+        for dim in counted(self.dims, progress, start=0.8):
             rows += self._costs(dim)
-            progress(0.8 + 0.2 * (done + 1) / len(self.dims))
         return rows
 
     def _costs(self, dim: int) -> list[Row]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import scores
 from ..functional import observe
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["Temperature"]
 
@@ -60,7 +57,7 @@ class Temperature(Study):
         best, mean = value[products.argmax(-1)], value.mean(0)
         before = torch.zeros(self.queries, dtype=torch.float64)
         rows: list[Row] = []
-        for step, T in enumerate(self.temperatures):
+        for T in counted(self.temperatures, progress):
             score = scores.Temperature(T).double()
             seen = observe(query, key, value, score=score)
             (by_log,) = torch.autograd.grad(seen.entropy.mean(), score.log_ratio)  # dH/d ln T = T dH/dT
@@ -74,7 +71,6 @@ class Temperature(Study):
                 row["from the mean"] = (output - mean).abs().max().item()
             rows.append(row)
             before = entropy
-            progress((step + 1) / len(self.temperatures))
         return rows
 
     def _sample(self) -> tuple[Tensor, Tensor, Tensor]:

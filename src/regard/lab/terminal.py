@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -14,56 +13,31 @@ from rich.text import Text
 from ..report.terminal import shown
 from .cells import Row, cell, is_number, tables
 
-__all__ = ["RowTable", "listing", "summary", "verdict"]
+__all__ = ["RowTable", "listing", "summary"]
 
 _GAP = 2
 
 
-class Study(Protocol):
-    """What a listing shows of a study."""
-
-    brief: ClassVar[str]
-    claim: ClassVar[str]
-
-
-class Experiment(Protocol):
-    """What is printed of the result of a study."""
-
-    @property
-    def claim(self) -> str: ...
-    @property
-    def rows(self) -> list[Row]: ...
-    @property
-    def test(self) -> str: ...
-    @property
-    def verdict(self) -> bool: ...
-
-
-def listing(studies: Mapping[str, type[Study]]) -> Table:
+def listing(briefs: Mapping[str, str]) -> Table:
     """The names of the experiments, and what each is about, one per line."""
     table = Table.grid(padding=(0, _GAP, 0, 0))
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(overflow="ellipsis", no_wrap=True)
-    for name, study in studies.items():
-        table.add_row(Text(shown(name)), Text(shown(study.brief or study.claim)))
+    for name, brief in briefs.items():
+        table.add_row(Text(shown(name)), Text(shown(brief)))
     return table
 
 
-def summary(experiment: Experiment) -> Group:
+def summary(claim: str, rows: list[Row], test: str, verdict: bool) -> Group:
     """An experiment in full: its claim, the measurement, the test and the verdict."""
-    parts: list[RenderableType] = [_labelled("claim", experiment.claim), Text()]
-    for some in tables(experiment.rows):
+    parts: list[RenderableType] = [_labelled("claim", claim), Text()]
+    for some in tables(rows):
         parts += [RowTable(some), Text()]
-    return Group(*parts, _labelled("test", experiment.test), verdict(experiment))
-
-
-def verdict(experiment: Experiment) -> Table:
-    """The verdict in words: whether the measurement supports the claim."""
-    if experiment.verdict:
-        text, style = "the measurement supports the claim", "bold green"
+    if verdict:
+        said = _labelled("verdict", "the measurement supports the claim", "bold green")
     else:
-        text, style = "the measurement does not support the claim", "bold red"
-    return _labelled("verdict", text, style)
+        said = _labelled("verdict", "the measurement does not support the claim", "bold red")
+    return Group(*parts, _labelled("test", test), said)
 
 
 @dataclass(frozen=True)

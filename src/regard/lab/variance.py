@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..functional import observe
-from .base import Progress, Row, Study, canvas
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .base import Figure, Progress, Row, Study, canvas, counted
 
 __all__ = ["Variance"]
 
@@ -66,7 +63,7 @@ class Variance(Study):
         """Sample q and k, and measure the scores, the gradient and the entropy."""
         moments: list[Row] = []
         ranges: list[Row] = []
-        for step, d in enumerate(self.dims):
+        for d in counted(self.dims, progress, stop=0.9):
             products = self._products(d)
             k = torch.randn(self.keys, d)
             squared = torch.randn(_GRADIENTS, d).square().sum(-1).mean().item()
@@ -84,7 +81,6 @@ class Variance(Study):
             )
             moments.append(row)
             ranges.append(spread)
-            progress((step + 1) / (len(self.dims) + 1))
         return moments + ranges + self._models()
 
     def _models(self) -> list[Row]:

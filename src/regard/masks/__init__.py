@@ -3,6 +3,7 @@
 from regard.masks.base import Mask
 from regard.masks.blocks import blocks
 from regard.masks.causal import causal
+from regard.masks.chosen import chosen
 from regard.masks.dense import dense
 from regard.masks.documents import documents, packed
 from regard.masks.everything import everything
@@ -17,6 +18,7 @@ __all__ = [
     "Mask",
     "blocks",
     "causal",
+    "chosen",
     "dense",
     "documents",
     "everything",

@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, ClassVar, NoReturn, final
+from typing import Any, ClassVar, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from regard.compat.torch import lacks_values, version_of
+from regard.compat.torch import lacks_values, versions_of
 from regard.errors import ArgumentError, MaskError
 from regard.masks.index import Index
+from regard.masks.lists import Lists, joined, narrower
 from regard.masks.picture import cell_edges, draw_pairs, draw_shades, html_picture
 from regard.masks.span import Span, interval
 from regard.masks.tiles import FULL, HIDDEN, PARTIAL, block_indices, tile_states, uniform_cover
@@ -21,6 +22,7 @@ from regard.masks.values import digest, same_value, shown_value
 
 __all__ = ["CONVERTERS", "FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
 
+Made = TypeVar("Made")
 _FOUND = ("_memory", "_tensors", "_constant")  # attributes that are found anew in a copy
 PAIRS_AT_ONCE = 1 << 20
 """How many pairs are evaluated together when visible pairs are counted."""
@@ -57,6 +59,10 @@ class Mask(ABC):
         left, right = cols[:-1], cols[1:]
         seen = (left < last) & (right > first)
         return tile_states(seen, (left >= common) & (right <= until)) if exact else seen.view(torch.int8)
+
+    def listed(self, n: int, m: int) -> Lists | None:
+        """Give for each row a list that holds every key that it sees; None if the mask has no lists."""
+        return None
 
     def _block_spans(self, rows: Tensor, n: int, m: int) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
         """Give the hull and the intersection of the spans in each block of rows, and whether the spans are exact."""
@@ -106,7 +112,11 @@ class Mask(ABC):
         """Give the mask of these batch items and heads only."""
         if self.lead == (1, 1):
             return self
-        fewer = {name: value[batch] for name, value in self._batched().items() if value.shape[0] != 1}
+        fewer: dict[str, Tensor] = {}
+        for name, dims in self.items.items():
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.dim() == dims + 1 and len(value) != 1:
+                fewer[name] = value[batch]
         return replace(self, **fewer) if fewer else self._with_parts(lambda part: part.restrict(batch, heads))
 
     def dense(self, n: int, m: int, device: torch.device | str | None = None) -> Tensor:
@@ -173,7 +183,7 @@ class Mask(ABC):
         """Move the tensors that the mask holds; the host does not wait for copies to a GPU."""
         if torch.compiler.is_compiling():
             return self.changed(lambda x: x.to(device))
-        moved: Mask = self.remembered(("to", str(device)), lambda: self._moved(torch.device(device)))
+        moved = self.remembered(("to", str(device)), lambda: self._moved(torch.device(device)))
         arrival: Arrival = moved.latest("arrival", None, lambda: Arrival.of(moved.tensors))
         arrival.wait(moved.tensors)
         return moved
@@ -183,18 +193,16 @@ class Mask(ABC):
         own = {name: copy_to(value, device) for name, value in self._own_tensors()}
         return replace(self, **own) if own else self._with_parts(lambda part: part._moved(device))
 
-    def remembered(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def remembered(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Give the cached result of `make`, computed again if a tensor of the mask has changed."""
         tensors = self.tensors
-        versions = [version_of(t) for t in tensors]
+        versions = versions_of(tensors)
         if -1 in versions or lacks_values(*tensors):
             return make()  # inference tensors have no version counter, and what is made of fake ones is fake
-        memory: dict[Hashable, tuple[object, Any]] = self.__dict__.setdefault("_memory", {})
-        then, thing = memory.get(key, (None, None))
-        if then != versions:
-            thing = make()
-            memory[key] = (versions, thing)
-        return thing
+        memory: dict[Hashable, tuple[object, Made]] = self.__dict__.setdefault("_memory", {})
+        if key not in memory or memory[key][0] != versions:
+            memory[key] = (versions, make())
+        return memory[key][1]
 
     def latest(self, name: str, argument: object, make: Callable[[], Any]) -> Any:
         """Give the last result of this name if its argument is the same, whatever happened to the tensors since."""
@@ -225,27 +233,20 @@ class Mask(ABC):
             found = self.__dict__["_tensors"] = self._find_tensors()
         return found
 
-    def _find_tensors(self) -> tuple[Tensor, ...]:
+    def _find_tensors(self, of_sources: bool = False) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
         for name in self.__dataclass_fields__:  # the compiler of every torch release can trace this
             value = getattr(self, name, None)
-            if value is None or type(value) is int:
-                continue
-            found += value.tensors if isinstance(value, Mask) else [value] if isinstance(value, Tensor) else ()
+            if isinstance(value, Mask):
+                found += value.sources if of_sources else value.tensors
+            elif value is not None and type(value) is not int and isinstance(value, Tensor):
+                found.append(value)
         return tuple(found)
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
         """All tensors that decide the mask: those that it holds, and those that the function of a predicate reads."""
-        if self.constant:
-            return ()
-        found: list[Tensor] = []
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name, None)
-            if value is None or type(value) is int:
-                continue
-            found += value.sources if isinstance(value, Mask) else [value] if isinstance(value, Tensor) else ()
-        return tuple(found)
+        return () if self.constant else self._find_tensors(of_sources=True)
 
     @property
     def constant(self) -> bool:
@@ -264,10 +265,6 @@ class Mask(ABC):
             raise MaskError(f"{self.factory}: n and m must be at least 0; got n={n}, m={m}.")
         if reason := self.misfit(n, m):
             raise MaskError(reason)
-
-    def _batched(self) -> dict[str, Tensor]:
-        found = {name: getattr(self, name) for name in self.items}
-        return {k: v for k, v in found.items() if isinstance(v, Tensor) and v.dim() == self.items[k] + 1}
 
     def _with_parts(self, change: Callable[[Mask], Mask]) -> Mask:
         changed: dict[str, Mask] = {}
@@ -326,6 +323,8 @@ class Mask(ABC):
         words = []
         for field in fields(self):
             value = getattr(self, field.name)
+            if not field.repr:
+                continue
             if field.default is MISSING or isinstance(value, Tensor) or value != field.default:
                 named = field.kw_only or field.default is not MISSING
                 words.append(f"{field.name}={shown_value(value)}" if named else shown_value(value))
@@ -385,6 +384,9 @@ class And(_Binary):
     def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
         return torch.minimum(self.left.cover(rows, cols, n, m), self.right.cover(rows, cols, n, m))
 
+    def listed(self, n: int, m: int) -> Lists | None:
+        return narrower(self.left.listed(n, m), self.right.listed(n, m), self.left, self.right)
+
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
@@ -415,6 +417,10 @@ class Or(_Binary):
 
     def cover(self, rows: Tensor, cols: Tensor, n: int, m: int) -> Tensor:
         return torch.maximum(self.left.cover(rows, cols, n, m), self.right.cover(rows, cols, n, m))
+
+    def listed(self, n: int, m: int) -> Lists | None:
+        a = self.left.listed(n, m)
+        return None if a is None else joined(a, self.right.listed(n, m), self)
 
 
 @final

@@ -57,8 +57,7 @@ class Documents(Mask):
 
     def is_sorted(self) -> bool:
         """Whether no id is smaller than the one before it. Ids on a GPU are read once; until then the host waits."""
-        found: bool = self.remembered("sorted", lambda: all(map(_never_falls, self.tensors)))
-        return found
+        return self.remembered("sorted", lambda: all(map(_never_falls, self.tensors)))
 
     def _moved(self, device: torch.device) -> Mask:
         moved = super()._moved(device)

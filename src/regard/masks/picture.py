@@ -63,6 +63,7 @@ def html_picture(mask: Any) -> str:
 
 def _sizes(mask: Any) -> Iterator[tuple[int, int]]:
     """The sizes at which to draw a mask: those of its tensors, then some that show its numbers."""
+    yield from _extents(mask)
     lengths: dict[int, None] = {}  # in order
     for tensor in mask.tensors:
         if tensor.dim() >= 1 and tensor.dtype != torch.bool and not tensor.dtype.is_floating_point and tensor.numel():
@@ -76,6 +77,15 @@ def _sizes(mask: Any) -> Iterator[tuple[int, int]]:
         yield size
     side = min(2 * max(_numbers(mask), default=0), _LONGEST)
     yield from ((usual, usual) for usual in (*(one for one in _USUAL if one >= side), side) if usual)
+
+
+def _extents(mask: Any) -> Iterator[tuple[int, int]]:
+    """The sizes that a mask or its parts name themselves, such as the rows and keys of lists."""
+    if (extent := getattr(mask, "extent", None)) is not None:
+        yield extent
+    for name in mask.__dataclass_fields__:
+        if hasattr(value := getattr(mask, name, None), "__dataclass_fields__"):
+            yield from _extents(value)
 
 
 def _numbers(mask: Any) -> Iterator[int]:

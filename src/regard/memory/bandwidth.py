@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,8 +71,8 @@ def select_bandwidth(points: Points, kernel: str | Score, loss: Loss, per_featur
         losses = np.array([float(loss(points, kernel, centre + at)) for at in grid])
     bounds_per_feature = [(grid[0] - _MARGIN, grid[-1] + _MARGIN)] * len(centre)
     starts = (np.full(len(centre), grid[i]) for i in _local_minima(losses))
-    best = min((_descend(loss_and_gradient, start, bounds_per_feature) for start in starts), key=lambda end: end.loss)
-    return SelectedBandwidth(np.exp(centre.cpu().numpy() + best.at), best.loss)
+    best = min((_descend(loss_and_gradient, start, bounds_per_feature) for start in starts), key=lambda end: end.fun)
+    return SelectedBandwidth(np.exp(centre.cpu().numpy() + best.x), float(best.fun))
 
 
 def bandwidth_range(points: Points, kernel: str | Score) -> tuple[float, float] | None:
@@ -96,13 +96,6 @@ def bandwidth_range(points: Points, kernel: str | Score) -> tuple[float, float] 
     return (float(gaps.median()) / 8) ** 0.5, (4 * widest) ** 0.5
 
 
-class _Descent(NamedTuple):
-    """Where a descent ended."""
-
-    at: Array
-    loss: float
-
-
 def _local_minima(losses: Array) -> list[int]:
     """The indices of the best local minima of a grid."""
     padded = np.concatenate(([np.inf], losses, [np.inf]))
@@ -112,9 +105,9 @@ def _local_minima(losses: Array) -> list[int]:
 
 def _descend(
     loss_and_gradient: Callable[[Array], tuple[float, Array]], start: Array, bounds: list[tuple[float, float]]
-) -> _Descent:
+) -> Any:
+    """Where a descent ended, `x`, and the loss there, `fun`."""
     from scipy.optimize import minimize
 
     options = {"maxiter": _MAX_ITERATIONS}
-    found = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-    return _Descent(found.x, float(found.fun))
+    return minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)

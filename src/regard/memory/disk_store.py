@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, FileError
+from .chunk import Chunk, concatenate
 from .folder import Folder
+from .in_memory_store import InMemorySnapshot
 from .index import DTYPES, Index, IndexFile, Shard, fingerprint, load_index, open_folder, save_index
 from .lock import WriterLock
 from .partial_folder import OWN_FILE, partial_folder, sweep_partial_folders
 from .shard_file import ShardFile, write_shard
-from .snapshot import Chunk, Snapshot, concatenate
 
-__all__ = ["DiskSnapshot", "DiskStore", "save_snapshot"]
+__all__ = ["DiskSnapshot", "DiskStore", "Snapshot", "save_snapshot"]
 
 _IDS_AT_ONCE = 1 << 20
 _SHARD_BYTES = 1 << 26  # of the largest shards that are put together from smaller ones
@@ -52,6 +53,7 @@ class DiskSnapshot:
         return sum(part.file.shard.live_rows_in(part.first, part.last) for part in self._ranges())
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[Chunk, Tensor]]:
+        """Yield all rows in order, at most `chunk_rows` at a time, with their positions."""
         for file, offset, first, last in self._ranges():
             for start in range(first, last, chunk_rows):
                 stop = min(start + chunk_rows, last)
@@ -74,6 +76,7 @@ class DiskSnapshot:
             offset += file.shard.rows
 
     def take(self, positions: Tensor) -> Chunk:
+        """The rows at 1-D positions."""
         rows: list[Tensor] = []
         positions = positions.cpu()
         offset = 0
@@ -108,6 +111,10 @@ class DiskSnapshot:
                 f"{who}: {unknown} of {len(self.files)} shards were written by a release without checksums, so nobody "
                 f"can tell whether they are damaged. Memory.open(path, mode='a').compact() gives them checksums."
             )
+
+
+Snapshot = InMemorySnapshot | DiskSnapshot
+"""The rows of a memory at one moment: later writes and deletions do not change them."""
 
 
 class _HeldIds(NamedTuple):
@@ -182,7 +189,8 @@ class DiskStore:
         return DiskStore, (self.path, "r", self.device, "Memory", self.part, self._verify)
 
     def snapshot(self) -> DiskSnapshot:
-        self._reload_if_changed()
+        if self._lock is None and not self._loaded.current.is_current(self._loaded.folder):
+            self._load("Memory")  # a writer in another process has replaced the index, or the folder
         files = (replace(self._loaded.files[shard.name], shard=shard) for shard in self.index.shards)
         return DiskSnapshot(tuple(files), self.device, self.part)
 
@@ -274,11 +282,6 @@ class DiskStore:
                 f"Memory.{what}: {self.path} is open for reading. Open it with Memory.open(path, mode='a')."
             )
         self._lock.check(f"Memory.{what}")
-
-    def _reload_if_changed(self) -> None:
-        """Load the index again if a writer in another process has replaced it, or the folder."""
-        if self._lock is None and not self._loaded.current.is_current(self._loaded.folder):
-            self._load("Memory")
 
     def _load(self, who: str) -> None:
         """Load the index and open its shards. A writer stays with its folder; a reader follows the path."""

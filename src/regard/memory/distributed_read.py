@@ -19,7 +19,7 @@ from ..functional import observe
 from ..masks import padding
 from ..softmax import arithmetic_dtype
 from . import streaming
-from .disk_store import DiskSnapshot
+from .disk_store import Snapshot
 from .in_memory_store import InMemorySnapshot
 from .progress import Progress, Report
 from .query_batch import QueryBatch
@@ -36,7 +36,7 @@ _TRIES = 5  # to find a folder in the same state on all ranks
 class ReadRequest:
     """The queries of one rank, and the rows with which it answers the queries of all ranks."""
 
-    snapshot: InMemorySnapshot | DiskSnapshot
+    snapshot: Snapshot
     batch: QueryBatch
     top: int | None
     observe: bool

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .snapshot import Chunk, concatenate
+from .chunk import Chunk, concatenate
 
 __all__ = ["InMemorySnapshot", "InMemoryStore"]
 

@@ -16,17 +16,17 @@ from ..core.contexts import outside_context
 from ..display import block, fact_table, note
 from ..errors import ArgumentError, DtypeError
 from ..nn.arguments import optional_score
-from ..scores import Score
+from ..scores import Pointwise, Score
 from ..scores.base import whole
 from . import arguments
-from .disk_store import DiskSnapshot, DiskStore, save_snapshot
-from .in_memory_store import InMemorySnapshot, InMemoryStore
+from .chunk import Chunk
+from .disk_store import DiskSnapshot, DiskStore, Snapshot, save_snapshot
+from .in_memory_store import InMemoryStore
 from .index import DTYPES, Index
 from .progress import Progress, Report
 from .query_batch import QueryBatch
 from .reading import Reading
 from .readout import progress_total, read_observed, read_output, read_top_k
-from .snapshot import Chunk
 from .streaming import chunk_rows_for
 
 if TYPE_CHECKING:
@@ -73,6 +73,10 @@ class Memory:
     ) -> None:
         self.key_dim, self.value_dim = whole("Memory", "key_dim", key_dim), whole("Memory", "value_dim", value_dim)
         self.score, self.dtype = optional_score("Memory", score), arguments.check_dtype("Memory", dtype)
+        if isinstance(score, Pointwise):
+            raise ArgumentError(
+                "Memory: score depends on rows and keys by their numbers, and stored keys have none. Use another score."
+            )
         self.device = torch.device("cpu" if device is None else device)
         self._store: InMemoryStore | DiskStore | None = InMemoryStore(
             self.key_dim, self.value_dim, self.dtype, self.device
@@ -301,7 +305,7 @@ class Memory:
             raise ArgumentError(f"Memory.{what}: it is closed. Open it again with Memory.open(path).")
         return self._store
 
-    def _snapshot(self, what: str) -> InMemorySnapshot | DiskSnapshot:
+    def _snapshot(self, what: str) -> Snapshot:
         with self._lock:
             return self._opened(what).snapshot()
 

@@ -25,9 +25,10 @@ def partial_folder(path: Path) -> Iterator[Folder]:
     while True:
         place = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         place.mkdir()
-        folder = Folder(place)
-        if _lock(folder) is not False and folder.is_at_its_path():
-            break  # otherwise another process has swept it before it was locked
+        with suppress(FileNotFoundError):  # another process can sweep the folder until it is locked: then try again
+            folder = Folder(place)
+            if _lock(folder) is not False and folder.is_at_its_path():
+                break
     try:
         yield folder
     finally:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..functional import attention, observe
 from . import streaming
-from .disk_store import DiskSnapshot
-from .in_memory_store import InMemorySnapshot
+from .disk_store import DiskSnapshot, Snapshot
 from .progress import Progress
 from .query_batch import QueryBatch
 from .reading import Reading
@@ -20,9 +19,7 @@ __all__ = ["progress_total", "read_observed", "read_output", "read_top_k"]
 _QUERIES_AT_ONCE = 256  # if progress is requested
 
 
-def read_output(
-    snapshot: InMemorySnapshot | DiskSnapshot, batch: QueryBatch, chunk_rows: int, progress: Progress
-) -> Tensor:
+def read_output(snapshot: Snapshot, batch: QueryBatch, chunk_rows: int, progress: Progress) -> Tensor:
     """Average the values of all rows: (n, value_dim)."""
     if isinstance(snapshot, DiskSnapshot):
         return streaming.read(snapshot, batch, chunk_rows, False, progress).output
@@ -30,9 +27,7 @@ def read_output(
     return torch.cat([attention(q, keys, values, **batch.options) for q in _query_chunks(batch, progress)])
 
 
-def read_observed(
-    snapshot: InMemorySnapshot | DiskSnapshot, batch: QueryBatch, chunk_rows: int, progress: Progress
-) -> Reading:
+def read_observed(snapshot: Snapshot, batch: QueryBatch, chunk_rows: int, progress: Progress) -> Reading:
     """Average the values of all rows, and return the statistics of the weights too."""
     if isinstance(snapshot, DiskSnapshot):
         return streaming.read(snapshot, batch, chunk_rows, True, progress)
@@ -43,9 +38,7 @@ def read_observed(
     return Reading(output, lse, entropy, max_logit)
 
 
-def read_top_k(
-    snapshot: InMemorySnapshot | DiskSnapshot, batch: QueryBatch, k: int, chunk_rows: int, progress: Progress
-) -> Reading:
+def read_top_k(snapshot: Snapshot, batch: QueryBatch, k: int, chunk_rows: int, progress: Progress) -> Reading:
     """Find the k rows with the largest logits for each query, and attend to these alone."""
     positions = streaming.top_k(snapshot, batch, k, chunk_rows, progress).positions
     keys, values, ids = (x.unflatten(0, positions.shape) for x in snapshot.take(positions.flatten()))
@@ -54,7 +47,7 @@ def read_top_k(
     return Reading(output, lse, entropy, max_logit, ids, seen.weights()[:, 0])
 
 
-def progress_total(snapshot: InMemorySnapshot | DiskSnapshot, batch: QueryBatch, top: int | None) -> int:
+def progress_total(snapshot: Snapshot, batch: QueryBatch, top: int | None) -> int:
     """What progress counts up to: rows if they are read in chunks, otherwise queries."""
     return snapshot.count if top is not None or isinstance(snapshot, DiskSnapshot) else len(batch.queries)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..errors import FileError
 from .checked_file import CheckedFile
+from .chunk import Chunk
 from .folder import Folder
 from .index import DTYPES, Index, Shard
-from .snapshot import Chunk
 
 __all__ = ["ShardFile", "write_shard"]
 

@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 from ..chunked.statistics import strongest
 from ..compat.torch import call_function, without_autocast
 from ..softmax import arithmetic_dtype, lowest
+from .disk_store import Snapshot
 from .progress import Progress
 from .query_batch import QueryBatch
 from .reading import Reading
-from .snapshot import Snapshot
 
 __all__ = ["TopK", "chunk_rows_for", "read", "top_k"]
 

@@ -5,14 +5,39 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from .contributions import Contributions, HeadContribution, contributions, value_weighted
 from .difference import Difference
+from .edit import Edit, edit
+from .head_census import Census, census
 from .head_statistics import Head
+from .importance import HeadImportance, Importance, importance
 from .monitor import Monitor
 from .qk_clip import qk_clip_
 from .seen import Seen
 from .watch import watch
 
-__all__ = ["Difference", "Head", "Monitor", "Seen", "builtin", "findings", "qk_clip_", "register", "watch"]
+__all__ = [
+    "Census",
+    "Contributions",
+    "Difference",
+    "Edit",
+    "Head",
+    "HeadContribution",
+    "HeadImportance",
+    "Importance",
+    "Monitor",
+    "Seen",
+    "builtin",
+    "census",
+    "contributions",
+    "edit",
+    "findings",
+    "importance",
+    "qk_clip_",
+    "register",
+    "value_weighted",
+    "watch",
+]
 
 
 _LAZY = {"builtin", "callbacks", "findings", "huggingface", "inspection", "loading", "loggers"}

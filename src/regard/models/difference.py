@@ -9,11 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.text import Text
 from torch import Tensor
 
-from regard.display import block, paragraph, shown
 from regard.errors import ArgumentError
 from regard.functional import divergence
 from regard.observation import Observation
@@ -22,7 +19,7 @@ from regard.report.tables import HeadTable
 
 from .head_statistics import Head
 
-__all__ = ["Difference", "DifferenceTable"]
+__all__ = ["Difference"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +74,7 @@ class Difference:
         total: Tensor = torch.where(some[..., None, None, :], rows, 0.0).sum(-1)
         return total.reshape(-1, *total.shape[-2:]).sum(0) / count
 
-    def table(self, most: int = 20, names: tuple[str, str] = ("the first", "the second")) -> DifferenceTable:
+    def table(self, most: int = 20, names: tuple[str, str] = ("the first", "the second")) -> HeadTable:
         """The heads that changed most, as a table of differences; `names` are what the text calls the two.
 
         >>> import torch, regard
@@ -89,9 +86,8 @@ class Difference:
         """
         changed = self.strongest()
         rows = [(head.layer, str(head.head), head.numbers()) for head in changed[:most]]
-        return DifferenceTable(
-            [*self._paired(names), *self._summary(len(rows), len(changed), names)], rows, self.layers
-        )
+        lines = [*self._paired(names), *self._summary(len(rows), len(changed), names)]
+        return HeadTable(rows, signed=True, layers=self.layers, lines=lines)
 
     def to_json(self, path: str | Path, names: tuple[str, str] = ("the first", "the second")) -> None:
         """Write the differences, head by head, and the heads that only one of the two has, as JSON."""
@@ -131,33 +127,6 @@ class Difference:
         out = " and ".join(f"{_counted(count, 'head')} of {name}" for name, count in rest if count) or "none"
         how = f"order (named as in {names[0]})" if self.by_order else "name"
         return [f"{shapes}: layers are paired by {how} and heads by number; left out: {out}"]
-
-
-@dataclass(frozen=True, repr=False)
-class DifferenceTable:
-    """A table of differences under a summary in words. `str` gives it as text; rich prints it in colour."""
-
-    lines: list[str]
-    rows: list[tuple[str, str, dict[str, float]]]
-    layers: Sequence[str] = ()
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from (Text(shown(line)) for line in self.lines)
-        if self.rows:
-            yield self._table
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
-        return "\n".join([*map(shown, self.lines), *([str(self._table)] if self.rows else [])])
-
-    def _repr_html_(self) -> str:
-        return block("", *map(paragraph, self.lines), self._table._repr_html_() if self.rows else "")
-
-    @property
-    def _table(self) -> HeadTable:
-        return HeadTable(self.rows, signed=True, layers=self.layers)
 
 
 def _as_object(head: Head) -> dict[str, object]:

@@ -12,7 +12,8 @@ from ..compat.torch import is_capturing, transforms_are_active
 from ..errors import RegardError
 from ..functional import posed_as_torch
 from ..observation import Observation, observed
-from .interceptor import CallInterceptor, with_infinities
+from .listener import is_suspended, suspended
+from .posing import with_infinities
 
 __all__ = ["GraphInterceptor"]
 
@@ -39,7 +40,7 @@ class GraphInterceptor(OperatorMode):
         found = func(*args, **(kwargs or {}))
         name = func.name()
         fused = name.startswith(_FUSED) and _BACKWARD not in name
-        if (fused or name == _OURS) and not (CallInterceptor.is_suspended() or is_capturing()):
+        if (fused or name == _OURS) and not (is_suspended() or is_capturing()):
             if fused:
                 self._observe(operator_arguments(func, args, kwargs or {}))
             else:
@@ -49,7 +50,7 @@ class GraphInterceptor(OperatorMode):
     def _observe_ours(self, args: tuple[Any, ...]) -> None:
         from ..kernels.custom_ops import problem_of
 
-        with CallInterceptor.suspend(), torch.no_grad():
+        with suspended(), torch.no_grad():
             p = problem_of(*args)
             if p is not None:
                 self._on_call(observed(p).kept())
@@ -62,7 +63,7 @@ class GraphInterceptor(OperatorMode):
         grouped = query.shape[-3] != key.shape[-3]
         if transforms_are_active():
             return
-        with CallInterceptor.suspend(), torch.no_grad():
+        with suspended(), torch.no_grad():
             try:
                 causal, scale = bool(given.get("is_causal", False)), given.get("scale")
                 seen = observed(posed_as_torch(query, key, value, mask, 0.0, causal, scale, grouped))

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.chunked.stacked_survey import StackedSurvey
 from regard.chunked.statistics import SATURATED, RowTotals, Survey
 from regard.observation import Observation
 
 from .transfer import on_host
 
-__all__ = ["STATISTICS", "Head", "HeadSums", "SurveyedCall", "average_heads", "sum_heads"]
+__all__ = ["STATISTICS", "Head", "HeadSums", "SurveyedCall", "average_heads", "sum_heads", "survey_call"]
 
 _MOST_ROWS = 1 << 22  # rows of heads that are averaged at a time
 
@@ -69,19 +70,27 @@ class SurveyedCall:
     survey: Survey
 
     @classmethod
-    @torch.no_grad()
     def of(cls, seen: Observation, side: int) -> SurveyedCall:
         """Survey a call, with a map of at most side × side cells; nothing is read back to the host."""
-        rows, keys = seen.shape[-2:]
-        call = cls(seen, seen.survey(min(side, rows), min(side, keys)))
-        if not seen.visible_by_lengths:  # its tensors may be changed in place before anyone looks
-            seen.visible  # noqa: B018
-        return call
+        found = survey_call(seen, side)
+        return cls(seen, found if isinstance(found, Survey) else found.survey)
 
     @property
     def layout(self) -> tuple[object, ...]:
         """Calls with the same layout can be averaged together."""
         return self.seen.shape, self.seen.entropy.dtype, self.seen.entropy.device, self.survey.totals is None
+
+
+def survey_call(seen: Observation, side: int) -> Survey | StackedSurvey:
+    """Survey a call, with a map of at most side × side cells; nothing is read back to the host."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return survey_call(seen, side)
+    *_, rows, keys = seen.shape
+    found = seen.stacked_survey(min(side, rows), min(side, keys))
+    if not seen.visible_by_lengths:  # its tensors may be changed in place before anyone looks
+        seen.visible  # noqa: B018
+    return found
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from regard.errors import ArgumentError
 from regard.observation import Observation
 from regard.report.atlas import Atlas, AtlasLayer
-from regard.report.look import HeadLook, Look, Remark
+from regard.report.look import Look, Remark
 from regard.report.page import render
 
 from .interceptor import CallInterceptor
@@ -34,8 +34,8 @@ def inspect(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: 
     seen.random_weights, seen.texts, seen.title = loaded.random_weights, text.pieces, loaded.title
     if not seen.heads:
         raise ArgumentError(
-            f"inspect: no attention was seen in {loaded.name!r}. It may compute attention by hand; only models "
-            f"with selectable attention can be observed."
+            f"inspect: no attention was seen in {loaded.name!r}. It may compute softmax(q @ k.T) @ v by hand; "
+            f"regard.attention(q, k, v) in its place is seen."
         )
     return seen
 
@@ -62,13 +62,16 @@ def build_comparison(first: Seen, second: Seen, names: tuple[str, str]) -> Look:
     difference = first.diff(second)
     ours = dict(zip(second.layers, first.layers, strict=False)) if difference.by_order else {}
     theirs = {name: other for other, name in ours.items()}
-    changes = {(theirs.get(head.layer, head.layer), head.head): head.numbers() for head in difference.heads}
+    changes = {
+        (theirs.get(head.layer, head.layer), head.head): {f"change_of_{x}": y for x, y in head.numbers().items()}
+        for head in difference.heads
+    }
     look = second.look(title=f"{names[1]} minus {names[0]}")
     layers = [
         replace(
             layer,
             heads=[
-                replace(one, statistics=_with_changes(one, changes.get((layer.name, one.head)))) for one in layer.heads
+                replace(one, statistics=changes.get((layer.name, one.head), {}) | one.statistics) for one in layer.heads
             ],
         )
         for layer in look.layers
@@ -87,12 +90,6 @@ def build_comparison(first: Seen, second: Seen, names: tuple[str, str]) -> Look:
 
 def _remarks(seen: Seen) -> list[Remark]:
     return [Remark(one.rule, one.level, one.says, *place) for one in seen.findings() for place in one.places]
-
-
-def _with_changes(head: HeadLook, change: dict[str, float] | None) -> dict[str, float]:
-    """The statistics of a head, and the change of each, if it has a counterpart."""
-    changed = {f"change_of_{name}": value for name, value in (change or {}).items()}
-    return {**changed, **head.statistics}
 
 
 def _split(

@@ -1,43 +1,33 @@
-"""Intercept every attention call of a model: torch's function, ours, and torch.nn.MultiheadAttention."""
+"""Intercept every attention call of a model, know which module made it, and observe it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import FunctionType, TracebackType
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from regard.backends import Backend
-from regard.backends.dispatch import choose, run
-from regard.compat.compiled import original_name
-from regard.compat.torch import causal_bias, dynamo_is_loaded, transforms_are_active
+from regard.compat.compiled import submodules
+from regard.compat.torch import dynamo_is_loaded, in_backward, transforms_are_active
 from regard.core.problem import Problem
-from regard.errors import BackendError, RegardError
-from regard.functional import posed_as_torch
-from regard.observation import Observation, Watcher, notify, observed, watchers, watching
+from regard.errors import BackendError
+from regard.observation import Observation, answered, notify, observed, watchers, watching
 
-__all__ = ["CallInterceptor", "OnCall", "OnMiss", "with_infinities"]
+from .flex_calls import flex_operator
+from .foreign_calls import hear_foreign_calls
+from .listener import Listener, Original, suspended, unobserved
+from .torch_calls import TorchCalls
+
+__all__ = ["CallInterceptor", "CallListener", "OnCall", "OnMiss", "remove_hooks"]
 
 OnCall = Callable[[str, Observation], None]
 OnMiss = Callable[[str, str], None]
-
-
-class _Suspension(threading.local):
-    """Whether this thread computes an intercepted call: what it calls in torch is then not the model's own call.
-
-    All interceptors of a thread share it, since they may be nested.
-    """
-
-    on = False
-
-
-_SUSPENSION = _Suspension()
 
 
 class _Running(threading.local):
@@ -45,116 +35,126 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.repeats: ExitStack | None = None  # while a backward pass repeats a call: torch's modes are off there
 
 
-class CallInterceptor(Watcher):
-    """A context that observes each attention call of `model` and reports it: `on_call(name, observation)`.
+class CallListener(Listener):
+    """A context that hears each attention call of `model`, and knows which of its modules made the call.
 
-    The name is that of the module that made the call. A call that cannot be observed runs as usual, and is reported to
-    `on_miss(name, reason)`. Only calls of the thread that entered the context are observed, and those that its backward
-    passes repeat in autograd's threads. On exit, even after an exception, no hook remains.
+    Only calls of the thread that entered the context are heard, and those that its backward passes repeat in autograd's
+    threads. On exit, even after an exception, no hook remains. With `unchanged`, the model's own functions run.
     """
 
-    def __init__(self, model: nn.Module, on_call: OnCall, on_miss: OnMiss | None = None) -> None:
-        self._model, self._on_call, self._on_miss = model, on_call, on_miss
+    def __init__(self, model: nn.Module, *, unchanged: bool = False) -> None:
+        self._model, self._unchanged = model, unchanged
+        self.submodules: list[tuple[str, nn.Module, bool]] = []  # as `compat.compiled.submodules` has them, on entry
         self._running = _Running()
         self._exit = ExitStack()
 
-    def __enter__(self) -> CallInterceptor:
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for full, module in self._model.named_modules():
-                name = original_name(full)
-                if name and _may_attend(module):  # calls outside every submodule are the model's own
-                    self._track(stack, name, module)
+            hooks: list[RemovableHandle] = []
+            stack.callback(remove_hooks, hooks)
+            self.submodules = submodules(self._model)
+            for name, module, is_leaf in self.submodules:
+                if name and _may_attend(module, is_leaf):  # calls outside every submodule are the model's own
+                    self._track(hooks, name, module)
             stack.enter_context(watching(self))
-            if dynamo_is_loaded():  # compiled code would bypass us; if dynamo is not loaded, there is none
+            if dynamo_is_loaded() or flex_operator() is not None:  # compiled code would bypass us
                 stack.enter_context(_EAGER)
-            stack.enter_context(_TorchFunctions(self))
+            stack.enter_context(hear_foreign_calls(self._model, self._unchanged))
             self._exit = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._running.names.clear()
+        self.submodules = []
         self._exit.close()
 
     @property
     def is_active_here(self) -> bool:
-        """Whether calls of the current thread are observed."""
+        """Whether calls of the current thread are heard."""
         return self in watchers()
 
-    def _track(self, stack: ExitStack, name: str, module: nn.Module) -> None:
+    def _track(self, hooks: list[RemovableHandle], name: str, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             return
 
+        running = self._running
+
         def enter(*_: object) -> None:
-            if self.is_active_here:
-                self._running.names.append(name)
+            if self in watchers():
+                if not running.names and in_backward():
+                    running.repeats = ExitStack()
+                    running.repeats.enter_context(TorchCalls())
+                running.names.append(name)
 
         def leave(*_: object) -> None:
-            names = self._running.names
+            names = running.names
             if name in names:
                 while names.pop() != name:  # drop modules that an exception left
                     pass
+            if not names and running.repeats is not None:
+                running.repeats.close()
+                running.repeats = None
 
-        stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-        stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+        hooks.append(module.register_forward_hook(leave, always_call=True))
 
     @property
     def name(self) -> str:
         """The name of the module that is running in this thread."""
-        return self._running.names[-1] if self._running.names else ""
+        names = self._running.names
+        return names[-1] if names else ""
+
+
+class CallInterceptor(CallListener):
+    """A context that observes each attention call of `model` and reports it: `on_call(name, observation)`.
+
+    The name is that of the module that made the call. A call that cannot be observed runs as usual, and is reported to
+    `on_miss(name, reason)`.
+    """
+
+    observes: ClassVar[bool] = True
+
+    def __init__(
+        self, model: nn.Module, on_call: OnCall, on_miss: OnMiss | None = None, *, unchanged: bool = False
+    ) -> None:
+        super().__init__(model, unchanged=unchanged)
+        self._on_call, self._on_miss = on_call, on_miss
 
     def answer(self, p: Problem, backend: str | Backend) -> Tensor:
-        with self.suspend():
+        with suspended():
             return self._observed_output(p, backend)
-
-    @staticmethod
-    @contextmanager
-    def suspend() -> Iterator[None]:
-        """Let torch's functions run in this thread without interception."""
-        before, _SUSPENSION.on = _SUSPENSION.on, True
-        try:
-            yield
-        finally:
-            _SUSPENSION.on = before
-
-    @staticmethod
-    def is_suspended() -> bool:
-        """Whether torch's functions run in this thread without interception."""
-        return _SUSPENSION.on
 
     def _observed_output(self, p: Problem, backend: str | Backend) -> Tensor:
         if transforms_are_active():
             self.miss("it is inside a torch.func transform")
-            return run(p, choose(p, backend)).output
+            return answered(p, backend)
         try:
             seen = observed(p, backend)
         except BackendError:  # the named backend has no statistics: run it, and observe with another one
-            output = run(p, choose(p, backend)).output
+            output = answered(p, backend)
             self._observe(p._replace(dropout=0.0))
             return output
         notify(seen)
         return seen.output
 
     def show(self, seen: Observation) -> None:
-        with torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.show(seen)
+        else:
             self._on_call(self.name, seen.kept())
 
-    def sdpa(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Answer a call of torch's function with the observed output; with dropout, torch computes it and draws."""
-        try:
-            p: Problem | None = _sdpa_problem(query, key, value, *others, **named)
-        except (RegardError, TypeError) as error:  # leave such arguments to torch
-            self.miss(str(error))
-            p = None
-        if p is None or p.dropout:
-            with self.suspend():
-                output = F.scaled_dot_product_attention(query, key, value, *others, **named)
-                if p is not None:
-                    self._observe(p._replace(dropout=0.0))
-            return output
-        output = self.answer(p, "auto")
-        return output.view(*output.shape[:-3][: query.dim() - 2], *output.shape[-2:]) if query.dim() < 4 else output
+    def respond(self, p: Problem, original: Original, *, beside: bool = False) -> Tensor:
+        """Answer with the observed output; with dropout, the original computes it and draws."""
+        if not p.dropout and not beside:
+            return self.answer(p, "auto")
+        with suspended():
+            output = unobserved(p, original)
+            self._observe(p._replace(dropout=0.0))
+        return output
 
     def _observe(self, p: Problem) -> None:
         if transforms_are_active():
@@ -192,99 +192,13 @@ class _EagerStance:
 _EAGER = _EagerStance()
 
 
-def _may_attend(module: nn.Module) -> bool:
+def remove_hooks(hooks: list[RemovableHandle]) -> None:
+    """Remove all of them."""
+    for hook in hooks:
+        hook.remove()
+
+
+def _may_attend(module: nn.Module, is_leaf: bool) -> bool:
     """Whether a module may call attention: any but the small ones of torch, which hooks would slow down."""
-    small = type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
+    small = is_leaf and type(module).__module__.startswith("torch.nn.modules.")
     return not small or isinstance(module, nn.MultiheadAttention)
-
-
-_ATTENTION = frozenset((F.scaled_dot_product_attention, F.multi_head_attention_forward))
-
-
-class _TorchFunctions(TorchFunctionMode):
-    """Intercepts torch's attention functions."""
-
-    def __init__(self, interceptor: CallInterceptor) -> None:
-        super().__init__()
-        self._interceptor = interceptor
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in _ATTENTION or self._interceptor.is_suspended():  # nearly all calls of a model are others
-            return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._interceptor.sdpa(*args, **kwargs)
-        return self._multihead(**dict(zip(_parameters(func), args, strict=False)), **kwargs)
-
-    def _multihead(self, **given: Any) -> tuple[Tensor, Tensor | None]:
-        """Run torch.nn.MultiheadAttention's function on its fused path; requested weights come from the observation."""
-        original = F.multi_head_attention_forward
-        if given.get("dropout_p", 0.0) and given.get("training", True):
-            answer: tuple[Tensor, Tensor | None] = original(**given)
-            with torch.no_grad():
-                self._fused(given | {"training": False})
-            return answer
-        output, seen = self._fused(given)
-        if not given.get("need_weights", True):
-            return output, None
-        if seen is None:
-            return original(**given)
-        weights = seen.weights()
-        weights = weights.mean(-3) if given.get("average_attn_weights", True) else weights
-        return output, weights.squeeze(0) if given["query"].dim() == 2 else weights
-
-    def _fused(self, given: dict[str, Any]) -> tuple[Tensor, Observation | None]:
-        """Run it without weights, with our attention in place of its call of torch's."""
-        found: list[Observation] = []
-
-        def attend(*args: Any, **kwargs: Any) -> Tensor:
-            try:
-                seen = observed(_sdpa_problem(*args, **kwargs))
-            except RegardError as error:
-                self._interceptor.miss(str(error))
-                return F.scaled_dot_product_attention(*args, **kwargs)
-            notify(seen)
-            found.append(seen)
-            return seen.output
-
-        original = F.multi_head_attention_forward
-        scope = {**original.__globals__, "scaled_dot_product_attention": attend, "has_torch_function": _false}
-        patched = FunctionType(original.__code__, scope, original.__name__, original.__defaults__)
-        output, _ = patched(**given | {"need_weights": False})
-        return output, found[-1] if found else None
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return function.__code__.co_varnames[: function.__code__.co_argcount]
-
-
-def _false(*_: object) -> bool:
-    return False
-
-
-def _sdpa_problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Problem:
-    """The problem of a call of torch's function, with a dimension for heads."""
-    headless = query.dim() < 4 and not (query.dim() == 3 and enable_gqa)
-    if query.dim() < 4:
-        query, key, value = (x.unsqueeze(-3) if headless else x[None] for x in (query, key, value))
-    if attn_mask is not None and causal_bias(attn_mask) is None:
-        attn_mask = attn_mask.unsqueeze(-3) if headless and attn_mask.dim() == 3 else attn_mask
-        attn_mask = with_infinities(attn_mask) if attn_mask.dtype.is_floating_point else attn_mask
-    return posed_as_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def with_infinities(bias: Tensor) -> Tensor:
-    """Replace the lowest finite numbers, which many models use for −inf, by −inf in rows that see something."""
-    lowest = bias <= torch.finfo(bias.dtype).min / 2
-    return torch.where(lowest & ~lowest.all(-1, keepdim=True), -torch.inf, bias)

@@ -59,6 +59,7 @@ class LoadedModel:
     layers: int
     trained_length: int | None = None  # tokens in the longest texts of its training, if known
     random_weights: tuple[str, ...] = ()  # those that its files lack, drawn at random
+    tokenizer: Any = None  # that of transformers, or of the built-in model
 
     @property
     def title(self) -> str:
@@ -146,7 +147,7 @@ def _builtin(name: str, device: str) -> LoadedModel:
         ids = words.encode(text)
         return TokenizedText({"ids": torch.tensor([ids], device=device)}, words.pieces(ids))
 
-    return LoadedModel(name, model, tokenize, len(model.blocks), model.trained_length)
+    return LoadedModel(name, model, tokenize, len(model.blocks), model.trained_length, tokenizer=words)
 
 
 def _from_transformers(name: str, remote_code: bool, random_weights: bool, device: str) -> LoadedModel:
@@ -195,6 +196,7 @@ def _from_transformers(name: str, remote_code: bool, random_weights: bool, devic
         partial(_tokenized, transformers, tokenizer, config, device),
         layers if isinstance(layers, int) else 0,
         random_weights=drawn,
+        tokenizer=tokenizer,
     )
 
 

@@ -10,7 +10,7 @@ from ..errors import DtypeError
 
 __all__ = ["Report", "reporter"]
 
-Report = Callable[[dict[str, float], int], None]
+Report = Callable[[dict[str, float], int], object]
 """Takes all scalars of one step by name, and the step number."""
 
 
@@ -40,11 +40,11 @@ def reporter(log: Any) -> Report:
     if callable(getattr(log, "add_scalar", None)):
         return _one_by_one(log.add_scalar)
     if callable(getattr(log, "log_metrics", None)):
-        return lambda scalars, step: _ignored(log.log_metrics(scalars, step=step))
+        return lambda scalars, step: log.log_metrics(scalars, step=step)
     if callable(getattr(log, "log", None)):
         if hasattr(log, "callback_handler"):
-            return lambda scalars, step: _ignored(log.log(scalars))
-        return lambda scalars, step: _ignored(log.log(scalars, step=step))
+            return lambda scalars, step: log.log(scalars)
+        return lambda scalars, step: log.log(scalars, step=step)
     if callable(log):
         return _one_by_one(log)
     raise DtypeError(
@@ -67,7 +67,3 @@ def _several(reports: Iterable[Report]) -> Report:
             one(scalars, step)
 
     return report
-
-
-def _ignored(answer: object) -> None:
-    """Discard what a logger returns."""

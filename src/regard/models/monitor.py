@@ -319,8 +319,8 @@ class Monitor:
             f"Monitor: in step {self._number} it did not see {'all attention' if tallies else 'any attention'}. "
             + (
                 reasons
-                or "A model that computes softmax(QKᵀ) by hand makes no call to observe; "
-                "attn_implementation='sdpa' does."
+                or "A model that computes softmax(q @ k.T) @ v by hand makes no call to observe; "
+                "regard.attention(q, k, v) in its place does."
             ),
             stacklevel=3,
         )

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from regard.chunked.stacked_survey import StackedSurvey
+from regard.chunked.statistics import Survey
 from regard.errors import ArgumentError
 from regard.observation import Observation
 from regard.report.page_budget import keys_per_query
 
-from .head_statistics import STATISTICS, Head, HeadSums, SurveyedCall, average_heads, sum_heads
+from .head_statistics import STATISTICS, Head, HeadSums, SurveyedCall, average_heads, sum_heads, survey_call
 from .transfer import on_host
 
 __all__ = ["MAP_SIDE", "AttentionRecord", "LayerRecord"]
@@ -27,7 +29,8 @@ _STRONGEST = 16  # keys that a report names per row, at most
 class LayerRecord:
     """What is kept of one layer: sums over its calls, and the last call."""
 
-    call: SurveyedCall  # the last one
+    last: Observation  # the last call
+    found: Survey | StackedSurvey  # what the pass over its weights found
     totals: Tensor | None = None  # (statistics, heads), on its device: the sums over calls, and the largest logit
     counts: Tensor | None = None  # the number of calls in which a statistic was defined
     is_counted: bool = False  # whether the totals include the last call
@@ -35,8 +38,9 @@ class LayerRecord:
     strongest: tuple[Tensor, Tensor] | None = None  # for the last call, computed on first use
 
     @property
-    def last(self) -> Observation:
-        return self.call.seen
+    def call(self) -> SurveyedCall:
+        """The last call and its survey."""
+        return SurveyedCall(self.last, self.found if isinstance(self.found, Survey) else self.found.survey)
 
     @property
     def size(self) -> int:
@@ -111,21 +115,22 @@ class AttentionRecord:
     def add(self, name: str, seen: Observation) -> None:
         """Record a call."""
         self.calls += 1
-        if not math.prod(seen.shape):
-            why = f"a call had nothing to see: its weights are {seen.shape} as (batch, heads, queries, keys)"
+        shape = seen.shape
+        if not math.prod(shape):
+            why = f"a call had nothing to see: its weights are {shape} as (batch, heads, queries, keys)"
             self.missed.setdefault(name, why)
             return
-        heads = seen.shape[-3]
-        while name in self._records and self._records[name].size != heads:  # another attention in the same module
+        while name in self._records and self._records[name].size != shape[-3]:  # another attention in the same module
             name += "#"
-        call, record = SurveyedCall.of(seen, MAP_SIDE), self._records.get(name)
+        found, record = survey_call(seen, MAP_SIDE), self._records.get(name)
         self._heads = self._sums = None
         if record is None:
-            self._records[name] = LayerRecord(call)
+            self._records[name] = LayerRecord(seen, found)
             return
         if not record.is_counted:
             record.count(average_heads(*sum_heads([record.call])))
-        record.call, record.is_counted, record.grid, record.strongest = call, False, None, None
+        record.last, record.found = seen, found
+        record.is_counted, record.grid, record.strongest = False, None, None
 
     def surveys(self) -> dict[str, SurveyedCall]:
         """The last call of each layer, and what the pass over its weights found."""
@@ -169,6 +174,6 @@ class AttentionRecord:
         name = self.layer_name(layer)
         if name not in self._records:
             known = ", ".join(map(repr, self._records)) or "none; did the model run inside watch, and does it call "
-            known += "" if self._records else "scaled_dot_product_attention, regard or torch.nn.MultiheadAttention?"
+            known += "" if self._records else "scaled_dot_product_attention, flex_attention, FlashAttention or regard?"
             raise ArgumentError(f"Seen: no attention was seen in {name!r}. Seen: {known}.")
         return self._records[name]

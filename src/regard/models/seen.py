@@ -236,18 +236,14 @@ class Seen(AttentionRecord):
             queries = texts[m - n :]
         weights, index = (_item(x, item).cpu() for x in self.strongest(name))
         side = MAP_SIDE if n * m > MOST_PAIRS else MAX_CELLS
-        grid = self.map(name) if lead == 1 and side == MAP_SIDE else self._grid(name, side, item)
+        kept = lead == 1 and side == MAP_SIDE
+        grid = self.map(name) if kept else _item(seen.map(min(side, n), min(side, m)), item).float().cpu()
         return LayerLook(
             name,
             queries,
             keys,
             [HeadLook(h, head.numbers(), grid[h], (weights[h].float(), index[h])) for h, head in enumerate(numbers)],
         )
-
-    def _grid(self, name: str, side: int, item: int) -> Tensor:
-        """The map of one batch item: single weights if there are at most `side` queries and keys, otherwise means."""
-        n, m = self[name].shape[-2:]
-        return _item(self[name].map(min(side, n), min(side, m)), item).float().cpu()
 
 
 def _as_object(finding: Finding) -> dict[str, object]:

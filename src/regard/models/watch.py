@@ -7,40 +7,43 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from regard.compat.compiled import original_name
 from regard.errors import ArgumentError, DtypeError
 from regard.observation import Observation
 
-from .interceptor import CallInterceptor
+from .interceptor import CallInterceptor, remove_hooks
 from .seen import Seen
 
 __all__ = ["watch"]
 
 _ATTENTION = re.compile(r"(attention|attn)\d*$", re.IGNORECASE)  # how attention classes are named
 _NOT_SEEN = (
-    "it ran and made no attention call that can be observed (torch's scaled_dot_product_attention, regard, "
-    "torch.nn.MultiheadAttention)"
+    "it ran and made no attention call that can be observed (torch's scaled_dot_product_attention, MultiheadAttention "
+    "and flex_attention, FlashAttention, regard)"
 )
 _BY_HAND = (
-    f"{_NOT_SEEN}; it may compute attention by hand, as with transformers' "
-    f'attn_implementation="eager": choose "sdpa" or "regard"'
+    f"{_NOT_SEEN}; if it computes softmax(q @ k.T) @ v by hand, write regard.attention(q, k, v, mask=…, scale=…) "
+    f"in its place: one line, the same numbers, and it is seen"
 )
 
 
 def watch(model: nn.Module, tell: Callable[[str], None] | None = None) -> AbstractContextManager[Seen]:
     """Observe every attention call that `model` makes inside the `with` block, in linear memory.
 
-    It sees torch's `scaled_dot_product_attention`, every call of regard, and `torch.nn.MultiheadAttention`. It cannot
-    see attention that a model computes by hand, as with `attn_implementation="eager"`; `seen.missed` names modules that
-    seem to do so. The model's output does not change. `tell`, if given, is called with the name of each layer when it
-    has been seen. Only calls of the thread that entered the block are observed. Inside the block, compiled code runs
-    eagerly: the graphs stay compiled, and run again after it.
+    It sees torch's `scaled_dot_product_attention`, `torch.nn.MultiheadAttention` and `flex_attention`, the functions of
+    FlashAttention, every call of regard, and Hugging Face models with any `attn_implementation`: inside the block, they
+    answer through regard. It cannot see attention that a module computes by hand; `seen.missed` names modules that seem
+    to do so, and `regard.attention(q, k, v)` in place of their formula is seen. The model's output does not change.
+    `tell`, if given, is called with the name of each layer when it has been seen. Only calls of the thread that entered
+    the block are observed. Inside the block, compiled code runs eagerly: the graphs stay compiled, and run again after
+    it.
 
     >>> import torch, regard
     >>> model = torch.nn.TransformerEncoderLayer(16, 4, dropout=0.0, batch_first=True)
@@ -90,11 +93,12 @@ class _Watch(AbstractContextManager[Seen]):
             raise ArgumentError("watch: it can be entered only once. Call regard.watch(model) again.")
         self._entered = True
         with ExitStack() as stack:
-            stack.callback(self._model.register_forward_pre_hook(self._before_run, with_kwargs=True).remove)
-            for name, module in self._model.named_modules():
-                if _ATTENTION.search(type(module).__name__):
-                    self._track(stack, original_name(name), module)
             stack.enter_context(self._interceptor)
+            hooks = [self._model.register_forward_pre_hook(self._before_run, with_kwargs=True)]
+            stack.callback(remove_hooks, hooks)
+            for name, module, _ in self._interceptor.submodules:
+                if _is_named_attention(type(module).__name__):
+                    self._track(hooks, name, module)
             self._exit = stack.pop_all()
         return self._seen
 
@@ -108,7 +112,7 @@ class _Watch(AbstractContextManager[Seen]):
             place = f"{name}{more}" if name else "the model"
             warnings.warn(f"watch: no attention was seen in {place}: {reason}.", stacklevel=2)
 
-    def _track(self, stack: ExitStack, name: str, module: nn.Module) -> None:
+    def _track(self, hooks: list[RemovableHandle], name: str, module: nn.Module) -> None:
         """Record it if a module named attention ran and no call of it was reported."""
         here = _Reported()
 
@@ -121,8 +125,8 @@ class _Watch(AbstractContextManager[Seen]):
             if began == self._reported and not self._missed_inside(name):
                 self._seen.missed.setdefault(name, _BY_HAND)
 
-        stack.callback(module.register_forward_pre_hook(enter).remove)
-        stack.callback(module.register_forward_hook(leave).remove)
+        hooks.append(module.register_forward_pre_hook(enter))
+        hooks.append(module.register_forward_hook(leave))
 
     def _missed_inside(self, name: str) -> bool:
         return any(other != name and other.startswith(f"{name}." if name else "") for other in self._seen.missed)
@@ -142,6 +146,11 @@ class _Watch(AbstractContextManager[Seen]):
         if self._interceptor.is_active_here:
             self._runs += 1
             self._seen.tokens = _ids(args, named or {})
+
+
+@lru_cache
+def _is_named_attention(name: str) -> bool:
+    return _ATTENTION.search(name) is not None
 
 
 def _ids(args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:

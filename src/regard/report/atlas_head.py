@@ -69,8 +69,7 @@ def _fold_head(p: Problem, item: int, head: int) -> FoldedProblem:
         )
     )
     if p.score is not None:
-        pair = p.score.pair if p.score.pairwise else None
-        spec = replace(x.spec, pair=pair, cost=p.score.cost, paired=len(shared))
+        spec = replace(x.spec.with_score(p.score, len(shared), p.exact_dtype), origin=(item, head))
         x = x._replace(shared=(*shared, *x.shared), spec=spec)
     return x._replace(key=x.key.mT.contiguous().mT)  # the layout that tile_ops reads, so that no tile copies it again
 

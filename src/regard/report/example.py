@@ -16,22 +16,16 @@ TARGET = ("le", "chat", "noir", "veut", "souvent", "du", "lait", "froid")
 
 # Made by hand so that the picture is easy to read, and therefore evidence of nothing: a word's meaning weighs 3, its
 # part of speech 1.8, and "du" has no English counterpart. `regard.lab` has an alignment that is learned.
-_MEANINGS: dict[str, dict[str, float]] = {
-    "the": {"definite": 3.0, "article": 1.8},
-    "black": {"black": 3.0, "adjective": 1.8},
-    "cat": {"cat": 3.0, "noun": 1.8},
-    "often": {"often": 3.0, "adverb": 1.8},
-    "wants": {"want": 3.0, "verb": 1.8},
-    "cold": {"cold": 3.0, "adjective": 1.8},
-    "milk": {"milk": 3.0, "noun": 1.8},
-    "le": {"definite": 3.0, "article": 1.8},
-    "chat": {"cat": 3.0, "noun": 1.8},
-    "noir": {"black": 3.0, "adjective": 1.8},
-    "veut": {"want": 3.0, "verb": 1.8},
-    "souvent": {"often": 3.0, "adverb": 1.8},
+_SPEECH = {
+    "article": {"the": "definite", "le": "definite"},
+    "adjective": {"black": "black", "cold": "cold", "noir": "black", "froid": "cold"},
+    "noun": {"cat": "cat", "milk": "milk", "chat": "cat", "lait": "milk"},
+    "verb": {"wants": "want", "veut": "want"},
+    "adverb": {"often": "often", "souvent": "often"},
+}
+_MEANINGS = {
+    **{word: {meaning: 3.0, part: 1.8} for part, words in _SPEECH.items() for word, meaning in words.items()},
     "du": {"article": 2.0, "milk": 1.0},
-    "lait": {"milk": 3.0, "noun": 1.8},
-    "froid": {"cold": 3.0, "adjective": 1.8},
 }
 _FEATURES = tuple(sorted({feature for meaning in _MEANINGS.values() for feature in meaning}))
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import os
-import re
 from functools import cache
 from pathlib import Path
 
+from ..display import escaped
 from ..errors import ArgumentError, DtypeError
-from .files import asset, write_text
+from .files import asset, content_policy, filled, joined_scripts, write_text
 from .look import Look
 from .page_budget import EMBEDDED_LIMIT, LIMIT
 from .page_data import page_data, script_json
-from .terminal import shown
 
 __all__ = ["EMBEDDED_LIMIT", "policy", "render", "write"]
 
-_SCRIPTS = tuple(
-    f"page.{part}.js" for part in ("start", "colour", "grid", "heads", "map", "tokens", "lines", "findings", "address")
-)
+_PARTS = ("start", "colour", "grid", "heads", "map", "tokens", "lines", "findings", "address")
+_SCRIPTS = (*(f"page.{part}.js" for part in _PARTS), "page.js")
 
 
 def render(look: Look, limit: int = LIMIT, *, atlas: str = "") -> str:
@@ -63,10 +58,7 @@ def write(look: Look, path: str | os.PathLike[str], limit: int = LIMIT) -> Path:
 
 def policy() -> str:
     """The content security policy of every page: it admits only our own style and script."""
-    return (
-        f"default-src 'none'; style-src '{_hash(_style())}'; script-src '{_hash(_script())}'; img-src data:; "
-        f"base-uri 'none'; form-action 'none'"
-    )
+    return content_policy(_style(), _script())
 
 
 def _check_look(look: object, who: str) -> None:
@@ -79,10 +71,8 @@ def _check_look(look: object, who: str) -> None:
 
 def _assemble(title: str, data: str) -> str:
     """The page around its data."""
-    heading = html.escape(shown(title))
-    parts = {"policy": html.escape(policy()), "style": _style(), "script": _script()}
-    pieces = {"title": heading, "data": data, **parts}
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], asset(__package__, "page.html"))
+    pieces = {"title": escaped(title), "policy": escaped(policy()), "style": _style(), "script": _script()}
+    return filled(__package__, "page.html", {**pieces, "data": data})
 
 
 @cache
@@ -92,11 +82,4 @@ def _style() -> str:
 
 @cache
 def _script() -> str:
-    """All scripts as one, without indentation and lines of comment, which are a tenth of a small page."""
-    parts = "\n".join(asset(__package__, name) for name in (*_SCRIPTS, "page.js"))
-    short = re.sub(r"^[ ]+|^//.*\n", "", re.sub(r"^[ ]*//.*\n", "", parts, flags=re.MULTILINE), flags=re.MULTILINE)
-    return f'(() => {{\n"use strict";\n{short}}})();\n'
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+    return f'(() => {{\n"use strict";\n{joined_scripts(__package__, _SCRIPTS)}}})();\n'

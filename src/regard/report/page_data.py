@@ -24,7 +24,7 @@ from .page_budget import (
     maps_room,
     merge_factors,
 )
-from .page_statistics import describe, statistic_names
+from .page_statistics import describe
 
 __all__ = ["page_data", "script_json"]
 
@@ -44,7 +44,7 @@ def script_json(data: Any) -> str:
 def page_data(look: Look, budget: int) -> dict[str, Any]:
     """Everything the page needs, in at most about `budget` bytes of JSON."""
     layers = [layer for layer in look.layers if layer.heads]
-    names = statistic_names(one for layer in layers for one in layer.heads)
+    names = list(dict.fromkeys(name for layer in layers for one in layer.heads for name in one.statistics))
     texts = _Texts(layers, TEXT_SHARE * budget)
     remarks = fit_remarks(look.remarks, REMARK_SHARE * budget)
     data: dict[str, Any] = {

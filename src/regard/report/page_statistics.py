@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from .look import HeadLook
-
-__all__ = ["STATISTICS", "describe", "statistic_names"]
+__all__ = ["STATISTICS", "describe"]
 
 # By name: the label, the unit and the meaning.
 STATISTICS: dict[str, tuple[str, str, str]] = {
@@ -24,16 +20,9 @@ STATISTICS: dict[str, tuple[str, str, str]] = {
     "saturated_share": ("Saturated rows", "%", "queries with more than 0.99 of their weight on one key"),
     "distance": ("Distance", "tokens", "how far away the attended keys are, weighted mean, averaged over the queries"),
     "concentration": ("Concentration", "", "Σ p² over the keys: 1 if one key has all the weight"),
+    "cost_of_ablation": ("Cost of ablation", "", "how much the loss rises when this head alone is ablated"),
+    "estimated_cost": ("Estimated cost", "", "the same to first order, from the gradient of the loss"),
 }
-
-
-def statistic_names(heads: Iterable[HeadLook]) -> list[str]:
-    """Every statistic that some head has, in order of first appearance.
-
-    >>> statistic_names([])
-    []
-    """
-    return list(dict.fromkeys(name for one in heads for name in one.statistics))
 
 
 def describe(name: str) -> dict[str, str | int]:

@@ -100,7 +100,7 @@ class Pyramid:
     @without_autocast
     def tile(self, level: int, row: int, col: int) -> Tensor:
         """The mean weights of tile (row, col): float32, at most 256 × 256; NaN where `advance` has not been."""
-        self._seen._unchanged("tile")
+        self._seen.problem_for("tile")
         down, across = self._tile_cells(level, row, col)
         if level < self.base:
             found = self._compute_cells(level, down, across)
@@ -121,7 +121,7 @@ class Pyramid:
         """
         if self.known == self.rows:
             return False
-        self._seen._unchanged("advance")
+        self._seen.problem_for("advance")
         if not self._row_blocks:
             self._prepare()
         rows = range(self._next_row, min(self._next_row + self._strip, self.rows))

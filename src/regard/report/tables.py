@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..display import block, note, shown, table
+from ..display import block, note, paragraph, shown, table
 from .labels import layer_label, layer_legend
 
 __all__ = ["NOTHING_FOUND", "STATISTIC_COLUMNS", "HeadTable", "as_text", "findings"]
@@ -47,6 +47,7 @@ class HeadTable:
     """One row per head: (layer, head, numbers by name). `str` gives plain text; rich and notebooks print it, too.
 
     `layers` are the layers of the model in order, by which L0, L1 and so on are counted; by default, those of the rows.
+    `lines` of text come before the table.
 
     >>> print(HeadTable([("attn", "0", {"entropy": 1.5, "max_logit": 12.25})]))
     layer  head  entropy  max logit
@@ -59,27 +60,31 @@ class HeadTable:
     rows: list[tuple[str, str, dict[str, float]]]
     signed: bool = False
     layers: Sequence[str] = ()
+    lines: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not self.rows:
+        yield from (Text(shown(line)) for line in self.lines)
+        if self.rows:
+            yield self._table(self._fitting_columns(options.max_width))
+            yield from (Text(line, style="dim") for line in layer_legend(self._order))
+        elif not self.lines:
             yield Text("there are no heads to show")
-            return
-        yield self._table(self._fitting_columns(options.max_width))
-        yield from (Text(line, style="dim") for line in layer_legend(self._order))
 
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
-        return as_text(self)
+        rest = [as_text(replace(self, lines=()))] if self.rows or not self.lines else []
+        return "\n".join([*map(shown, self.lines), *rest])
 
     def _repr_html_(self) -> str:
+        above = [paragraph(line) for line in self.lines]
         if not self.rows:
-            return block("", note("there are no heads to show"))
+            return block("", *(above or [note("there are no heads to show")]))
         head = ["layer", "head", *(STATISTIC_COLUMNS.get(name, name) for name in self._names)]
         cells = ((label, number, *self._cells(numbers, self._names)) for label, number, numbers in self._labelled())
         legend = (note(line) for line in layer_legend(self._order))
-        return block("", table(head, cells, numbers=range(1, len(head))), *legend)
+        return block("", *above, table(head, cells, numbers=range(1, len(head))), *legend)
 
     @property
     def _names(self) -> list[str]:

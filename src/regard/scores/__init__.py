@@ -6,7 +6,19 @@ from regard.scores.base import Prepared, Score
 from regard.scores.bilinear import Bilinear
 from regard.scores.cosine import Cosine
 from regard.scores.gaussian import Gaussian
+from regard.scores.pointwise import Pointwise
 from regard.scores.scaled import Scaled
 from regard.scores.temperature import Temperature
 
-__all__ = ["Additive", "Balanced", "Bilinear", "Cosine", "Gaussian", "Prepared", "Scaled", "Score", "Temperature"]
+__all__ = [
+    "Additive",
+    "Balanced",
+    "Bilinear",
+    "Cosine",
+    "Gaussian",
+    "Pointwise",
+    "Prepared",
+    "Scaled",
+    "Score",
+    "Temperature",
+]

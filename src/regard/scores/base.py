@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import ClassVar, NamedTuple
 
@@ -67,6 +68,15 @@ class Score(nn.Module, ABC):
     def cost(self) -> int:
         """How many numbers each pair takes in memory while `pair` runs."""
         return 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that the logits depend on, besides queries and keys."""
+        return *self.parameters(), *self.buffers()
+
+    def beyond(self, sizes: Mapping[str, int], masked: bool) -> str | None:
+        """Say why this score cannot take a problem of such sizes, or None if it can."""
+        return None
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
         """Say why this score cannot take such queries and keys, or None if it can."""

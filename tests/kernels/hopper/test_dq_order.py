@@ -21,9 +21,9 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Trit
 
 import regard
 from gluon_in_python import MASKS, in_python, pointed
+from regard.kernels import ahead
 from regard.kernels.block_lists import BITS, MASK_BLOCK, NONE, SPANS
 from regard.kernels.block_mask import BlockMask, _mask_bits, block_mask
-from regard.kernels.hopper import dq_order as module
 from regard.kernels.hopper import key_blocks
 from regard.kernels.hopper.configs import ROWS
 from regard.kernels.hopper.dq_order import dq_order
@@ -33,9 +33,11 @@ SIZES = [(64, 128), (64, 64), (128, 128)]
 sizes = pytest.mark.parametrize(("BM", "BN"), SIZES)
 
 
-row_block_range, row_block_at, dq_position, common_rows, is_partial = (
+heads_together, next_visit, row_block_range, row_block_at, dq_position, common_rows, is_partial = (
     in_python(x)
     for x in (
+        key_blocks.heads_together,
+        key_blocks.next_visit,
         key_blocks.row_block_range,
         key_blocks.row_block_at,
         key_blocks.dq_position,
@@ -75,14 +77,15 @@ def launched(made: BlockMask, shape: Shape) -> list[tuple[int, int, int]]:
 
 
 class Step(NamedTuple):
-    rows: int  # a row block …
+    head: int  # a query head …
+    rows: int  # … and a row block …
     slot: int  # … the slot of its bits …
     partial: list[bool]  # … whether the mask hides part of it from each group of keys …
     position: int  # … and how many key blocks add to it before
 
 
-def visits(made: BlockMask, shape: Shape, item: int, head: int, block: int) -> list[Step]:
-    """The row blocks that a key block visits, in the kernel's order."""
+def visits(made: BlockMask, shape: Shape, item: int, kv: int, block: int) -> list[Step]:
+    """The row blocks and query heads that a key block visits, in the kernel's order."""
     BM, BN = shape.BM, shape.BN
     params = SimpleNamespace(
         lists=pointed(made.by_keys(BM, BN)),
@@ -90,16 +93,21 @@ def visits(made: BlockMask, shape: Shape, item: int, head: int, block: int) -> l
         n=made.n,
         M=made.m,
         key_blocks=-(-made.m // BN),
+        heads_per_kv=shape.heads_per_kv,
     )
-    first, count = row_block_range(params, item, head, block, BM, made.kind)
     groups = range(block * BN, min(block * BN + BN, made.m), ROWS)
-    ends = [common_rows(params, item, head, key, made.kind) for key in groups]
+    heads = heads_together(params, made.kind)
     found = []
-    for t in range(count):
-        b, slot = row_block_at(params, t, first, made.kind)
-        position = dq_position(params, t, b, first, item, head, block, made.kind)
-        partial = [bool(is_partial(b, slot, *end, made.n, BM, made.kind)) for end in ends]
-        found.append(Step(b, slot, partial, position))
+    for first_head in range(kv * shape.heads_per_kv, (kv + 1) * shape.heads_per_kv, heads):
+        first, count = row_block_range(params, item, first_head, block, BM, made.kind)
+        ends = [common_rows(params, item, first_head, key, made.kind) for key in groups]
+        t, head = count - 1, first_head
+        for _ in range(count * heads):
+            b, slot = row_block_at(params, t, first, made.kind)
+            position = dq_position(params, t, b, first, item, head, block, made.kind)
+            partial = [bool(is_partial(b, slot, *end, made.n, BM, made.kind)) for end in ends]
+            found.append(Step(head, b, slot, partial, position))
+            t, head = next_visit(t, head, first_head, heads)
     return found
 
 
@@ -126,20 +134,20 @@ def check(made: BlockMask, truth: Tensor, shape: Shape) -> None:
     met = torch.zeros(*added.shape[:2], n, m, dtype=torch.bool)
     for item, kv, block in launched(made, shape):
         keys = slice(block * BN, (block + 1) * BN)
-        for head in range(kv * shape.heads_per_kv, (kv + 1) * shape.heads_per_kv):
-            steps = visits(made, shape, item, head, block)
-            assert [s.rows for s in steps] == sorted({s.rows for s in steps})
-            assert [s.position for s in steps] == [int(added[item, head, s.rows]) for s in steps]
-            for b, slot, partial, _ in steps:
-                added[item, head, b] += 1
-                rows = slice(b * BM, (b + 1) * BM)
-                met[item, head, rows, keys] = True
-                shown = truth[item, head, rows, keys]
-                assert shown.numel()
-                for part, hidden in zip(shown.split(ROWS, 1), partial, strict=True):
-                    assert hidden or part.all()
-                if any(partial) and made.kind != NONE:
-                    assert torch.equal(shown_by_keys(made, shape, item, head, slot, rows, keys), shown)
+        steps = visits(made, shape, item, kv, block)
+        turns = [(-s.rows, s.head) if made.lead[1] == 1 else (s.head, -s.rows) for s in steps]
+        assert turns == sorted(set(turns))  # rows fall, and heads that share a mask take turns
+        for head, b, slot, partial, position in steps:
+            assert position == added[item, head, b]
+            added[item, head, b] += 1
+            rows = slice(b * BM, (b + 1) * BM)
+            met[item, head, rows, keys] = True
+            shown = truth[item, head, rows, keys]
+            assert shown.numel()
+            for part, hidden in zip(shown.split(ROWS, 1), partial, strict=True):
+                assert hidden or part.all()
+            if any(partial) and made.kind != NONE:
+                assert torch.equal(shown_by_keys(made, shape, item, head, slot, rows, keys), shown)
     assert not (truth & ~met).any()
 
 
@@ -147,7 +155,7 @@ def bits(mask: regard.Mask, n: int, m: int) -> BlockMask:
     return BlockMask(n, m, mask_bits=_mask_bits(mask, n, m, CPU), lead=mask.lead)
 
 
-GROUPED = {1: (2, 1), 4: (2, 2)}  # key heads, and query heads for each, by the heads that a mask tells apart
+GROUPED = {1: (1, 2), 4: (2, 2)}  # key heads, and query heads for each, by the heads that a mask tells apart
 
 
 @sizes
@@ -215,12 +223,12 @@ def test_items_that_share_an_item_of_the_mask_have_its_order(BM: int, BN: int) -
 
 
 @pytest.mark.parametrize("swizzle", [1, 2, 4, 7])
-def test_each_program_has_a_block_of_its_own_and_a_head_starts_at_its_last_keys(swizzle: int) -> None:
+def test_each_program_has_a_block_of_its_own_and_a_head_starts_at_its_first_keys(swizzle: int) -> None:
     shape = Shape(items=2, kv=3, swizzle=swizzle)
     found = launched(BlockMask(64, 600), shape)
     assert sorted(found) == [(item, kv, block) for item in range(2) for kv in range(3) for block in range(5)]
     for owner in {program[:2] for program in found}:
-        assert [block for *own, block in found if tuple(own) == owner] == [4, 3, 2, 1, 0]
+        assert [block for *own, block in found if tuple(own) == owner] == [0, 1, 2, 3, 4]
     beside = [program[:2] for program in found[: min(swizzle, 6)]]
     assert len(set(beside)) == len(beside)
 
@@ -245,7 +253,7 @@ def test_the_order_is_dropped_with_its_block_mask() -> None:
 
 
 def test_the_order_of_a_captured_graph_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_capturing", lambda: True)
+    monkeypatch.setattr(ahead, "is_capturing", lambda: True)
     made = bits(regard.causal(), 300, 300)
     assert dq_order(made, 64, 128) is not dq_order(made, 64, 128)
 
@@ -265,4 +273,4 @@ def test_a_group_of_keys_masks_one_block_of_rows_of_a_causal_mask() -> None:
     for block in range(n // 128):
         steps = visits(made, Shape(), 0, 0, block)
         masked = [[s.rows for s in steps if s.partial[group]] for group in range(2)]
-        assert masked == [[2 * block], [2 * block, 2 * block + 1]]  # the second sees nothing of the first
+        assert masked == [[2 * block], [2 * block + 1, 2 * block]]  # the second sees nothing of the first

@@ -62,7 +62,9 @@ class Sdpa(Backend):
             given["scale"] = scale
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value, None, 0.0, causal, **given)
+            if causal or given:
+                return F.scaled_dot_product_attention(query, key, value, None, 0.0, causal, **given)
+            return F.scaled_dot_product_attention(query, key, value)  # which torch reads sooner
 
         if not may_need_grad(p.query, p.key, p.value):
             return attend

@@ -7,55 +7,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+
+from ..portable.aggregates import Constants
 
 __all__ = [
-    "BackwardBarriers",
-    "BackwardDescriptors",
-    "BackwardParams",
-    "BackwardSmem",
-    "ForwardBarriers",
-    "ForwardDescriptors",
-    "ForwardOutputs",
-    "ForwardParams",
-    "ForwardSmem",
-    "KeyBlocks",
-    "RowBlock",
-    "RowStats",
-    "SoftmaxState",
-    "TileIndex",
-    "Traits",
-    "ValueBlock",
-    "WideBarriers",
-    "WideSmem",
-    "traits_of",
-]
-
-
-class Traits:
-    """Compile-time constants by name. It holds nothing else, since Triton's cache does not hash its code.
-
-    >>> Traits(BN=128, FAST=True)
-    Traits(BN=128, FAST=True)
-    """
-
-    def __init__(self, **constants: Any) -> None:
-        vars(self).update((name, gl.constexpr(constant)) for name, constant in constants.items())
-
-    def __repr__(self) -> str:
-        return f"Traits({', '.join(f'{name}={constant.value}' for name, constant in vars(self).items())})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Traits) and repr(self) == repr(other)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
+    "BackwardBarriers", "BackwardDescriptors", "BackwardParams", "BackwardSmem", "ForwardBarriers", "ForwardDescriptors", "ForwardOutputs",
+    "ForwardParams", "ForwardSmem", "KeyBlocks", "RowBlock", "RowStats", "SoftmaxState", "TileIndex", "ValueBlock", "traits_of",
+]  # fmt: skip
 
 
 @gluon.constexpr_function
 def traits_of(**constants):
     """These constants as one constant, whose fields are constants too."""
-    return Traits(**constants)
+    return Constants(**constants)
 
 
 class ForwardDescriptors(NamedTuple):
@@ -83,7 +47,7 @@ class ForwardSmem(NamedTuple):
 
 
 class ForwardBarriers(NamedTuple):
-    """mbarriers, one per Q buffer or per stage."""
+    """mbarriers, one per Q buffer or per stage; in a jvp, those of K and V serve their tangents too."""
 
     q_ready: Any
     q_free: Any
@@ -104,7 +68,7 @@ class ForwardOutputs(NamedTuple):
 
 
 class ForwardParams(NamedTuple):
-    """What every warp of a forward program gets."""
+    """What every warp of a forward program gets; in a jvp, None for what it does not have."""
 
     descriptors: Any
     smem: Any
@@ -188,49 +152,29 @@ class BackwardDescriptors(NamedTuple):
 
 
 class BackwardSmem(NamedTuple):
-    """Buffers of the backward in shared memory."""
+    """Buffers of the backward in shared memory. The wide one has no GROUPS, and one stage of dO."""
 
     Q: Any  # [STAGES, 1, 1, BM, DA]
     K: Any  # [GROUPS, 1, 1, ROWS, DA]
     V: Any  # [GROUPS, 1, 1, ROWS, EA]
     dO: Any  # [STAGES, 1, 1, BM, EA]
-    dS: Any  # [2 · GROUPS, ROWS, BM]
-    dQ: Any  # [2 · GROUPS, BM, DA / GROUPS]
+    P: Any  # [ROWS, BM] of the wide one
+    dS: Any  # [DS_BUFFERS · GROUPS, ROWS, BM]
+    dQ: Any  # [2 · PARTS, 2 · DA / PARTS, 32], or [2, twice the columns of a part, 32]; in the order of registers
 
 
 class BackwardBarriers(NamedTuple):
-    """mbarriers of the backward."""
-
-    k_ready: Any
-    ready: Any
-    free: Any
-    s_ready: Any
-    d_ready: Any
-    d_free: Any
-
-
-class WideSmem(NamedTuple):
-    """Buffers of the wide backward in shared memory."""
-
-    Q: Any  # [STAGES, 1, 1, BM, DA]
-    K: Any  # [1, 1, ROWS, DA]
-    V: Any  # [1, 1, ROWS, EA]
-    dO: Any  # [1, 1, BM, EA]
-    P: Any  # [ROWS, BM]
-    dS: Any  # [ROWS, BM]
-    dQ: Any  # [2, BM, columns of a part]
-
-
-class WideBarriers(NamedTuple):
-    """mbarriers of the wide backward."""
+    """mbarriers of the backward; None for those that only the wide or only the other one has."""
 
     k_ready: Any
     q_ready: Any
     q_free: Any
     o_ready: Any
+    free: Any  # of both Q and dO, in all but the wide one
     o_free: Any
     p_ready: Any
     s_ready: Any
+    s_free: Any
     d_ready: Any
     d_free: Any
 

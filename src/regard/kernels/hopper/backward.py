@@ -3,8 +3,8 @@
 A program holds one key block, ROWS keys per consumer group, and loops over the row blocks that see them. A producer warp loads Q,
 dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
 they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and
-each group computes its share of dQ's columns. Two dQ warps add dQ to memory. The key blocks that add to the same row block do so
-in one order, the last keys first; a program waits only for programs that were launched before it.
+each group computes its share of dQ's columns; at dims up to 64 a third group computes dQ. Two dQ warps add dQ to memory. The key blocks that add to the same row block do so
+in one order, the first keys first; a program waits only for programs that were launched before it.
 
 Letters and units are those of `portable/backward.py`.
 """
@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store
-from ..portable.tile_ops import _BIAS_ALIBI, _BIAS_NONE, _NONE, DEEP, LN2, LOG2E, program_tile
+from ..portable.tile_ops import _BIAS_ALIBI, _BIAS_NONE, DEEP, LN2, LOG2E, program_tile
 from .aggregates import (
     BackwardBarriers,
     BackwardDescriptors,
@@ -38,17 +38,20 @@ from .aggregates import (
 )
 from .dq_semaphore import acquire, release
 from .dropout import dropout_backward, keep_bits, keep_mask
-from .forward import CLEANED, flat
+from .forward import flat
 from .key_blocks import (
     apply_mask,
     common_rows,
     dq_position,
+    heads_together,
     is_partial,
     key_tile,
     load_bias,
+    next_visit,
     row_block_at,
     row_block_range,
 )
+from .nonfinite import clean_queries, zero_unseen_keys
 from .online_softmax import capped_tanh, log2
 from .register_layouts import mma_layout, transposed_layout
 from .tile_scheduler import ROWS, advance, new_barriers
@@ -63,7 +66,6 @@ def producer(params, TRAITS: gl.constexpr):
     DA: gl.constexpr = TRAITS.DA
     EA: gl.constexpr = TRAITS.EA
     BM: gl.constexpr = TRAITS.BM
-    STATS: gl.constexpr = 3 if TRAITS.ENTROPY else 2
     block, batch, kv_head = key_tile(params)
     k_ready = barriers.k_ready
     mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA) * 2)
@@ -73,22 +75,26 @@ def producer(params, TRAITS: gl.constexpr):
         tma_load(descriptors.v, [batch, kv_head, key, 0], k_ready, smem.V.index(g))
     stage = 0
     phase = 1
-    for u in range(params.heads_per_kv):
-        h = kv_head * params.heads_per_kv + u
-        first, count = row_block_range(params, batch, h, block, BM, TRAITS.MASK)
-        at = (batch * params.num_heads + h) * params.padded_n
-        for t in range(count):
+    heads = heads_together(params, TRAITS.MASK)
+    for u in range(params.heads_per_kv // heads):
+        first_head = kv_head * params.heads_per_kv + u * heads
+        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
+        t, h = count - 1, first_head
+        for _ in range(count * heads):
             b, slot = row_block_at(params, t, first, TRAITS.MASK)
-            ready = barriers.ready.index(stage)
+            at = (batch * params.num_heads + h) * params.padded_n
+            q_ready, o_ready = barriers.q_ready.index(stage), barriers.o_ready.index(stage)
             mbarrier.wait(barriers.free.index(stage), phase)
-            mbarrier.expect(ready, BM * (DA + EA) * 2 + BM * 4 * STATS)
-            tma_load(descriptors.q, [batch, h, b * BM, 0], ready, smem.Q.index(stage))
-            tma_load(descriptors.lse, [at + b * BM], ready, row_stats.lse.index(stage))
-            tma_load(descriptors.do, [batch, h, b * BM, 0], ready, smem.dO.index(stage))
-            tma_load(descriptors.delta, [at + b * BM], ready, row_stats.delta.index(stage))
+            mbarrier.expect(q_ready, BM * DA * 2 + BM * 4)
+            tma_load(descriptors.q, [batch, h, b * BM, 0], q_ready, smem.Q.index(stage))
+            tma_load(descriptors.lse, [at + b * BM], q_ready, row_stats.lse.index(stage))
+            mbarrier.expect(o_ready, BM * EA * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
+            tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO.index(stage))
+            tma_load(descriptors.delta, [at + b * BM], o_ready, row_stats.delta.index(stage))
             if TRAITS.ENTROPY:
-                tma_load(descriptors.g_entropy, [at + b * BM], ready, row_stats.g_entropy.index(stage))
+                tma_load(descriptors.g_entropy, [at + b * BM], o_ready, row_stats.g_entropy.index(stage))
             stage, phase = advance(stage, phase, TRAITS.STAGES)
+            t, h = next_visit(t, h, first_head, heads)
 
 
 @gluon.jit
@@ -96,13 +102,16 @@ def dq_warp(params, ODD: gl.constexpr, TRAITS: gl.constexpr):
     """One of two warps that add dQ to memory, once the semaphore allows it: this one takes every other row block."""
     dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
     BM: gl.constexpr = TRAITS.BM
+    SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory
     block, batch, kv_head = key_tile(params)
     phase = 0
     buffer = 0  # of dQ's two (Triton 3.6 loses a count that both loops carry; a bit that flips survives)
-    for u in range(params.heads_per_kv):
-        h = kv_head * params.heads_per_kv + u
-        first, count = row_block_range(params, batch, h, block, BM, TRAITS.MASK)
-        for t in range(count):
+    heads = heads_together(params, TRAITS.MASK)
+    for u in range(params.heads_per_kv // heads):
+        first_head = kv_head * params.heads_per_kv + u * heads
+        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
+        t, h = count - 1, first_head
+        for _ in range(count * heads):
             if buffer == ODD:
                 b, slot = row_block_at(params, t, first, TRAITS.MASK)
                 position = dq_position(params, t, b, first, batch, h, block, TRAITS.MASK)
@@ -110,15 +119,16 @@ def dq_warp(params, ODD: gl.constexpr, TRAITS: gl.constexpr):
                 acquire(params.semaphores + at, position)
                 mbarrier.wait(d_ready.index(ODD), phase)
                 phase ^= 1
-                for g in gl.static_range(GROUPS):
+                for part in gl.static_range(TRAITS.PARTS):
                     if position == 0:
-                        tma_store(dq_sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
+                        tma_store(dq_sums, [(at * TRAITS.PARTS + part) * SIZE, 0], dQ.index(ODD * TRAITS.PARTS + part))
                     else:
-                        tma_add(dq_sums, [(at * GROUPS + g) * BM, 0], dQ.index(ODD * GROUPS + g))
+                        tma_add(dq_sums, [(at * TRAITS.PARTS + part) * SIZE, 0], dQ.index(ODD * TRAITS.PARTS + part))
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(d_free.index(ODD))
                 release(params.semaphores + at, position)
             buffer ^= 1
+            t, h = next_visit(t, h, first_head, heads)
 
 
 @gluon.jit
@@ -165,109 +175,71 @@ def compute_dS(P, dP, lse, g, tile, partial, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def zero_empty_rows(X, lse, BM: gl.constexpr, C: gl.constexpr):
-    """Set the queries X [BM, C] of rows that see nothing to 0, since they may be NaN. Every group writes the same to the same place."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    for r in gl.static_range(0, BM, CLEANED):
-        part = X.slice(r, CLEANED)
-        see = lse.slice(r, CLEANED).load(gl.SliceLayout(1, L)) < float("inf")
-        part.store(gl.where(see[:, None], part.load(L), 0.0))
+def start_product(X, Y, zero):
+    """Start X Yᵀ [ROWS, BM]: Sᵀ = K Qᵀ, or dPᵀ = V dOᵀ."""
+    return warpgroup_mma(X, Y.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def has_empty_row(lse, BM: gl.constexpr):
-    """Whether some row of a block sees nothing."""
-    return gl.max(lse.load(gl.BlockedLayout([BM // 32], [32], [4], [0])), 0) == float("inf")  # each warp has them all
-
-
-@gluon.jit
-def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
-    """Which keys j some row of some query head may attend to, int32; all of those past the end."""
-    lists = params.lists
-    some = j * 0
-    for u in range(params.heads_per_kv):
-        h = kv_head * params.heads_per_kv + u
-        if HIDING:
-            at = params.seen + (batch * params.num_heads + h).to(gl.int64) * params.M
-        else:
-            at = lists.seen + (batch // gl.load(lists.inner)).to(gl.int64) * lists.seen_item + h * lists.seen_head
-        some = some | gl.load(at + j, mask=j < params.M, other=1).to(gl.int32)
-    return some
-
-
-@gluon.jit
-def zero_unseen_keys(X, batch, kv_head, j0, params, TRAITS: gl.constexpr):
-    """Set keys X [ROWS, DA] that no row may attend to to 0, since they may be NaN. `params.seen` says what a bias hides by −inf."""
-    C: gl.constexpr = TRAITS.DA
-    HIDING: gl.constexpr = TRAITS.BIAS != _BIAS_NONE and TRAITS.BIAS != _BIAS_ALIBI
-    if TRAITS.MASK != _NONE or HIDING:
-        j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
-        if gl.min(seen_by_some(params, batch, kv_head, j, HIDING), 0) == 0:
-            L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-            for r in gl.static_range(0, ROWS, CLEANED):
-                some = j0 + r + gl.arange(0, CLEANED, gl.SliceLayout(1, L))
-                part = X.slice(r, CLEANED)
-                part.store(gl.where((seen_by_some(params, batch, kv_head, some, HIDING) != 0)[:, None], part.load(L), 0.0))
-            fence_async_shared()
-            group_barrier()
-
-
-@gluon.jit
-def clean_queries(X, lse, partial, TRAITS: gl.constexpr):
-    """`zero_empty_rows`, where the mask or the bias may hide all keys from a row."""
-    BIAS: gl.constexpr = TRAITS.BIAS
-    if TRAITS.MASK != _NONE or BIAS != _BIAS_NONE:
-        empty = partial
-        if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
-            empty = partial | has_empty_row(lse, TRAITS.BM)
-        if empty:
-            zero_empty_rows(X, lse, TRAITS.BM, TRAITS.DA)
-
-
-@gluon.jit
-def copied(X, zero):
-    """X, copied to other registers: ptxas of Triton 3.6 overwrites a register operand that a loop uses again."""
-    return gl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r,r", [X, zero], X.dtype, True, 2)
-
-
-@gluon.jit
-def start_S(K, Q, zero, DA: gl.constexpr, BM: gl.constexpr):
-    """Start Sᵀ = K Qᵀ [ROWS, BM]."""
-    return warpgroup_mma(K, flat(Q, BM, DA).permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def start_dP(V, dO, delta, zero, TRAITS: gl.constexpr):
-    """Start dPᵀ − δ = V dOᵀ − δ [ROWS, BM]; without δ if dropout comes between."""
-    dO = flat(dO, TRAITS.BM, TRAITS.EA).permute((1, 0))
-    if TRAITS.DROP:
-        dP = warpgroup_mma(V, dO, zero, use_acc=False, is_async=True)
-    else:
-        dP = warpgroup_mma(V, dO, zero - delta.load(gl.SliceLayout(0, mma_layout(TRAITS.BM)))[None, :], is_async=True)
-    return dP
-
-
-@gluon.jit
-def start_dQ(smem, buffer, zero, G: gl.constexpr, DA: gl.constexpr):
-    """Start dQ = dS K, the group's share of its columns [BM, DA / GROUPS]."""
+def start_dQ(smem, buffer, zero, part: gl.constexpr, TRAITS: gl.constexpr):
+    """Start dQ = dS K, a part of its columns [BM, DA / PARTS]."""
     K, dS = smem.K, smem.dS
-    SHARE: gl.constexpr = DA // GROUPS
-    share = warpgroup_mma(dS.index(buffer * GROUPS).permute((1, 0)), flat(K.index(0), ROWS, DA).slice(G * SHARE, SHARE, dim=1), zero, use_acc=False,
+    DA: gl.constexpr = TRAITS.DA
+    C: gl.constexpr = DA // TRAITS.PARTS
+    share = warpgroup_mma(dS.index(buffer * GROUPS).permute((1, 0)), flat(K.index(0), ROWS, DA).slice(part * C, C, dim=1), zero, use_acc=False,
                           is_async=True)
     for g in gl.static_range(1, GROUPS):
-        share = warpgroup_mma(dS.index(buffer * GROUPS + g).permute((1, 0)), flat(K.index(g), ROWS, DA).slice(G * SHARE, SHARE, dim=1), share,
+        share = warpgroup_mma(dS.index(buffer * GROUPS + g).permute((1, 0)), flat(K.index(g), ROWS, DA).slice(part * C, C, dim=1), share,
                               is_async=True)
     return share
 
 
 @gluon.jit
-def pass_dQ(share, buffer, phase, params, G: gl.constexpr):
-    """Pass a share of dQ to the dQ warp."""
+def in_register_order(X):
+    """X [64, C] as [2 C, 32]: four numbers of a thread side by side, eight threads in a row. No number moves.
+
+    So a thread stores 16 bytes at a time, and no two threads meet in a bank. `dq_postprocess` reads this order.
+    """
+    gl.static_assert(X.shape[0] == 64, "a warp group has 64 rows")
+    C: gl.constexpr = X.shape[1]
+    X = X.reshape([4, 2, 4, 2, C // 8, 4, 2]).permute((4, 0, 2, 3, 5, 1, 6))
+    return X.reshape([2 * C, 32])
+
+
+@gluon.jit
+def pass_dQ(share, buffer, phase, params, part: gl.constexpr, TRAITS: gl.constexpr):
+    """Pass a part of dQ to the dQ warp."""
     mbarrier.wait(params.barriers.d_free.index(buffer), phase)
-    params.smem.dQ.index(buffer * GROUPS + G).store(share)
+    params.smem.dQ.index(buffer * TRAITS.PARTS + part).store(in_register_order(share))
     fence_async_shared()
     group_barrier()
     mbarrier.arrive(params.barriers.d_ready.index(buffer))
+
+
+@gluon.jit
+def dq_group(params, TRAITS: gl.constexpr):
+    """The third group of a split program: it computes dQ = dS K, so that the consumer groups never wait for one another."""
+    smem, barriers = params.smem, params.barriers
+    DA: gl.constexpr = TRAITS.DA
+    MASK: gl.constexpr = TRAITS.MASK
+    zero = gl.zeros([TRAITS.BM, DA], gl.float32, mma_layout(DA))
+    block, batch, kv_head = key_tile(params)
+    mbarrier.wait(barriers.k_ready, 0)
+    ds_buffer = 0
+    ds_phase = 0
+    buffer = 0
+    phase = 1
+    heads = heads_together(params, MASK)
+    for u in range(params.heads_per_kv // heads):
+        _, count = row_block_range(params, batch, kv_head * params.heads_per_kv + u * heads, block, TRAITS.BM, MASK)
+        for _ in range(count * heads):
+            mbarrier.wait(barriers.s_ready.index(ds_buffer), ds_phase)
+            share = start_dQ(smem, ds_buffer, zero, 0, TRAITS)
+            share = warpgroup_mma_wait(0, deps=[share])
+            mbarrier.arrive(barriers.s_free.index(ds_buffer))
+            pass_dQ(share, buffer, phase, params, 0, TRAITS)
+            ds_buffer, ds_phase = advance(ds_buffer, ds_phase, TRAITS.DS_BUFFERS)
+            buffer, phase = advance(buffer, phase, 2)
 
 
 @gluon.jit
@@ -292,15 +264,16 @@ def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale
 
 @gluon.jit
 def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
-    """Consumer group G: its ROWS keys against all rows that see the block. dQ of a row block is computed one iteration late."""
+    """Consumer group G: its ROWS keys against all rows that see the block. Its part of dQ, if it has one, is one iteration late."""
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
-    ready, free, s_ready = barriers.ready, barriers.free, barriers.s_ready
+    q_ready, o_ready, free, s_ready, s_free = barriers.q_ready, barriers.o_ready, barriers.free, barriers.s_ready, barriers.s_free
     DA: gl.constexpr = TRAITS.DA
     EA: gl.constexpr = TRAITS.EA
     BM: gl.constexpr = TRAITS.BM
     MASK: gl.constexpr = TRAITS.MASK
     DROP: gl.constexpr = TRAITS.DROP
-    SHARE: gl.constexpr = DA // GROUPS  # columns of dQ that the group computes
+    SPLIT: gl.constexpr = TRAITS.SPLIT
+    SHARE: gl.constexpr = DA // TRAITS.PARTS  # columns of dQ that the group computes
     SL: gl.constexpr = mma_layout(BM)
     KL: gl.constexpr = mma_layout(DA)
     VL: gl.constexpr = mma_layout(EA)
@@ -317,23 +290,22 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
     zero_unseen_keys(flat(smem.K.index(G), ROWS, DA), batch, kv_head, key, params, TRAITS)
     K = flat(smem.K.index(G), ROWS, DA)
     V = flat(smem.V.index(G), ROWS, EA)
-    if TRAITS.KV_IN_REGISTERS:
-        K = K.load(gl.DotOperandLayout(0, SL, 2))
-        V = V.load(gl.DotOperandLayout(0, SL, 2))
     stage = 0
     phase = 0
-    buffer = 0  # of dS and dQ, which have two
+    buffer = 0  # of dS; if the group computes dQ, then of dQ, too
     ds_phase = 1  # of the previous dS
     late = False  # whether there is a previous dS
     scale = params.scale
-    for u in range(params.heads_per_kv):
-        h = kv_head * params.heads_per_kv + u
-        if TRAITS.SCALES:
-            scale = gl.load(params.scales + h)
-        unit = scale * LOG2E
-        first, count = row_block_range(params, batch, h, block, BM, MASK)
-        begin, end = common_rows(params, batch, h, key, MASK)
-        for t in range(count):
+    heads = heads_together(params, MASK)
+    for u in range(params.heads_per_kv // heads):
+        first_head = kv_head * params.heads_per_kv + u * heads
+        first, count = row_block_range(params, batch, first_head, block, BM, MASK)
+        begin, end = common_rows(params, batch, first_head, key, MASK)
+        t, h = count - 1, first_head
+        for _ in range(count * heads):
+            if TRAITS.SCALES:
+                scale = gl.load(params.scales + h)
+            unit = scale * LOG2E
             b, slot = row_block_at(params, t, first, MASK)
             partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
             q = flat(smem.Q.index(stage), BM, DA)
@@ -342,18 +314,17 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
             tile = TileIndex(batch, h, b, j, slot)
             if DROP:
                 bits = keep_bits(tile, params, BM)
-            mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
-            share = start_dQ(smem, buffer ^ 1, zero_dQ, G, DA)
-            mbarrier.wait(ready.index(stage), phase)
-            keys, values = K, V
-            if TRAITS.KV_IN_REGISTERS:
-                nothing = (t + params.padded_n) >> 30
-                keys, values = copied(K, nothing), copied(V, nothing)
-            S = start_S(keys, smem.Q.index(stage), zero, DA, BM)
-            share = warpgroup_mma_wait(1, deps=[share])
-            if late:
-                pass_dQ(share, buffer ^ 1, ds_phase ^ 1, params, G)
-            dP = start_dP(values, smem.dO.index(stage), row_stats.delta.index(stage), zero, TRAITS)
+            if not SPLIT:
+                mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
+                share = start_dQ(smem, buffer ^ 1, zero_dQ, G, TRAITS)
+            mbarrier.wait(q_ready.index(stage), phase)
+            S = start_product(K, q, zero)
+            if not SPLIT:
+                share = warpgroup_mma_wait(1, deps=[share])
+                if late:
+                    pass_dQ(share, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
+            mbarrier.wait(o_ready.index(stage), phase)
+            dP = start_product(V, do, zero)
             lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             S = transposed(warpgroup_mma_wait(1, deps=[S]), BM)
             P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
@@ -362,9 +333,12 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
                 P = gl.where(keep_mask(bits, BM), P, -P)  # a negative sign means dropped
                 P_kept = gl.where(P < 0.0, 0.0, P * params.drop.factor)
             dV = warpgroup_mma(gl.convert_layout(P_kept.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
+            delta = row_stats.delta.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             dS = transposed(warpgroup_mma_wait(1, deps=[dP]), BM)
             if DROP:
-                P, dS = dropout_backward(P, dS, row_stats.delta.index(stage).load(gl.SliceLayout(1, TL)), params.drop)
+                P, dS = dropout_backward(P, dS, delta, params.drop)
+            else:
+                dS = dS - delta[:, None]
             g = lse
             if TRAITS.ENTROPY:
                 g = row_stats.g_entropy.index(stage).load(gl.SliceLayout(1, TL))
@@ -375,6 +349,8 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
             if TRAITS.SCALES:  # each query head has its own, and dK sums over them
                 dS_of_keys = dS * scale
             dS = gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
+            if SPLIT:
+                mbarrier.wait(s_free.index(buffer), ds_phase)
             smem.dS.index(buffer * GROUPS + G).store(dS)
             dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
             clean_queries(q, row_stats.lse.index(stage), partial, TRAITS)
@@ -384,15 +360,20 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
             dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
             dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
             mbarrier.arrive(free.index(stage))
-            late = True
-            ds_phase = gl.where(buffer == 0, ds_phase ^ 1, ds_phase)
-            buffer ^= 1
+            if SPLIT:
+                buffer, ds_phase = advance(buffer, ds_phase, TRAITS.DS_BUFFERS)
+            else:
+                late = True
+                ds_phase = gl.where(buffer == 0, ds_phase ^ 1, ds_phase)
+                buffer ^= 1
             stage, phase = advance(stage, phase, TRAITS.STAGES)
-    if late:
-        mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase)
-        share = start_dQ(smem, buffer ^ 1, zero_dQ, G, DA)
-        share = warpgroup_mma_wait(0, deps=[share])
-        pass_dQ(share, buffer ^ 1, ds_phase ^ 1, params, G)
+            t, h = next_visit(t, h, first_head, heads)
+    if not SPLIT:
+        if late:
+            mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase)
+            share = start_dQ(smem, buffer ^ 1, zero_dQ, G, TRAITS)
+            share = warpgroup_mma_wait(0, deps=[share])
+            pass_dQ(share, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
     descriptors, into = params.descriptors, smem.V.index(G)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE)
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, 1.0 if TRAITS.SCALES else scale, into,
@@ -404,55 +385,72 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
 def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, dv, dk_strides, dv_strides, scale, scales, cap, bias, lists, dq_order,
              drop, seen, semaphores, n, M, D, E, padded_n, key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle,
              DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-             KV_IN_REGISTERS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
+             SPLIT: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
              DROP: gl.constexpr, SCALES: gl.constexpr, TMA_STORE: gl.constexpr):
-    """A program takes one key block of one key head; its query heads follow one after the other."""
+    """A program takes one key block of one key head, and all query heads that share it."""
     K = gl.allocate_shared_memory(k.dtype, [GROUPS, 1, 1, ROWS, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [GROUPS, 1, 1, ROWS, EA], v.layout)
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
     dO = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, EA], do.layout)
-    dS = gl.allocate_shared_memory(q.dtype, [2 * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
-    dQ = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BM, DA // GROUPS], dq_sums.layout)
+    DS_BUFFERS: gl.constexpr = 3 if SPLIT else 2
+    PARTS: gl.constexpr = 1 if SPLIT else 2  # of dQ's columns, one per group that computes it
+    dS = gl.allocate_shared_memory(q.dtype, [DS_BUFFERS * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
+    dQ = gl.allocate_shared_memory(gl.float32, [2 * PARTS, dq_sums.block_shape[0], dq_sums.block_shape[1]], dq_sums.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     g_smem = delta_smem
     if ENTROPY:
         g_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     k_ready = new_barriers(1, 1).index(0)
-    d_ready = new_barriers(2, GROUPS)
+    d_ready = new_barriers(2, PARTS)
     d_free = new_barriers(2, 1)
-    s_ready = new_barriers(2, GROUPS)
-    ready = new_barriers(STAGES, 1)
+    s_ready = new_barriers(DS_BUFFERS, GROUPS)
+    s_free = new_barriers(DS_BUFFERS, 1)
+    q_ready = new_barriers(STAGES, 1)
+    o_ready = new_barriers(STAGES, 1)
     free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
     params = BackwardParams(
-        BackwardDescriptors(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc), BackwardSmem(Q, K, V, dO, dS, dQ),
-        BackwardBarriers(k_ready, ready, free, s_ready, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        BackwardDescriptors(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc), BackwardSmem(Q, K, V, dO, None, dS, dQ),
+        BackwardBarriers(k_ready, q_ready, None, o_ready, free, None, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, EA=EA, BM=BM, STAGES=STAGES, KV_IN_REGISTERS=KV_IN_REGISTERS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DA=DA, EA=EA, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
-    gl.warp_specialize([
-        (consumer, (params, 0, TRAITS)),
-        (consumer, (params, 1, TRAITS)),
-        (producer, (params, TRAITS)),
-        (dq_warp, (params, 0, TRAITS)),
-        (dq_warp, (params, 1, TRAITS)),
-    ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
+    if SPLIT:
+        gl.warp_specialize([
+            (consumer, (params, 0, TRAITS)),
+            (consumer, (params, 1, TRAITS)),
+            (dq_group, (params, TRAITS)),
+            (producer, (params, TRAITS)),
+            (dq_warp, (params, 0, TRAITS)),
+            (dq_warp, (params, 1, TRAITS)),
+        ], [4, 4, 1, 1, 1], [REGISTERS, 72, 24, 24, 24])
+    else:
+        gl.warp_specialize([
+            (consumer, (params, 0, TRAITS)),
+            (consumer, (params, 1, TRAITS)),
+            (producer, (params, TRAITS)),
+            (dq_warp, (params, 0, TRAITS)),
+            (dq_warp, (params, 1, TRAITS)),
+        ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
 
 
-@triton.jit(do_not_specialize=["n", "D"])
-def dq_postprocess(dq_sums, semaphores, dq, scale, n, D, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, SEMAPHORES: tl.constexpr):
+@triton.jit(do_not_specialize=["n"])
+def dq_postprocess(dq_sums, semaphores, dq, scale, n, D: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, SEMAPHORES: tl.constexpr):
     """A row block of dQ from its sums, in PARTS of C columns; zeros if no key block added to it."""
     block, batch_head = program_tile(tl.cdiv(n, BM))
     at = tl.program_id(0)
     some = tl.load(semaphores + at * SEMAPHORES) > 0
-    r = tl.arange(0, BM)
-    i = block * BM + r
+    i = block * BM + tl.arange(0, BM)
+    out = dq + (batch_head.to(tl.int64) * n + i)[:, None] * D  # [BM, 1]
     for g in tl.static_range(PARTS):
-        c = tl.arange(0, C)
-        X = tl.load(dq_sums + ((at.to(tl.int64) * PARTS + g) * BM + r)[:, None] * C + c[None, :])  # [BM, C]
-        X = tl.where(some, X, 0.0) * scale
-        to = (batch_head.to(tl.int64) * n + i)[:, None] * D + (g * C + c)[None, :]
-        tl.store(dq + to, X.to(dq.dtype.element_ty), mask=(i < n)[:, None] & (g * C + c < D)[None, :])
+        X = tl.load(dq_sums + (at.to(tl.int64) * PARTS + g) * (BM * C) + tl.arange(0, BM * C))
+        X = (tl.where(some, X, 0.0) * scale).to(dq.dtype.element_ty)
+        X = X.reshape([C // 8, 4, 4, 2, 4, 2, 2]).permute(1, 5, 2, 3, 0, 4, 6).reshape([BM, C])  # undoes `in_register_order`
+        c = g * C + tl.arange(0, C)
+        if g * C + C <= D:
+            tl.store(out + c[None, :], X, mask=(i < n)[:, None])
+        else:
+            tl.store(out + c[None, :], X, mask=(i < n)[:, None] & (c < D)[None, :])

@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from ...compat.torch import cuda_allocator, is_current_device
 from ...compat.triton import Address
-from ...core.rows import Rows
 from .. import launch_cache
 from ..arguments import BIAS_RELATIVE, BIAS_TENSOR, NO_ENTROPY, BackwardRows, KernelArgs
+from ..block_lists import NONE
 from ..block_mask import BlockMask
 from ..portable.configs import padded
 from ..portable.launch import preprocess_key
@@ -23,7 +23,7 @@ from . import forward_launch as forward
 from .backward import backward, dq_postprocess
 from .configs import ROWS, cdiv
 from .descriptors import GLUON_DTYPES, describable, descriptors, matrix_descriptor, vector_descriptor
-from .dq_order import dq_order
+from .dq_order import dq_order, dq_order_for_launch
 from .nonfinite import attended
 
 __all__ = [
@@ -35,20 +35,20 @@ CHANGING = (
     "q", "k", "v", "do", "lse", "delta", "g_entropy", "dq_sums", "dk_desc", "dv_desc", "dk", "dv", "scales", "bias", "lists", "dq_order", "drop",
     "seen", "semaphores",
 )  # fmt: skip
+_TOGETHER = 8  # programs of a head that run at a time under a mask
 _NARROW = 128  # dims up to which a group holds dK and dV of its keys
 
 
-# Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal: d128 522 and 498; d64, K and V in registers, 431 and 447; d256, wide,
-# 415 and 374 (bench/results/gpu_backward.md). Before masks were read by keys, d64 had 434 and 419, with K and V in smem 398 and 382.
+# Measured on an H200; docs/kernels/hopper_backward.md has the figures, and those of what was tried.
 class BackwardTile(NamedTuple):
     """Rows per block, blocks in flight, registers per thread of the two consumer groups."""
 
     BM: int = 64
     stages: int = 2
     registers: int = 240
-    kv_in_registers: bool = False  # whether a group holds its keys and values in registers
+    split: bool = False  # whether a third group computes dQ
     wide: bool = False  # whether both groups work on the same keys: one computes P, the other dS
-    swizzle: int = 0  # key heads that are scheduled together; 0: as many as fill the chip
+    swizzle: int = 0  # key heads that are scheduled together; 0: as many as `_swizzle` says
 
     @property
     def BN(self) -> int:
@@ -57,7 +57,7 @@ class BackwardTile(NamedTuple):
     @property
     def parts(self) -> int:
         """Parts of dQ's columns that are added to memory one by one."""
-        return 4 if self.wide else 2
+        return 4 if self.wide else 1 if self.split else 2
 
     @property
     def semaphores(self) -> int:
@@ -70,12 +70,15 @@ class BackwardTile(NamedTuple):
         return (256, E) if self.wide else (D, E)
 
 
+SPLIT = BackwardTile(registers=208, split=True)
+
+
 class BackwardWorkspace(NamedTuple):
     """The tensors that the kernel writes."""
 
     dk: Tensor
     dv: Tensor
-    dq_sums: Tensor  # float32 (row blocks · parts · BM, columns of a part): dQ, unscaled
+    dq_sums: Tensor  # float32 (row blocks · parts · twice the columns of a part, 32): dQ, unscaled, in the order of registers
     semaphores: Tensor  # int32 (row blocks · semaphores,): how many key blocks have added
 
 
@@ -88,15 +91,15 @@ def refuses(w: KernelArgs, s: BackwardRows) -> list[str]:
         reasons.append(f"the numbers of a bias are counted in 31 bits; got strides of {w.bias.row} and {w.bias.key}")
     if s.dO.dtype != w.query.dtype or not describable(s.dO):
         reasons.append(f"TMA cannot describe the output's gradient: {s.dO.dtype}, strides {tuple(s.dO.stride())}")
-    if w.query.shape[0] * w.heads * max(tile_for(w).parts * (w.n + 127), w.m + 15) >= 2**31:
+    if w.query.shape[0] * w.heads * max(tile_for(w).widths(w)[0] // 32 * (w.n + 127), w.m + 15) >= 2**31:
         reasons.append(f"rows and keys are counted in 31 bits; got {tuple(w.query.shape[:3])}, and {w.m} keys")
     return reasons
 
 
 def tile_for(w: KernelArgs) -> BackwardTile:
-    """By the larger dim: up to 64, a group's registers hold its keys and values; above 128, they do not hold both dK and dV."""
+    """By the larger dim: up to 64, there are registers for a third group; above 128, a group's do not hold both dK and dV."""
     dim = max(w.query.shape[3], w.value.shape[3])
-    return BackwardTile(kv_in_registers=dim <= 64, wide=dim > _NARROW)
+    return SPLIT if dim <= 64 else BackwardTile(wide=dim > _NARROW)
 
 
 def launch_backward(w: KernelArgs, s: BackwardRows, tile: BackwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,9 +138,14 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
     (L, H, N), D = w.rows, w.query.shape[3]
     blocks = L * H * cdiv(N, tile.BM)
     new_dq, new_dk, new_dv = (cuda_allocator(size, dtype) for size in ((L, H, N, D), w.key.shape, w.value.shape))
-    BM, BN = tile.BM, tile.BN
+    BM, BN, semaphores_of_all = tile.BM, tile.BN, blocks * tile.semaphores
     statistic = 4 * L * H * N  # bytes: N is a multiple of BM, so δ, lse and the sums are aligned
     new_scratch = cuda_allocator((blocks * tile.BM * tile.widths(w)[0] + 2 * L * H * N,), torch.float32)  # of all three
+    start_preprocess = preprocess.bound("do", "out", "delta", "lse")
+    start_main = main.bound(
+        "q", "k", "v", "do", "lse", "delta", "dq_sums", "dk_desc", "dv_desc", "dk", "dv", "lists", "dq_order", "semaphores"
+    )  # fmt: skip
+    start_postprocess = postprocess.bound("dq_sums", "semaphores", "dq")
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, output: Tensor, row_max: Tensor | Address, log_row_sum: Tensor | Address, dO: Tensor | None,
@@ -149,17 +157,15 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
         if addresses & 15 or not output.is_contiguous() or block_mask.kind != kind or not is_current_device(device):
             return None
         scratch = new_scratch()
-        delta = Address(scratch.data_ptr())
-        lse, sums = Address(delta + statistic), Address(delta + 2 * statistic)
-        rows = Rows(output, lse, NO_ENTROPY, row_max, log_row_sum)  # type: ignore[arg-type]
-        preprocess.again(do=dO, g_lse=None, out=rows, delta=delta, lse=lse)
+        delta = scratch.data_ptr()
+        lse, sums = delta + statistic, delta + 2 * statistic
+        start_preprocess(dO, (output, lse, NO_ENTROPY, row_max, log_row_sum), delta, lse)
         dk, dv, dq = new_dk(), new_dv(), new_dq()
-        semaphores = launch_cache.zeros(blocks * tile.semaphores, device)
-        main.again(
-            q=q, k=k, v=v, do=dO, lse=lse, delta=delta, dq_sums=sums, dk_desc=dk, dv_desc=dv, dk=dk, dv=dv,
-            lists=block_mask.by_keys(BM, BN), dq_order=dq_order(block_mask, BM, BN), semaphores=semaphores,
+        semaphores = launch_cache.zeros(semaphores_of_all, device)
+        start_main(
+            q, k, v, dO, lse, delta, sums, dk, dv, dk, dv, block_mask.for_launch(BM, BN, None), dq_order_for_launch(block_mask, BM, BN), semaphores
         )  # fmt: skip
-        postprocess.again(dq_sums=sums, semaphores=semaphores, dq=dq)
+        start_postprocess(sums, semaphores, dq)
         return dq, dk, dv
 
     return run
@@ -172,7 +178,7 @@ def kernel_for(tile: BackwardTile) -> Any:
 def workspace_for(w: KernelArgs, tile: BackwardTile) -> BackwardWorkspace:
     L, H, N = w.rows
     row_blocks = L * H * cdiv(N, tile.BM)
-    sums = w.query.new_empty(row_blocks * tile.parts * tile.BM, tile.widths(w)[0] // tile.parts, dtype=torch.float32)
+    sums = w.query.new_empty(row_blocks * 2 * tile.widths(w)[0], 32, dtype=torch.float32)
     semaphores = launch_cache.zeros(row_blocks * tile.semaphores, w.query.device)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (w.key, w.value))
     return BackwardWorkspace(dk, dv, sums, semaphores)
@@ -193,14 +199,14 @@ def backward_arguments(
     (dk_desc,), (dv_desc,) = (descriptors(x, ROWS, width) if tma_store else (None,) for x, width in ((dk, DA), (dv, EA)))
     lse, delta, g_entropy = (vector_descriptor(x, BM) for x in _padded_row_stats(w, s, tile))
     arguments = {
-        "q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "g_entropy": g_entropy, "dq_sums": matrix_descriptor(workspace.dq_sums, BM),
+        "q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "g_entropy": g_entropy, "dq_sums": matrix_descriptor(workspace.dq_sums, 2 * DA // tile.parts),
         "dk_desc": dk_desc, "dv_desc": dv_desc, "dk": dk, "dv": dv, "dk_strides": (0, 0, 0) if tma_store else dk.stride()[:3], "dv_strides": (0, 0, 0) if tma_store else dv.stride()[:3],
         "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "bias": w.bias, "lists": w.block_mask.by_keys(BM, BN),
         "dq_order": dq_order(w.block_mask, BM, BN), "drop": w.drop, "seen": seen, "semaphores": workspace.semaphores,
         "n": N, "M": w.m, "D": D, "E": E, "padded_n": padded_n, "key_blocks": cdiv(w.m, BN), "batch_kv_heads": L * H // w.groups,
         "num_heads": H, "heads_per_kv": w.groups, "swizzle": _swizzle(w, tile),
         "DA": DA, "EA": EA, "BM": BM, "STAGES": tile.stages, "REGISTERS": tile.registers,
-        **({} if tile.wide else {"KV_IN_REGISTERS": tile.kv_in_registers}),
+        **({} if tile.wide else {"SPLIT": tile.split}),
         **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": s.g_entropy is not None,
         "DROP": w.drop.keys is not None, "TMA_STORE": tma_store,
     }  # fmt: skip
@@ -214,7 +220,7 @@ def seen_keys(w: KernelArgs, BM: int, BN: int) -> Tensor:
     seen = w.key.new_empty(L, H, w.m, dtype=torch.int8)
     attended[(cdiv(w.m, BN) * L * H,)](
         w.key, w.key.stride(), seen, w.bias, w.block_mask.by_keys(BM, BN), w.n, w.m, H, w.groups,
-        D=D, DP=padded(D), BM=BM, BN=BN, MASK=w.kinds["MASK"], BIAS=w.kinds["BIAS"], num_warps=4,
+        D=D, DP=padded(D), BM=BM, BN=BN, MASK=w.kinds["MASK"], BIAS=w.kinds["BIAS"], num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return seen
 
@@ -232,16 +238,19 @@ def postprocess_dq(w: KernelArgs, workspace: BackwardWorkspace, tile: BackwardTi
         return dq
     arguments = {
         **tensors, "scale": 1.0 if unscaled else w.scale, "n": N, "D": D,
-        "BM": tile.BM, "PARTS": tile.parts, "C": workspace.dq_sums.shape[1], "SEMAPHORES": tile.semaphores,
+        "BM": tile.BM, "PARTS": tile.parts, "C": tile.widths(w)[0] // tile.parts, "SEMAPHORES": tile.semaphores,
     }  # fmt: skip
-    launch_cache.start(key, dq_postprocess, cdiv(N, tile.BM) * L * H, arguments, {"num_warps": 4}, tensors)
+    launch_cache.start(key, dq_postprocess, cdiv(N, tile.BM) * L * H, arguments, {"num_warps": 4, "enable_fp_fusion": True}, tensors)
     return dq
 
 
 def _swizzle(w: KernelArgs, tile: BackwardTile) -> int:
-    """How many key heads are scheduled together: enough for a program on every multiprocessor."""
-    batch_kv_heads = w.key.shape[0] * w.key.shape[1]
-    return min(batch_kv_heads, tile.swizzle or cdiv(forward.multiprocessors(w.query.device), cdiv(w.m, tile.BN)))
+    """How many key heads are scheduled together: enough for a program on every multiprocessor.
+
+    Under a mask a few programs per head run at a time, so that the longest ones of many heads come first.
+    """
+    programs = cdiv(w.m, tile.BN) if w.block_mask.kind == NONE else min(cdiv(w.m, tile.BN), _TOGETHER)
+    return min(w.key.shape[0] * w.key.shape[1], tile.swizzle or cdiv(forward.multiprocessors(w.query.device), programs))
 
 
 def _row_stats(s: BackwardRows) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -253,10 +262,6 @@ def _row_stats(s: BackwardRows) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _padded_row_stats(w: KernelArgs, s: BackwardRows, tile: BackwardTile) -> list[Tensor | None]:
     """These numbers for whole blocks of rows."""
-    rows = -(-w.n // tile.BM) * tile.BM
-    return [_padded(x, rows, beyond) for x, beyond in zip(_row_stats(s), (torch.inf, 0.0, 0.0), strict=True)]
-
-
-def _padded(x: Tensor | None, rows: int, beyond: float = 0.0) -> Tensor | None:
-    """One number per row, for so many rows; those past the end get `beyond`."""
-    return x if x is None or x.shape[-1] == rows else pad(x, (0, rows - x.shape[-1]), value=beyond)
+    more = -w.n % tile.BM
+    stats = zip(_row_stats(s), (torch.inf, 0.0, 0.0), strict=True)
+    return [pad(x, (0, more), value=beyond) if more and x is not None else x for x, beyond in stats]

@@ -20,21 +20,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store
 from ..portable.tile_ops import LOG2E
-from .aggregates import BackwardDescriptors, BackwardParams, RowStats, TileIndex, WideBarriers, WideSmem, traits_of
-from .backward import (
-    clean_queries,
-    compute_dS,
-    compute_P,
-    start_dP,
-    start_S,
-    store_gradient,
-    transposed,
-    zero_unseen_keys,
+from .aggregates import (
+    BackwardBarriers,
+    BackwardDescriptors,
+    BackwardParams,
+    BackwardSmem,
+    RowStats,
+    TileIndex,
+    traits_of,
 )
+from .backward import compute_dS, compute_P, in_register_order, start_product, store_gradient, transposed
 from .dq_semaphore import acquire, release
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
-from .key_blocks import common_rows, dq_position, is_partial, key_tile, row_block_at, row_block_range
+from .key_blocks import (
+    common_rows,
+    dq_position,
+    heads_together,
+    is_partial,
+    key_tile,
+    next_visit,
+    row_block_at,
+    row_block_range,
+)
+from .nonfinite import clean_queries, zero_unseen_keys
 from .register_layouts import mma_layout, transposed_layout
 from .tile_scheduler import ROWS, advance, new_barriers
 
@@ -58,12 +67,14 @@ def producer(params, TRAITS: gl.constexpr):
     stage = 0
     phase = 1
     o_phase = 1
-    for u in range(params.heads_per_kv):
-        h = kv_head * params.heads_per_kv + u
-        first, count = row_block_range(params, batch, h, block, BM, TRAITS.MASK)
-        at = (batch * params.num_heads + h) * params.padded_n
-        for t in range(count):
+    heads = heads_together(params, TRAITS.MASK)
+    for u in range(params.heads_per_kv // heads):
+        first_head = kv_head * params.heads_per_kv + u * heads
+        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
+        t, h = count - 1, first_head
+        for _ in range(count * heads):
             b, slot = row_block_at(params, t, first, TRAITS.MASK)
+            at = (batch * params.num_heads + h) * params.padded_n
             q_ready = barriers.q_ready.index(stage)
             mbarrier.wait(barriers.q_free.index(stage), phase)
             mbarrier.expect(q_ready, BM * DA * 2 + BM * 4)
@@ -77,6 +88,7 @@ def producer(params, TRAITS: gl.constexpr):
                 tma_load(descriptors.g_entropy, [at + b * BM], o_ready, row_stats.g_entropy)
             o_phase ^= 1
             stage, phase = advance(stage, phase, TRAITS.STAGES)
+            t, h = next_visit(t, h, first_head, heads)
 
 
 @gluon.jit
@@ -84,11 +96,14 @@ def dq_warp(params, G: gl.constexpr, TRAITS: gl.constexpr):
     """The warp that adds a group's half of dQ to memory, once its semaphore allows it. Each half has semaphores of its own."""
     dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
     BM: gl.constexpr = TRAITS.BM
+    SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory
     block, batch, kv_head = key_tile(params)
-    for u in range(params.heads_per_kv):
-        h = kv_head * params.heads_per_kv + u
-        first, count = row_block_range(params, batch, h, block, BM, TRAITS.MASK)
-        for t in range(count):
+    heads = heads_together(params, TRAITS.MASK)
+    for u in range(params.heads_per_kv // heads):
+        first_head = kv_head * params.heads_per_kv + u * heads
+        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
+        t, h = count - 1, first_head
+        for _ in range(count * heads):
             b, slot = row_block_at(params, t, first, TRAITS.MASK)
             position = dq_position(params, t, b, first, batch, h, block, TRAITS.MASK)
             at = ((batch * params.num_heads + h) * gl.cdiv(params.n, BM) + b) * HALVES + G
@@ -96,12 +111,23 @@ def dq_warp(params, G: gl.constexpr, TRAITS: gl.constexpr):
             for part in gl.static_range(PARTS):
                 mbarrier.wait(d_ready.index(G), part)
                 if position == 0:
-                    tma_store(dq_sums, [(at * PARTS + part) * BM, 0], dQ.index(G))
+                    tma_store(dq_sums, [(at * PARTS + part) * SIZE, 0], dQ.index(G))
                 else:
-                    tma_add(dq_sums, [(at * PARTS + part) * BM, 0], dQ.index(G))
+                    tma_add(dq_sums, [(at * PARTS + part) * SIZE, 0], dQ.index(G))
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(d_free.index(G))
             release(params.semaphores + at, position)
+            t, h = next_visit(t, h, first_head, heads)
+
+
+@gluon.jit
+def start_dP(V, dO, delta, zero, TRAITS: gl.constexpr):
+    """Start dPᵀ − δ = V dOᵀ − δ [ROWS, BM]; without δ if dropout comes between."""
+    if TRAITS.DROP:
+        dP = start_product(V, dO, zero)
+    else:
+        dP = warpgroup_mma(V, dO.permute((1, 0)), zero - delta.load(gl.SliceLayout(0, mma_layout(TRAITS.BM)))[None, :], is_async=True)
+    return dP
 
 
 @gluon.jit
@@ -115,7 +141,7 @@ def start_dQ(smem, zero, G: gl.constexpr, part: gl.constexpr, DA: gl.constexpr):
 def pass_dQ(share, params, G: gl.constexpr, part: gl.constexpr):
     """Pass a part of dQ to the dQ warp. There are two parts per block, so barriers have the same phase each time."""
     mbarrier.wait(params.barriers.d_free.index(G), part ^ 1)
-    params.smem.dQ.index(G).store(share)
+    params.smem.dQ.index(G).store(in_register_order(share))
     fence_async_shared()
     group_barrier()
     mbarrier.arrive(params.barriers.d_ready.index(G))
@@ -149,14 +175,16 @@ def p_consumer(params, TRAITS: gl.constexpr):
     o_phase = 0
     late = False  # whether there is a previous dS
     scale = params.scale
-    for u in range(params.heads_per_kv):
-        h = kv_head * params.heads_per_kv + u
-        if TRAITS.SCALES:
-            scale = gl.load(params.scales + h)
-        unit = scale * LOG2E
-        first, count = row_block_range(params, batch, h, block, BM, MASK)
-        begin, end = common_rows(params, batch, h, key, MASK)
-        for t in range(count):
+    heads = heads_together(params, MASK)
+    for u in range(params.heads_per_kv // heads):
+        first_head = kv_head * params.heads_per_kv + u * heads
+        first, count = row_block_range(params, batch, first_head, block, BM, MASK)
+        begin, end = common_rows(params, batch, first_head, key, MASK)
+        t, h = count - 1, first_head
+        for _ in range(count * heads):
+            if TRAITS.SCALES:
+                scale = gl.load(params.scales + h)
+            unit = scale * LOG2E
             b, slot = row_block_at(params, t, first, MASK)
             partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
             j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
@@ -166,7 +194,7 @@ def p_consumer(params, TRAITS: gl.constexpr):
             mbarrier.wait(barriers.s_ready, ds_phase, pred=late)
             share = start_dQ(smem, zero_dQ, 0, 0, DA)
             mbarrier.wait(q_ready.index(stage), phase)
-            S = start_S(flat(smem.K, ROWS, DA), smem.Q.index(stage), zero, DA, BM)
+            S = start_product(flat(smem.K, ROWS, DA), flat(smem.Q.index(stage), BM, DA), zero)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
                 pass_dQ(share, params, 0, 0)
@@ -194,6 +222,7 @@ def p_consumer(params, TRAITS: gl.constexpr):
             late = True
             ds_phase ^= 1
             stage, phase = advance(stage, phase, TRAITS.STAGES)
+            t, h = next_visit(t, h, first_head, heads)
     if late:
         mbarrier.wait(barriers.s_ready, ds_phase)
         for part in gl.static_range(PARTS):
@@ -229,18 +258,20 @@ def ds_consumer(params, TRAITS: gl.constexpr):
     p_phase = 0
     late = False  # whether there is a previous dS
     scale = params.scale
-    for u in range(params.heads_per_kv):
-        h = kv_head * params.heads_per_kv + u
-        if TRAITS.SCALES:
-            scale = gl.load(params.scales + h)
-        first, count = row_block_range(params, batch, h, block, BM, MASK)
-        begin, end = common_rows(params, batch, h, key, MASK)
-        for t in range(count):
+    heads = heads_together(params, MASK)
+    for u in range(params.heads_per_kv // heads):
+        first_head = kv_head * params.heads_per_kv + u * heads
+        first, count = row_block_range(params, batch, first_head, block, BM, MASK)
+        begin, end = common_rows(params, batch, first_head, key, MASK)
+        t, h = count - 1, first_head
+        for _ in range(count * heads):
+            if TRAITS.SCALES:
+                scale = gl.load(params.scales + h)
             b, slot = row_block_at(params, t, first, MASK)
             partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
             share = start_dQ(smem, zero_dQ, 1, 0, DA)  # from its own dS of the previous iteration
             mbarrier.wait(o_ready, o_phase)
-            dP = start_dP(flat(smem.V, ROWS, EA), smem.dO, row_stats.delta, zero, TRAITS)
+            dP = start_dP(flat(smem.V, ROWS, EA), flat(smem.dO, BM, EA), row_stats.delta, zero, TRAITS)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
                 pass_dQ(share, params, 1, 0)
@@ -281,6 +312,7 @@ def ds_consumer(params, TRAITS: gl.constexpr):
             p_phase ^= 1
             late = True
             stage, phase = advance(stage, phase, TRAITS.STAGES)
+            t, h = next_visit(t, h, first_head, heads)
     if late:
         for part in gl.static_range(PARTS):
             share = start_dQ(smem, zero_dQ, 1, part, DA)
@@ -297,7 +329,7 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
              DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr,
              BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr,
              TMA_STORE: gl.constexpr):
-    """A program takes ROWS keys of one key head; its query heads follow one after the other."""
+    """A program takes ROWS keys of one key head, and all query heads that share it."""
     gl.static_assert(BM == ROWS, "dK goes to memory through a Q buffer")
     K = gl.allocate_shared_memory(k.dtype, [1, 1, ROWS, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [1, 1, ROWS, EA], v.layout)
@@ -305,7 +337,7 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     dO = gl.allocate_shared_memory(do.dtype, [1, 1, BM, EA], do.layout)
     P = gl.allocate_shared_memory(gl.float32, [ROWS, BM], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     dS = gl.allocate_shared_memory(q.dtype, [ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
-    dQ = gl.allocate_shared_memory(gl.float32, [2, BM, PART], dq_sums.layout)
+    dQ = gl.allocate_shared_memory(gl.float32, [2, dq_sums.block_shape[0], dq_sums.block_shape[1]], dq_sums.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [BM], lse.layout)
     g_smem = delta_smem
@@ -322,8 +354,8 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     q_free = new_barriers(STAGES, 2)
     fence_async_shared()
     params = BackwardParams(
-        BackwardDescriptors(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc), WideSmem(Q, K, V, dO, P, dS, dQ),
-        WideBarriers(k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        BackwardDescriptors(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc), BackwardSmem(Q, K, V, dO, P, dS, dQ),
+        BackwardBarriers(k_ready, q_ready, q_free, o_ready, None, o_free, p_ready, s_ready, None, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(

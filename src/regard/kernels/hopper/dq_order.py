@@ -1,30 +1,29 @@
-"""The order in which key blocks add to dQ, the last keys first; and the mask by keys: which rows see each key."""
+"""The order in which key blocks add to dQ, the first keys first; and the mask by keys: which rows see each key."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...compat.torch import is_capturing
+from .. import ahead
 from ..block_lists import BITS, MASK_BLOCK, MULTIPLE, NONE, block_states, pad_to_multiple, strides_of
-from ..block_mask import BlockMask
+from ..block_mask import BlockMask, addresses
 
-__all__ = ["DqOrder", "dq_order"]
+__all__ = ["DqOrder", "dq_order", "dq_order_for_launch"]
 
 
 class DqOrder(NamedTuple):
     """The tensors that a kernel gets; None where the mask's kind does not need them. Strides are multiples of 16, as in `BlockLists`.
 
-    The position of a key block is how many key blocks add to the same row block before it. For spans it is base − rank, and
+    The position of a key block is how many key blocks add to the same row block before it. For spans it is rank − base, and
     the rows that see a key are a span too. For bits, the row blocks that each key block visits are listed, in ascending order,
     with their positions.
     """
 
-    base: Tensor | None = None  # int32 (items, heads, row blocks): the rank of the last key block that it visits
+    base: Tensor | None = None  # int32 (items, heads, row blocks): the rank of the first key block that it visits
     rank: Tensor | None = None  # int32 (items, heads, key blocks): how many key blocks before it are visible to some row
     begin: Tensor | None = None  # int32 (items, heads, m): the first row that sees a key, never decreasing …
     end: Tensor | None = None  # … and one past the last; not above it if no row does
@@ -42,27 +41,38 @@ class DqOrder(NamedTuple):
 
 
 _UNPACKED = 512  # slots that are unpacked together
-_CACHE: WeakKeyDictionary[BlockMask, dict[tuple[int, int], DqOrder]] = WeakKeyDictionary()
 
 
 def dq_order(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
     """The order for a block mask that is visited by keys, in blocks of BM rows and BN keys; built once."""
-    cached = _CACHE.setdefault(block_mask, {})
-    if (BM, BN) in cached:
-        block_mask.wait(cached[BM, BN])
-        return cached[BM, BN]
+    cached: dict[tuple[int, int], DqOrder] = block_mask.dq_orders
+    known = cached.get((BM, BN))
+    if known is not None:
+        block_mask.wait(known)
+        return known
     made = block_mask.key_order(BM, BN)
     if made is not None:
         order = _with_strides(*(x.view(*block_mask.lead, -1) for x in (made.base, made.rank, made.begin, made.end)))
-        if not is_capturing():
+        if ahead.may_keep():
             cached[BM, BN] = order
         return order
     block_mask.wait()
     order = DqOrder() if block_mask.kind == NONE else _of_bits(block_mask, BM, BN) if block_mask.kind == BITS else _of_spans(block_mask, BM, BN)
-    if not is_capturing():  # the tensors of a captured graph exist only while the graph runs
+    if ahead.may_keep():
         cached[BM, BN] = order
         block_mask.record()
     return order
+
+
+def dq_order_for_launch(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
+    """The same with addresses in place of tensors that the block mask keeps, as in `BlockMask.for_launch`."""
+    order = dq_order(block_mask, BM, BN)
+    if block_mask.dq_orders.get((BM, BN)) is not order:
+        return order
+    known: tuple[DqOrder, DqOrder] | None = block_mask.dq_addresses.get((BM, BN))
+    if known is None or known[0] is not order:
+        known = block_mask.dq_addresses[BM, BN] = order, addresses(order)
+    return known[1]
 
 
 def _of_spans(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
@@ -74,8 +84,8 @@ def _of_spans(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
     first, last = bounds[..., 0], bounds[..., 3]
     some = (last > first).int()
     rank = some.cumsum(-1) - some
-    begun = torch.zeros(*first.shape[:2], rows, dtype=torch.int64, device=first.device)
-    base = begun.scatter_add_(2, first.clamp(max=rows - 1), some.long()).cumsum(-1) - 1
+    ended = torch.zeros(*first.shape[:2], rows + 1, dtype=torch.int64, device=first.device)
+    base = ended.scatter_add_(2, last, some.long()).cumsum(-1)[..., :rows]
     j = torch.arange(block_mask.m, dtype=torch.int32, device=first.device).expand(*first.shape[:2], -1).contiguous()
     spans = (torch.searchsorted(x.contiguous(), j, right=True).int() for x in (block_mask.hi, block_mask.lo))
     return _with_strides(*(pad_to_multiple(x) for x in (base.int(), rank.int(), *spans)))
@@ -96,7 +106,7 @@ def _of_bits(block_mask: BlockMask, BM: int, BN: int) -> DqOrder:
     slots = block_mask.mask_bits.table.repeat_interleave(MASK_BLOCK // BM, 2).repeat_interleave(MASK_BLOCK // BN, 3)
     slots = slots[:, :, : states.shape[2], : states.shape[3]]
     visited = (states > 0).int()
-    position = visited.flip(3).cumsum(3).flip(3) - visited  # how many later key blocks the rows visit
+    position = visited.cumsum(3) - visited  # how many earlier key blocks the rows visit
     slots = torch.where(states == 2, -1, slots)
     visited, position, slots = (pad(x.mT, (0, 0, 0, -x.shape[3] % MULTIPLE)) for x in (visited, position, slots))
     chosen = visited > 0

@@ -33,6 +33,7 @@ from ..portable.tile_ops import (
     row_max_residual,
     row_spans,
 )
+from . import configs
 from .aggregates import (
     ForwardBarriers,
     ForwardDescriptors,
@@ -45,7 +46,6 @@ from .aggregates import (
     ValueBlock,
     traits_of,
 )
-from .configs import producer_registers
 from .online_softmax import (
     ONE,
     apply_mask,
@@ -83,7 +83,7 @@ from .tile_scheduler import (
 )
 
 CLEANED = gl.constexpr(16)  # values that are cleaned together
-_producer_registers = gluon.constexpr_function(producer_registers)
+producer_registers = gluon.constexpr_function(configs.producer_registers)
 
 
 @gluon.jit
@@ -311,11 +311,9 @@ def epilogue(O, R, softmax, i, row, rows, params, TRAITS: gl.constexpr):
 def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS rows of a row block against all key blocks that the row block visits."""
     barriers, lists, n, M, row_blocks, batch_heads = params.barriers, params.lists, params.n, params.M, params.row_blocks, params.batch_heads
-    q_ready, q_free = barriers.q_ready, barriers.q_free
-    k_ready, k_free, v_ready, v_free = barriers.k_ready, barriers.k_free, barriers.v_ready, barriers.v_free
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     BN: gl.constexpr = TRAITS.BN
     EB: gl.constexpr = TRAITS.EB
-    STAGES: gl.constexpr = TRAITS.STAGES
     GROUPS: gl.constexpr = TRAITS.GROUPS
     MASK: gl.constexpr = TRAITS.MASK
     BIAS: gl.constexpr = TRAITS.BIAS
@@ -324,11 +322,9 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
     SL: gl.constexpr = mma_layout(BN)
     SR: gl.constexpr = gl.SliceLayout(1, SL)
     zero = gl.zeros([ROWS, BN], gl.float32, SL)
-    stage = 0
-    phase = 0
-    q_buffer = 0
-    q_phase = 0
-    Q_BUFFERS: gl.constexpr = 2 if PERSISTENT else 1
+    stage, phase = 0, 0
+    q_buffer, q_phase = 0, 0
+    Q_BUFFERS: gl.constexpr = TRAITS.Q_BUFFERS
     tile = gl.program_id(0)
     all_seen = 1
     if MASK != _NONE and BIAS == _BIAS_NONE:
@@ -374,7 +370,7 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
             mbarrier.arrive(k_free.index(stage))
             mbarrier.wait(v_ready.index(stage), phase)
             mbarrier.arrive(v_free.index(stage))
-            stage, phase = advance(stage, phase, STAGES)
+            stage, phase = advance(stage, phase, TRAITS.STAGES)
         b, slot = block_at(lists, begin, key_blocks, G, GROUPS, MASK)
         j0 = b * BN
         j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
@@ -393,7 +389,7 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
         P, m, l, e, a = online_softmax(S, m, l, e, unit, TRAITS.ENTROPY, TRAITS.FAST, True, False)
         P = pack_P(P, keys, j, params.drop, params.smem.V.dtype, TRAITS.DROP)
         mbarrier.wait(v_ready.index(stage), phase)
-        if PERSISTENT:
+        if Q_BUFFERS == 2:
             if stored:  # by now TMA has read the previous rows from their Q buffer
                 tma.store_wait(0)
                 mbarrier.arrive(q_free.index(q_buffer ^ 1))
@@ -420,7 +416,7 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
         O, R = start_PV(P, params.smem, values_at, O, R, TRAITS)
         O, R = wait_PV(O, R, EB)
         mbarrier.arrive(v_free.index(stage))
-        stage, phase = advance(stage, phase, STAGES)
+        stage, phase = advance(stage, phase, TRAITS.STAGES)
         if LAZY:
             retry = gl.where(safe > 0, 0, has_outlier(top))
             write_info(params.tile_info, q_buffer * INFO + RETRY + G, retry, 4)
@@ -429,15 +425,22 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
         epilogue(O, R, SoftmaxState(m, l, e, top), i, row, rows, params, TRAITS)
         stored = True
         if PERSISTENT:
+            if Q_BUFFERS == 1:  # the next queries go where the output has been read from
+                if TRAITS.TMA_STORE:
+                    tma.store_wait(0)
+                else:
+                    group_barrier()
+                mbarrier.arrive(q_free.index(0))
             q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
             mbarrier.wait(q_ready.index(q_buffer), q_phase)
             tile = read_info(params.tile_info, q_buffer * INFO + TILE, 4)
-            if tile == row_blocks * batch_heads:  # no tile: the producer waits to hear whether the last rows need a retry
-                tma.store_wait(0)
-                mbarrier.arrive(q_free.index(q_buffer ^ 1))
-                q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
-                mbarrier.wait(q_ready.index(q_buffer), q_phase)
-                tile = read_info(params.tile_info, q_buffer * INFO + TILE, 4)
+            if Q_BUFFERS == 2:
+                if tile == row_blocks * batch_heads:  # no tile: the producer waits to hear whether the last rows need a retry
+                    tma.store_wait(0)
+                    mbarrier.arrive(q_free.index(q_buffer ^ 1))
+                    q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
+                    mbarrier.wait(q_ready.index(q_buffer), q_phase)
+                    tile = read_info(params.tile_info, q_buffer * INFO + TILE, 4)
         else:
             tile = row_blocks * batch_heads
     if TRAITS.TMA_STORE:
@@ -450,10 +453,9 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
             DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
             ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr,
-            PERSISTENT: gl.constexpr, TMA_STORE: gl.constexpr):
+            PERSISTENT: gl.constexpr, Q_BUFFERS: gl.constexpr, TMA_STORE: gl.constexpr):
     """A program takes one row block of one head, or in a persistent grid one after the other."""
     CLEANED_BLOCKS: gl.constexpr = GROUPS if BIAS != _BIAS_NONE else 0
-    Q_BUFFERS: gl.constexpr = 2 if PERSISTENT else 1  # row blocks in flight
     Q = gl.allocate_shared_memory(q.dtype, [Q_BUFFERS * GROUPS, 1, 1, ROWS, DA], q.layout)
     K = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [STAGES + CLEANED_BLOCKS, 1, 1, BN, EA], v.layout)
@@ -480,8 +482,9 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
         counters, tile_info)
     TRAITS: gl.constexpr = traits_of(
         DA=DA, DB=DB, EA=EA, EB=EB, BN=BN, STAGES=STAGES, GROUPS=GROUPS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
-        DROP=DROP, SINK=SINK, SCALES=SCALES, PERSISTENT=PERSISTENT, TMA_STORE=TMA_STORE)
-    PRODUCER: gl.constexpr = _producer_registers(GROUPS, REGISTERS)
+        DROP=DROP, SINK=SINK, SCALES=SCALES, PERSISTENT=PERSISTENT,
+        Q_BUFFERS=Q_BUFFERS, TMA_STORE=TMA_STORE)
+    PRODUCER: gl.constexpr = producer_registers(GROUPS, REGISTERS)
     if GROUPS == 2:
         gl.warp_specialize([
             (consumer, (params, 0, TRAITS)),

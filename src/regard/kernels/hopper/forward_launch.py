@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...compat.torch import cuda_allocator, is_current_device
-from ...compat.triton import INTERPRETED, Address
+from ...compat.triton import INTERPRETED
 from ...core.rows import Rows
 from .. import launch_cache
 from ..arguments import BIAS_NONE, KernelArgs
@@ -21,10 +22,11 @@ from .configs import ROWS, Tile, cdiv, chunks, config
 from .descriptors import describable, descriptors
 from .forward import forward
 
-__all__ = ["forward_arguments", "heads_in_l2", "launch_forward", "multiprocessors", "refuses", "tile_for"]
+__all__ = ["block_lists", "forward_arguments", "heads_in_l2", "launch_forward", "launch_wide", "multiprocessors", "refuses", "refuses_wide", "tile_for"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _WIDEST = 256
+_WIDEST_KEYS = 512  # of the forward, which takes values 256 columns at a time
 _HIGHEST = 512.0  # cap: the chip's tanh is accurate to 3e−7, so a capped logit to 3e−7 of the cap
 CHANGING = (
     "q", "qb", "k", "kb", "v", "vb", "o", "ob", "output", "lse", "row_max", "log_row_sum", "entropy", "scales", "sinks", "bias", "lists",
@@ -33,7 +35,7 @@ CHANGING = (
 _L2_BYTES = 32 * 2**20  # of keys and values that stay in the L2 cache
 
 
-def refuses(w: KernelArgs) -> list[str]:
+def refuses(w: KernelArgs, widest: int = _WIDEST) -> list[str]:
     """Why the kernel cannot compute this problem; empty if it can."""
     q, k, v = w.query, w.key, w.value
     reasons = []
@@ -43,12 +45,14 @@ def refuses(w: KernelArgs) -> list[str]:
         reasons.append("the tensors are not on a GPU of compute capability 9.0")
     if w.vector is not None:
         reasons.append("the additive score is not a matrix product")
+    if w.pointwise is not None:
+        reasons.append("it calls no function of the scores")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _HALVES:
         reasons.append(f"it takes float16 or bfloat16 throughout; got {q.dtype}, {k.dtype} and {v.dtype}")
     if w.softcap is not None and w.softcap > _HIGHEST:
         reasons.append(f"caps are at most {_HIGHEST:g}; got {w.softcap:g}")
-    if max(q.shape[3], v.shape[3]) > _WIDEST:
-        reasons.append(f"dims are at most {_WIDEST}; got {q.shape[3]} and {v.shape[3]}")
+    if q.shape[3] > widest or v.shape[3] > _WIDEST:
+        reasons.append(f"dims are at most {widest} and {_WIDEST}; got {q.shape[3]} and {v.shape[3]}")
     if not (q.numel() and k.numel() and v.numel()):
         reasons.append("there are no rows, no keys or no dims")
     else:
@@ -57,21 +61,44 @@ def refuses(w: KernelArgs) -> list[str]:
 
 
 def tile_for(w: KernelArgs) -> Tile:
-    """The tile: by the dims, and by whether there is a bias or dropout."""
-    return config(max(w.query.shape[3], w.value.shape[3]), w.kind != BIAS_NONE or w.drop.keys is not None)
+    """The tile: by the dims, by whether there is a bias or dropout, and by whether the mask is narrow."""
+    bias_or_dropout = w.kind != BIAS_NONE or w.drop.keys is not None
+    return config(w.query.shape[3], w.value.shape[3], bias_or_dropout, w.block_mask.narrow)
 
 
-def launch_forward(w: KernelArgs, entropy: bool, tile: Tile | None = None, swizzle: int | None = None) -> Rows:
-    """The forward pass."""
-    key = ("hopper forward", entropy, w.signature) if tile is None and swizzle is None else None
-    launch = launch_cache.find(key)
+def refuses_wide(w: KernelArgs) -> list[str]:
+    """Why `launch_wide` cannot compute this problem; empty if it can."""
+    if w.kind != BIAS_NONE or w.drop.keys is not None:
+        return [f"with a bias or dropout, dims are at most {_WIDEST}"]
+    return [reason for part in _parts(w) for reason in refuses(part, _WIDEST_KEYS)]
+
+
+def launch_wide(w: KernelArgs, entropy: bool) -> Rows:
+    """The forward pass for dims above 256: one launch for every 256 columns of the values. All find the same statistics."""
     found = w.new_rows(entropy)
+    for part, output in zip(_parts(w), found.output.split(_WIDEST, dim=3), strict=True):
+        launch_forward(part, entropy, found=found._replace(output=output))
+    return found
+
+
+def _parts(w: KernelArgs) -> list[KernelArgs]:
+    """The problem for every 256 columns of the values."""
+    return [replace(w, value=value, shortcuts=None) for value in w.value.split(_WIDEST, dim=3)]
+
+
+def launch_forward(
+    w: KernelArgs, entropy: bool, tile: Tile | None = None, swizzle: int | None = None, found: Rows | None = None
+) -> Rows:
+    """The forward pass."""
+    found = w.new_rows(entropy) if found is None else found
+    key = ("hopper forward", entropy, found.output.stride(), w.signature) if tile is None and swizzle is None else None
+    launch = launch_cache.find(key)
     if launch is not None:
         q, k, v, output = w.query, w.key, w.value, found.output
         launch.again(
             q=q, qb=q, k=k, kb=k, v=v, vb=v, o=output, ob=output, output=output, lse=found.lse, row_max=found.max_logit,
             log_row_sum=found.log_row_sum, entropy=found.entropy, scales=w.scales, sinks=w.sink, bias=w.bias,
-            lists=_block_lists(w, launch.about), drop=w.drop, counters=_counters(w, launch.about),
+            lists=block_lists(w, launch.about), drop=w.drop, counters=_counters(w, launch.about),
         )  # fmt: skip
         return found
     tile = tile or tile_for(w)
@@ -94,8 +121,11 @@ def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch) -> Call
     count, step = 4 if entropy else 3, 4 * math.prod(shape)
     new_output, new_statistic = cuda_allocator((*shape, w.value.shape[3]), w.query.dtype), cuda_allocator(shape, torch.float32)
     new_statistics = cuda_allocator((count, *shape), torch.float32)
-    again, kind, before, counters = launch.again, w.block_mask.kind, tile.rows_before(w.n), 1 + shape[0] * shape[1]
+    kind, before, counters = w.block_mask.kind, tile.rows_before(w.n), 1 + shape[0] * shape[1]
     BM, BN, persistent = tile.BM, tile.BN, tile.persistent
+    start = launch.bound(
+        "q", "qb", "k", "kb", "v", "vb", "o", "ob", "output", "lse", "row_max", "log_row_sum", "entropy", "sinks", "lists", "counters",
+    )  # fmt: skip
 
     def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, block_mask: BlockMask, apart: bool) -> tuple[Tensor, Any] | None:
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if sink is None else sink.data_ptr())
@@ -103,24 +133,23 @@ def _shortcut(w: KernelArgs, entropy: bool, launch: launch_cache.Launch) -> Call
             return None
         output = new_output()
         statistics: Any
-        places: Any
         if apart:
-            places = statistics = [new_statistic() for _ in range(count)]
+            statistics = [new_statistic() for _ in range(count)]
+            lse, row_max, log_row_sum, last = statistics[0], statistics[1], statistics[2], statistics[-1]
         else:
             statistics = new_statistics()
-            at = statistics.data_ptr()
-            places = [Address(at), Address(at + step), Address(at + 2 * step), Address(at + 3 * step)]
-        again(
-            q=q, qb=q, k=k, kb=k, v=v, vb=v, o=output, ob=output, output=output, lse=places[0], row_max=places[1], log_row_sum=places[2],
-            entropy=places[-1], sinks=sink, lists=block_mask.by_rows(BM, BN, before),
-            counters=launch_cache.zeros(counters, device) if persistent else None,
+            lse = statistics.data_ptr()
+            row_max, log_row_sum, last = lse + step, lse + 2 * step, lse + 3 * step
+        start(
+            q, q, k, k, v, v, output, output, output, lse, row_max, log_row_sum, last, sink, block_mask.for_launch(BM, BN, before),
+            launch_cache.zeros(counters, device) if persistent else None,
         )  # fmt: skip
         return output, statistics
 
     return run
 
 
-def _block_lists(w: KernelArgs, tile: Tile) -> BlockLists:
+def block_lists(w: KernelArgs, tile: Tile) -> BlockLists:
     """The mask's block lists for a tile; waits for the stream that built them."""
     return w.block_mask.by_rows(tile.BM, tile.BN, tile.rows_before(w.rows[2]))
 
@@ -139,7 +168,7 @@ def forward_arguments(
         raise ValueError(f"blocks of bits have {MASK_BLOCK} keys; {tile.BN} do not divide them")
     (L, H, N), E = w.rows, w.value.shape[3]
     (DA, DB), (EA, EB) = chunks(w.query.shape[3]), chunks(E)
-    tma_store = (DA, DB) == (EA, EB) and describable(found.output)
+    tma_store = EA == DA and EB in (0, DB) and describable(found.output)  # through the buffers of Q
     q, qb = descriptors(w.query, ROWS, DA, DB)
     k, kb = descriptors(w.key, tile.BN, DA, DB)
     v, vb = descriptors(w.value, tile.BN, EA, EB)
@@ -148,11 +177,12 @@ def forward_arguments(
         "q": q, "qb": qb, "k": k, "kb": kb, "v": v, "vb": vb, "o": o, "ob": ob, "output": found.output, "lse": found.lse,
         "row_max": found.max_logit, "log_row_sum": found.log_row_sum, "entropy": found.entropy,
         "strides": (0, 0, 0) if tma_store else found.output.stride()[:3], "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "sinks": w.sink, "bias": w.bias,
-        "lists": _block_lists(w, tile), "drop": w.drop, "n": N, "M": w.m, "E": E, "row_blocks": cdiv(N, tile.BM), "batch_heads": L * H,
+        "lists": block_lists(w, tile), "drop": w.drop, "n": N, "M": w.m, "E": E, "row_blocks": cdiv(N, tile.BM), "batch_heads": L * H,
         "num_heads": H, "heads_per_kv": w.groups, "swizzle": swizzle or heads_in_l2(w), "counters": _counters(w, tile),
         "DA": DA, "DB": DB, "EA": EA, "EB": EB, "BN": tile.BN, "STAGES": tile.stages, "GROUPS": tile.groups, "REGISTERS": tile.registers,
         **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": entropy,
-        "DROP": w.drop.keys is not None, "SINK": w.sink is not None, "PERSISTENT": tile.persistent, "TMA_STORE": tma_store,
+        "DROP": w.drop.keys is not None, "SINK": w.sink is not None, "PERSISTENT": tile.persistent, "Q_BUFFERS": tile.q_buffers,
+        "TMA_STORE": tma_store,
     }  # fmt: skip
     return arguments, {"num_warps": 4, "enable_fp_fusion": True}
 

@@ -33,7 +33,7 @@ def bias_load(dtype):
 
 @gluon.jit
 def row_block_range(params, batch, h, block, BM: gl.constexpr, MASK: gl.constexpr):
-    """The row blocks that a key block visits, in ascending order: the first one (with lists, its position), and how many."""
+    """The row blocks that a key block visits: the first one (with lists, its place), and how many. Visits begin at the last one."""
     if MASK == _NONE:
         first, count = 0, gl.cdiv(params.n, BM)
     elif MASK == _SPANS:
@@ -48,8 +48,24 @@ def row_block_range(params, batch, h, block, BM: gl.constexpr, MASK: gl.constexp
 
 
 @gluon.jit
+def heads_together(params, MASK: gl.constexpr):
+    """How many query heads of a group take turns at each row block: all of them if they share a mask, else one."""
+    heads = params.heads_per_kv
+    if MASK != _NONE:
+        heads = gl.where(params.lists.block_head == 0, heads, 1)
+    return heads
+
+
+@gluon.jit
+def next_visit(t, h, first_head, heads):
+    """The next row block and query head: the same rows for each of `heads` heads, then the rows before them."""
+    wraps = h == first_head + heads - 1
+    return gl.where(wraps, t - 1, t), gl.where(wraps, first_head, h + 1)
+
+
+@gluon.jit
 def row_block_at(params, t, first, MASK: gl.constexpr):
-    """The t-th visited row block, and the slot of its bits, −1 where it is full."""
+    """The t-th row block of a range, and the slot of its bits, −1 where it is full."""
     if MASK == _BITS:
         b, slot = gl.load(params.dq_order.entry + first + t), gl.load(params.dq_order.slot + first + t)
     else:
@@ -62,11 +78,11 @@ def dq_position(params, t, b, first, batch, h, block, MASK: gl.constexpr):
     """How many key blocks add to dQ of a row block before this one."""
     order = params.dq_order
     if MASK == _NONE:
-        position = params.key_blocks - 1 - block
+        position = block
     elif MASK == _SPANS:
         mask_item = batch // gl.load(params.lists.inner)
-        position = gl.load(order.base + mask_item * order.row_item + h * order.row_head + b)
-        position -= gl.load(order.rank + mask_item * order.key_item + h * order.key_head + block)
+        position = gl.load(order.rank + mask_item * order.key_item + h * order.key_head + block)
+        position -= gl.load(order.base + mask_item * order.row_item + h * order.row_head + b)
     else:
         position = gl.load(order.position + first + t)
     return position
@@ -74,10 +90,10 @@ def dq_position(params, t, b, first, batch, h, block, MASK: gl.constexpr):
 
 @gluon.jit
 def key_tile(params):
-    """A program's key block, batch item and key head. `swizzle` heads are scheduled together; their last keys come first."""
-    block, batch_head = work_tile(gl.program_id(0), params.key_blocks, params.batch_kv_heads, params.swizzle)
+    """A program's key block, batch item and key head. `swizzle` heads are scheduled together; their first keys come first."""
+    from_last, batch_head = work_tile(gl.program_id(0), params.key_blocks, params.batch_kv_heads, params.swizzle)
     kv_heads = params.num_heads // params.heads_per_kv
-    return block, batch_head // kv_heads, batch_head % kv_heads
+    return params.key_blocks - 1 - from_last, batch_head // kv_heads, batch_head % kv_heads
 
 
 @gluon.jit

@@ -1,13 +1,22 @@
-"""Which keys a bias hides from every row. A weight of 0 times NaN is NaN, so hidden keys with NaN or inf must be knbatch_head."""
-# Written for Triton's compiler, which has types of its batch_head.
+"""Hidden keys and rows that hold NaN or inf, in the Hopper backward: which keys a bias hides from every row, and zeros in their place.
+
+A weight of 0 times NaN is NaN, so they must be known.
+"""
+# Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ...compat.gluon import group_barrier
 from ..portable.tile_ops import (
+    _BIAS_ALIBI,
+    _BIAS_NONE,
     _NONE,
     bias_row_pointers,
     bias_tile,
@@ -20,6 +29,8 @@ from ..portable.tile_ops import (
     program_tile,
     row_spans,
 )
+from .forward import CLEANED
+from .tile_scheduler import ROWS
 
 
 @triton.jit
@@ -52,3 +63,63 @@ def attended(k, strides, seen, bias, lists, n, M, num_heads, heads_per_kv,
             b, slot = partial_block(lists, t, first, full, full_end, MASK)
             some = add_visible(some, b, slot, bias, lists, batch, h, j, n, M, BM, MASK, BIAS, MASK != _NONE)
     tl.store(seen + batch_head.to(tl.int64) * M + j, some.to(tl.int8), mask=j < M)
+
+
+@gluon.jit
+def zero_empty_rows(X, lse, BM: gl.constexpr, C: gl.constexpr):
+    """Set the queries X [BM, C] of rows that see nothing to 0, since they may be NaN. Every group writes the same to the same place."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+    for r in gl.static_range(0, BM, CLEANED):
+        part = X.slice(r, CLEANED)
+        see = lse.slice(r, CLEANED).load(gl.SliceLayout(1, L)) < float("inf")
+        part.store(gl.where(see[:, None], part.load(L), 0.0))
+
+
+@gluon.jit
+def has_empty_row(lse, BM: gl.constexpr):
+    """Whether some row of a block sees nothing."""
+    return gl.max(lse.load(gl.BlockedLayout([BM // 32], [32], [4], [0])), 0) == float("inf")  # each warp has them all
+
+
+@gluon.jit
+def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
+    """Which keys j some row of some query head may attend to, int32; all of those past the end."""
+    lists = params.lists
+    some = j * 0
+    for u in range(params.heads_per_kv):
+        h = kv_head * params.heads_per_kv + u
+        if HIDING:
+            at = params.seen + (batch * params.num_heads + h).to(gl.int64) * params.M
+        else:
+            at = lists.seen + (batch // gl.load(lists.inner)).to(gl.int64) * lists.seen_item + h * lists.seen_head
+        some = some | gl.load(at + j, mask=j < params.M, other=1).to(gl.int32)
+    return some
+
+
+@gluon.jit
+def zero_unseen_keys(X, batch, kv_head, j0, params, TRAITS: gl.constexpr):
+    """Set keys X [ROWS, DA] that no row may attend to to 0, since they may be NaN. `params.seen` says what a bias hides by −inf."""
+    C: gl.constexpr = TRAITS.DA
+    HIDING: gl.constexpr = TRAITS.BIAS != _BIAS_NONE and TRAITS.BIAS != _BIAS_ALIBI
+    if TRAITS.MASK != _NONE or HIDING:
+        j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
+        if gl.min(seen_by_some(params, batch, kv_head, j, HIDING), 0) == 0:
+            L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+            for r in gl.static_range(0, ROWS, CLEANED):
+                some = j0 + r + gl.arange(0, CLEANED, gl.SliceLayout(1, L))
+                part = X.slice(r, CLEANED)
+                part.store(gl.where((seen_by_some(params, batch, kv_head, some, HIDING) != 0)[:, None], part.load(L), 0.0))
+            fence_async_shared()
+            group_barrier()
+
+
+@gluon.jit
+def clean_queries(X, lse, partial, TRAITS: gl.constexpr):
+    """`zero_empty_rows`, where the mask or the bias may hide all keys from a row."""
+    BIAS: gl.constexpr = TRAITS.BIAS
+    if TRAITS.MASK != _NONE or BIAS != _BIAS_NONE:
+        empty = partial
+        if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
+            empty = partial | has_empty_row(lse, TRAITS.BM)
+        if empty:
+            zero_empty_rows(X, lse, TRAITS.BM, TRAITS.DA)

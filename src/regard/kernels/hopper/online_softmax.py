@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.tile_ops import _BITS, _NONE, DEEP, LOG2E, add_sink, dropout_keep, logits
+from ..portable.tile_ops import _BITS, _NONE, LOG2E, add_sink, clamp_exponent, dropout_keep, logits
 from . import ptx
 from .configs import OUTLIER_BITS
 from .tile_scheduler import ROWS
@@ -109,8 +109,8 @@ def online_softmax(S, m, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, 
         T = (S - m_new[:, None]) * LOG2E
         down = (m - m_new) * LOG2E
     if HIDES and ENTROPY:
-        T = gl.maximum(T, DEEP)  # finite, so that P·T is 0 and not NaN
-    down = gl.maximum(down, DEEP)
+        T = clamp_exponent(T)  # finite, so that P·T is 0 and not NaN
+    down = clamp_exponent(down)
     P = gl.exp2(T)  # [ROWS, BN]
     a = gl.exp2(down)  # [ROWS]
     each = beside(a, l)  # [ROWS, 1]

@@ -34,11 +34,11 @@ from ..portable.tile_ops import (
     row_offset,
     row_spans,
 )
-from .aggregates import KeyBlocks, traits_of
+from .aggregates import ForwardDescriptors, ForwardSmem, KeyBlocks, traits_of
 from .forward import flat
 from .online_softmax import score
 from .register_layouts import mma_layout
-from .statistics_params import Barriers, Descriptors, Grid, Head, MapPart, MapState, Params, Smem
+from .statistics_params import Barriers, Grid, Head, MapPart, MapState, Params
 from .tile_scheduler import ROWS, advance, entry_at, new_barriers, work_tile
 
 PAIR = gl.constexpr(2 * ROWS.value)  # rows of a block in the lists: two tiles
@@ -142,6 +142,16 @@ def key_tile(params):
 
 
 @gluon.jit
+def head_numbers(batch, h, params, TRAITS: gl.constexpr):
+    """The last fields of `Head`: where the statistics of its rows begin, its scale, and that in log2 units."""
+    scale = params.scale
+    if TRAITS.SCALES:
+        scale = gl.load(params.scales + h)
+    unit = scale * LOG2E
+    return (batch.to(gl.int64) * params.num_heads + h) * params.n, scale, unit
+
+
+@gluon.jit
 def received_producer(params, TRAITS: gl.constexpr):
     """The producer warp: it loads the keys, then the queries of each visited row block."""
     block, batch, h = key_tile(params)
@@ -189,17 +199,12 @@ def mma_one_block(t, total, stage, phase, zero, row_blocks, head, params, TRAITS
 @gluon.jit
 def received_consumer(params, TRAITS: gl.constexpr):
     """The consumer group: Σ over rows of the weights of BN keys, in registers until the end."""
-    n, M, num_heads = params.n, params.M, params.num_heads
     BN: gl.constexpr = TRAITS.BN
     SL: gl.constexpr = mma_layout(BN)
     block, batch, h = key_tile(params)
-    scale = params.scale
-    if TRAITS.SCALES:
-        scale = gl.load(params.scales + h)
-    unit = scale * LOG2E
-    row_offset = (batch.to(gl.int64) * num_heads + h) * n
-    row_blocks = KeyBlocks(*row_block_range(params.lists, batch, h, block, n, TRAITS.MASK))
-    head = Head(batch, h, block * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)), row_offset, scale, unit)
+    numbers = head_numbers(batch, h, params, TRAITS)
+    row_blocks = KeyBlocks(*row_block_range(params.lists, batch, h, block, params.n, TRAITS.MASK))
+    head = Head(batch, h, block * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)), *numbers)
     zero = gl.zeros([ROWS, BN], gl.float32, SL)
     total = column_sums(zero, BN)  # [4, 8, BN]
     stage = 0
@@ -212,7 +217,8 @@ def received_consumer(params, TRAITS: gl.constexpr):
         total, stage, phase = mma_one_block(t, total, stage, phase, zero, row_blocks, head, params, TRAITS, False)
     CL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     j = block * BN + gl.arange(0, BN, CL)
-    gl.store(params.out + (batch.to(gl.int64) * num_heads + h) * M + j, gl.convert_layout(gl.sum(total.reshape([32, BN]), 0), CL), mask=j < M)
+    gl.store(params.out + (batch.to(gl.int64) * params.num_heads + h) * params.M + j, gl.convert_layout(gl.sum(total.reshape([32, BN]), 0), CL),
+             mask=j < params.M)
 
 
 @gluon.jit
@@ -239,7 +245,7 @@ def received(q, qb, k, kb, out, row_max, log_row_sum, scale, scales, cap, bias, 
              CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
     """Σ over rows of the weight of each key: program (key block, batch item and query head)."""
     smem, barriers = allocate((q, qb, k, kb), DA, DB, BN, STAGES)
-    params = Params(Descriptors(q, qb, k, kb), Smem(*smem), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
+    params = Params(ForwardDescriptors(q, qb, k, kb, None, None, None, None), ForwardSmem(*smem, None, None), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
                     blocks, batch_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST)
     gl.warp_specialize([(received_consumer, (params, TRAITS)), (received_producer, (params, TRAITS))], [1], [PRODUCER])
@@ -396,18 +402,14 @@ def add_to_cells(S, row_max, log_row_sum, state, i0, i, masked, slots, map_part,
 @gluon.jit
 def pooled_consumer(params, grid, TRAITS: gl.constexpr):
     """The consumer group: the weights of a program's keys, row after row, summed by cells."""
-    barriers, n, num_heads = params.barriers, params.n, params.num_heads
+    barriers, n = params.barriers, params.n
     BN: gl.constexpr = TRAITS.BN
     SL: gl.constexpr = mma_layout(BN)
     column, band, batch, h = map_tile(grid, params)
     x, nth, start, stop = map_keys(grid, column, params.M, TRAITS)
     begin, full, full_end, block_end, low, high = map_row_blocks(grid, batch, h, column, band, params, TRAITS.MASK)
-    scale = params.scale
-    if TRAITS.SCALES:
-        scale = gl.load(params.scales + h)
-    unit = scale * LOG2E
-    row_offset = (batch.to(gl.int64) * num_heads + h) * n
-    head = Head(batch, h, start + gl.arange(0, BN, gl.SliceLayout(0, SL)), row_offset, scale, unit)
+    numbers = head_numbers(batch, h, params, TRAITS)
+    head = Head(batch, h, start + gl.arange(0, BN, gl.SliceLayout(0, SL)), *numbers)
     zero = gl.zeros([ROWS, BN], gl.float32, SL)
     total = column_sums(zero, BN)  # [4, 8, BN]
     cells = gl.zeros([4, 32], gl.float32, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
@@ -456,7 +458,7 @@ def pooled(q, qb, k, kb, out, row_max, log_row_sum, scale, scales, cap, bias, li
     """
     smem, barriers = allocate((q, qb, k, kb), DA, DB, BN, STAGES)
     grid = Grid(height, width, cells, parts, bands, key_blocks)
-    params = Params(Descriptors(q, qb, k, kb), Smem(*smem), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
+    params = Params(ForwardDescriptors(q, qb, k, kb, None, None, None, None), ForwardSmem(*smem, None, None), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
                     columns, batch_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST, BY_BANDS=BY_BANDS)
     gl.warp_specialize([(pooled_consumer, (params, grid, TRAITS)), (pooled_producer, (params, grid, TRAITS))], [1], [PRODUCER])

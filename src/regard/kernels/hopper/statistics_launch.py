@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from .. import launch_cache
 from ..arguments import BIAS_NONE, KernelArgs
 from ..block_lists import SPANS, BlockLists, bounds_by_keys, pad_to_multiple, strides_of
+from ..block_mask import BlockMask
 from . import forward_launch as forward
 from .configs import ROWS, cdiv, chunks, padded
 from .descriptors import descriptors
@@ -18,7 +20,7 @@ from .statistics import pooled as pooled_kernel
 from .statistics import received as received_kernel
 
 __all__ = [
-    "Grid", "StatisticsTile", "bands_for", "grid_for", "pooled", "pooled_arguments", "received", "received_arguments", "received_by_bands",
+    "Grid", "StatisticsTile", "bands_for", "bands_shortcut", "grid_for", "pooled", "pooled_arguments", "received", "received_arguments", "received_by_bands",
     "refuses", "refuses_bands", "refuses_grid", "tile_for",
 ]  # fmt: skip
 
@@ -127,6 +129,22 @@ def received_by_bands(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, bands
     programs = grid.columns * cdiv(bands, grid.bands) * L * H
     launch_cache.start(key, pooled_kernel, programs, arguments, options, _CHANGING, (grid, tile))
     return out
+
+
+def bands_shortcut(w: KernelArgs, bands: int) -> Callable[[Tensor, Tensor, int, int, int, BlockMask], None] | None:
+    """`received_by_bands` for other tensors of these sizes and strides, from queries, keys, the addresses of the result (which is zeros),
+    of the row max and of the log of the row sum, and a block mask; None before its first launch.
+    """
+    launch = launch_cache.find(("hopper bands", bands, w.signature))
+    if launch is None:
+        return None
+    start, spans, BN = launch.bound("q", "qb", "k", "kb", "out", "row_max", "log_row_sum", "lists"), w.block_mask.kind == SPANS, launch.about[1].BN
+
+    def run(q: Tensor, k: Tensor, out: int, row_max: int, log_row_sum: int, block_mask: BlockMask) -> None:
+        lists = block_mask.for_launch(_BLOCK, BN, None) if spans else block_mask.for_launch(_BLOCK, _BLOCK, 0)
+        start(q, q, k, k, out, row_max, log_row_sum, lists)
+
+    return run
 
 
 def pooled(

@@ -6,25 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Barriers", "Descriptors", "Grid", "Head", "MapPart", "MapState", "Params", "Smem"]
-
-
-class Descriptors(NamedTuple):
-    """TMA descriptors, each tensor in two chunks of its dim."""
-
-    q: Any
-    qb: Any
-    k: Any
-    kb: Any
-
-
-class Smem(NamedTuple):
-    """Buffers in shared memory, each tensor in two chunks of its dim."""
-
-    Q: Any  # [STAGES, 1, 1, ROWS, DA]
-    QB: Any
-    K: Any  # [1, 1, BN, DA]
-    KB: Any
+__all__ = ["Barriers", "Grid", "Head", "MapPart", "MapState", "Params"]
 
 
 class Barriers(NamedTuple):

@@ -232,13 +232,14 @@ def producer(params, TRAITS: gl.constexpr):
     phase = 1  # a new barrier counts as free: the phase before its first is complete
     q_buffer = 0
     q_phase = 1
-    Q_BUFFERS: gl.constexpr = 2 if PERSISTENT else 1
+    Q_BUFFERS: gl.constexpr = TRAITS.Q_BUFFERS
     t = gl.program_id(0)
     if PERSISTENT:
         for u in gl.static_range(Q_BUFFERS):
             for g in gl.static_range(GROUPS):
                 write_info(tile_info, u * INFO + RETRY + g, 0, 1)
-    idle = 0  # how many times in a row there was no tile
+    # How many times in a row there was no tile. With one Q buffer the groups have answered for the last row block by then.
+    idle = 2 - Q_BUFFERS
     while idle < 2:
         tile = t
         retry = 0
@@ -267,7 +268,7 @@ def producer(params, TRAITS: gl.constexpr):
                 b, slot = block_at(lists, s, key_blocks, 0, GROUPS, MASK)
                 load_keys_and_values(batch, kv_head, b, stage, phase, params, TRAITS)
                 stage, phase = advance(stage, phase, TRAITS.STAGES)
-            idle = 0
+            idle = 2 - Q_BUFFERS
             if PERSISTENT:
                 if retry == 0:
                     t = gl.num_programs(0) + gl.inline_asm_elementwise(BROADCAST, "=r,r", [taken], gl.int32, False, 1)

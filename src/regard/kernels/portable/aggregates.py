@@ -17,8 +17,13 @@ class Constants:
     """What a kernel is compiled for, by name. It holds no more than these, since Triton's cache does not know its code.
 
     D, DV          dims of keys and values; DP, DVP: padded to powers of two
+    DR             the dims of keys beyond DP, padded to a power of two; 0 for none
     BM, BN         rows and keys of a tile
     MASK, BIAS     their kinds
+    POINTWISE      whether a generated function, VALUE, changes the scores
+    SLOPED         whether its derivative, SLOPE, is not 1 everywhere
+    CURVED         double backward: whether its second derivative, CURVE, is not 0 everywhere
+    MIXED_HEADS    whether rows of a tile belong to several heads
     CAP, SCALES    whether there is a soft cap, a tensor of scales
     HIDDEN_DIM     the hidden dim of the additive score; 0 for products
     APPROXIMATE    whether its tanh may be the hardware's
@@ -28,6 +33,8 @@ class Constants:
     ENTROPY, DROP, SINK    whether there is one
     TMA            whether matrices are TMA descriptors
     GROUPED        whether query heads share keys
+    PARTS          forward: of the values' columns, DVP each, for which programs are apart
+    WANTS_DK, WANTS_DV     dkdv: which of them a program computes
     BIAS_DOT       jvp: the kind of the bias's tangent
     MODE           bias gradient: PAIRS, ROWS, KEYS or TABLE
     KP, SPLITS     top, decode: places per row and splits, padded to powers of two

@@ -14,24 +14,21 @@ from ..arguments import Sizes
 from .aggregates import Head, Matrices
 from .backward import down_columns, softmax_backward
 from .program import (
-    additive_scores,
-    at_head,
+    do_at,
+    head_at,
     head_logits,
-    head_scale,
+    k_at,
+    load_do,
+    load_k,
+    load_q,
     load_row_stats,
     load_row_tile,
+    load_v,
+    q_at,
+    raw_scores,
+    v_at,
 )
-from .tile_ops import (
-    _BIAS_ALIBI,
-    _BITS,
-    _SPANS,
-    LOG2E,
-    dropout_keep,
-    load_rows,
-    mask_tile,
-    program_tile,
-    row_spans,
-)
+from .tile_ops import _BIAS_ALIBI, _BITS, _SPANS, dropout_keep, mask_tile, program_tile, row_spans
 
 PAIRS, ROWS, KEYS, TABLE = 0, 1, 2, 3
 _PAIRS, _ROWS, _KEYS, _TABLE = tl.constexpr(PAIRS), tl.constexpr(ROWS), tl.constexpr(KEYS), tl.constexpr(TABLE)
@@ -45,31 +42,22 @@ def mask_slot(blocks, batch, index, ib, jb, key_blocks, PER: tl.constexpr):
 
 
 @triton.jit
-def logit_gradient(x, stats, head, i, j, slot, C: tl.constexpr):
-    """dS [BM, BN] of the logits of rows i and keys j."""
-    n, m = head.sizes.n, head.sizes.m
-    batch, index, kv_index, strides, do_strides = head.batch, head.index, head.kv_index, x.strides, x.do_strides
-    q = at_head(x.q, batch, index, strides.q_batch, strides.q_head, C)
-    k = at_head(x.k, batch, kv_index, strides.k_batch, strides.k_head, C)
-    v = at_head(x.v, batch, kv_index, strides.v_batch, strides.v_head, C)
-    do = at_head(x.do, batch, index, do_strides.batch, do_strides.head, C)
-    rows = load_row_tile(head, i, C, True)
-    if C.HIDDEN_DIM > 0:
-        S = additive_scores(Matrices(q, k, v, do, strides, do_strides), head, i, j, C)
-    else:
-        Q = load_rows(q, i.to(tl.int64) * strides.q_row, i < n, C.D, strides.q_dim, C.DP, True)  # [BM, DP]
-        K = load_rows(k, j.to(tl.int64) * strides.k_row, j < m, C.D, strides.k_dim, C.DP, True)  # [BN, DP]
-        S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)
+def logit_gradient(q, k, v, do, args, stats, head, i0, j0, slot, C: tl.constexpr):
+    """dS [BM, BN] of the logits of the rows from i0 on and the keys from j0 on."""
+    x = Matrices(q_at(q, head, args.strides.x, C), k_at(k, head, args.strides.x, C), v_at(v, head, args.strides.x, C), do_at(do, head, args.strides.do, C), args.strides.x, args.strides.do)
+    rows = load_row_tile(head, i0 + tl.arange(0, C.BM), C, True)
+    j = j0 + tl.arange(0, C.BN)
+    S = raw_scores(load_q(x, head, i0, C), load_k(x, head, j0, C, True), x, head, rows.i, j, C)
     S, show = head_logits(S, rows, j, head, C)
-    show = show & mask_tile(head.blocks, rows.lo, rows.hi, slot, i, j, C.MASK)
-    V = load_rows(v, j.to(tl.int64) * strides.v_row, j < m, C.DV, strides.v_dim, C.DVP, True)  # [BN, DVP]
-    dO = load_rows(do, i.to(tl.int64) * do_strides.row, i < n, C.DV, do_strides.dim, C.DVP, True)  # [BM, DVP]
+    show = show & mask_tile(head.blocks, rows.lo, rows.hi, slot, rows.i, j, C.MASK)
+    V = load_v(x, head, j0, C, True)  # [BN, DVP]
+    dO = load_do(x, head, i0, C)  # [BM, DVP]
     dP = tl.dot(dO, tl.trans(V), input_precision=C.PRECISION)
     keep = show
     if C.DROP:
         keep = dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound)
-    row = load_row_stats(stats, head, i, C)
-    _, dS, _ = softmax_backward(S, dP, S, show, keep, down_columns(row), head, C, True)
+    row = load_row_stats(stats, head, rows.i, C)
+    _, dS, _ = softmax_backward(S, dP, S, S, show, keep, down_columns(row), head, C, True)
     return dS
 
 
@@ -79,11 +67,7 @@ def bias_gradient(q, k, v, do, out, stats, args, n, m, heads, groups, parts, til
 
     `parts` is how many there are per item and head; `shared_heads` heads and `shared_rows` blocks of rows share one.
     """
-    strides, do_strides = args.strides.x, args.strides.do
-    score, blocks, dropout = args.score, args.blocks, args.dropout
-    sizes = Sizes(n, m, heads, groups)
-    x = Matrices(q, k, v, do, strides, do_strides)
-    bias = score.bias
+    bias, blocks = args.score.bias, args.blocks
     BLOCK: tl.constexpr = C.BM
     PER: tl.constexpr = 128 // BLOCK
     part, owner = program_tile(parts)
@@ -104,9 +88,9 @@ def bias_gradient(q, k, v, do, out, stats, args, n, m, heads, groups, parts, til
             batch = (owner // fewer) + t // shared_heads
             index = (owner % fewer) + t % shared_heads
         elif C.MODE == _ROWS:
-            ib, jb = part, t
+            ib, jb = part, part * 0 + t
         elif C.MODE == _KEYS:
-            ib, jb = t, part
+            ib, jb = part * 0 + t, part  # numbers of the chip in the interpreter, too
         else:
             ib, jb = part * shared_rows + t // columns, t % columns
         i = ib * BLOCK + r
@@ -121,10 +105,9 @@ def bias_gradient(q, k, v, do, out, stats, args, n, m, heads, groups, parts, til
             lo, hi = row_spans(blocks, batch, index, i, n, m, C.MASK)
             visible = visible & (tl.max(tl.where(hi > lo, hi, 0), 0) > jb * BLOCK) & (tl.min(tl.where(hi > lo, lo, m), 0) < (jb + 1) * BLOCK)
         if visible:
-            scale = head_scale(score, index, C)
-            first_row = (batch.to(tl.int64) * heads + index) * n
-            head = Head(batch, index, index // groups, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-            dS = logit_gradient(x, stats, head, i, j, slot, C)
+            sizes = Sizes(n, m, heads, groups)
+            head = Head(*head_at(args, sizes, batch, index, index // groups, C), args.score, args.blocks, args.dropout, sizes)
+            dS = logit_gradient(q, k, v, do, args, stats, head, ib * BLOCK, jb * BLOCK, slot, C)
             if C.MODE == _PAIRS:
                 pair += dS
             elif C.MODE == _ROWS:

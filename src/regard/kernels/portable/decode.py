@@ -12,25 +12,23 @@ import triton.language as tl
 from ..arguments import Sizes
 from .aggregates import Head, Matrices
 from .forward import online_softmax
-from .program import at_head, head_logits, load_k, load_row_tile, load_v
+from .program import head_logits, k_at, load_k, load_k_rest, load_row_tile, load_v, store_statistics, v_at
 from .tile_ops import (
     _BIAS_NONE,
     _NONE,
-    DEEP,
     LN2,
     LOG2E,
     LOWEST,
-    add_sink,
+    clamp_exponent,
     dropout_keep,
     program_tile,
-    row_max_residual,
     unaligned_mask_tile,
 )
 
 
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups", "length", "count", "key_blocks"])
 def decode_split(q, k, v, partials, args, n, m, heads, groups, length, count, key_blocks, C: tl.constexpr):
-    """Program (split, batch item and key head): row r of its tile is query r % n of the head's (r // n)-th query head.
+    """Program (split, tile of rows, batch item and key head): row r is query r % n of the key head's (r // n)-th query head.
 
     `partials.stats` holds m, l and e of all rows one after the other, `count` numbers each.
     """
@@ -38,10 +36,12 @@ def decode_split(q, k, v, partials, args, n, m, heads, groups, length, count, ke
     sizes = Sizes(n, m, heads, groups)
     splits = tl.cdiv(m, length)
     part, owner = program_tile(splits)
+    tiles = tl.cdiv(groups * n, C.BM)
+    tile, owner = owner % tiles, owner // tiles
     kv_heads = heads // groups
     kv_index = owner % kv_heads
     batch = owner // kv_heads
-    r = tl.arange(0, C.BM)
+    r = tile * C.BM + tl.arange(0, C.BM)
     valid = r < groups * n
     i = tl.where(valid, r % n, n)  # [BM]
     index = kv_index * groups + tl.minimum(r // n, groups - 1)  # [BM]
@@ -49,15 +49,17 @@ def decode_split(q, k, v, partials, args, n, m, heads, groups, length, count, ke
     rows_of = q + wide * strides.q_batch + index.to(tl.int64) * strides.q_head
     d = tl.arange(0, C.DP)
     Q = tl.load(rows_of[:, None] + i[:, None] * strides.q_row + d[None, :] * strides.q_dim, mask=valid[:, None] & (d < C.D)[None, :], other=0.0)
+    QR = Q
+    if C.DR > 0:
+        d = C.DP + tl.arange(0, C.DR)
+        QR = tl.load(rows_of[:, None] + i[:, None] * strides.q_row + d[None, :] * strides.q_dim, mask=valid[:, None] & (d < C.D)[None, :], other=0.0)
     scale = score.scale
     if C.SCALES:
         scale = tl.load(score.scales + index)[:, None]  # [BM, 1]
     first_row = (wide * heads + index) * n  # [BM]
     head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
     rows = load_row_tile(head, i, C, True)
-    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
-    v = at_head(v, batch, kv_index, strides.v_batch, strides.v_head, C)
-    x = Matrices(q, k, v, None, strides, None)
+    x = Matrices(None, k_at(k, head, strides, C), v_at(v, head, strides, C), None, strides, None)
     row_max = tl.full([C.BM], LOWEST, tl.float32)
     l = tl.zeros([C.BM], tl.float32)
     e = tl.zeros([C.BM], tl.float32)
@@ -70,18 +72,20 @@ def decode_split(q, k, v, partials, args, n, m, heads, groups, length, count, ke
         stop = tl.minimum(stop, tl.max(tl.where(some, rows.hi, 0), 0))
     for j0 in range(start, stop, C.BN):
         j = j0 + tl.arange(0, C.BN)
-        K = load_k(x, batch, kv_index, j0, m, C, True)
+        K = load_k(x, head, j0, C, True)
         S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)  # [BM, BN]
+        if C.DR > 0:
+            S = tl.dot(QR, tl.trans(load_k_rest(x, j, m, C)), S, input_precision=C.PRECISION)
         show = unaligned_mask_tile(blocks, batch, index, rows.lo, rows.hi, i, j, key_blocks, C.MASK)
         if not C.FAST:
             S, biased = head_logits(S, rows, j, head, C)
             if C.BIAS != _BIAS_NONE:
                 show = show & biased
-        P, row_max, l, e, a = online_softmax(S, show, row_max, l, e, head.unit, C, True)
+        P, row_max, l, e, a, _, _ = online_softmax(S, show, row_max, l, e, head.unit, C, True)
         O = O * a[:, None]
         if C.DROP:
             P = tl.where(dropout_keep(rows.low_key, rows.high_key, j, dropout.bound), P, 0.0)
-        V = load_v(x, batch, kv_index, j0, m, C, True)
+        V = load_v(x, head, j0, C, True)
         if C.MASK != _NONE or C.BIAS != _BIAS_NONE:  # a key that no row here attends to leaves no trace, not even a NaN
             V = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], V, 0.0)
         O = tl.dot(P.to(V.dtype), V, O, input_precision=C.PRECISION)
@@ -106,7 +110,7 @@ def decode_merge(partials, out, strides, sinks, dropout, n, heads, splits, count
     m = tl.load(partials.stats + at, mask=s < splits, other=LOWEST)
     l = tl.load(partials.stats + count + at, mask=s < splits, other=0.0)
     m_all = tl.max(m, 0)
-    shift = tl.maximum((m - m_all) * UNIT, DEEP)  # [SPLITS]
+    shift = clamp_exponent((m - m_all) * UNIT)  # [SPLITS]
     a = tl.exp2(shift)
     l_all = tl.sum(a * l, 0)
     empty = l_all == 0.0
@@ -124,18 +128,8 @@ def decode_merge(partials, out, strides, sinks, dropout, n, heads, splits, count
     O = O * (dropout.factor / denominator)
     to = wide * strides.o_batch + index.to(tl.int64) * strides.o_head + i.to(tl.int64) * strides.o_row
     tl.store(out.output + to + d, O.to(out.output.dtype.element_ty), mask=d < C.DV)
-    row = (wide * heads + index) * n + i
-    ln_l = tl.log2(l_all) * LN2
-    log_row_sum = ln_l + row_max_residual(m_all, row_max, empty, C.FAST)
-    lse = tl.where(empty, float("-inf"), row_max + log_row_sum)
-    entropy = ln_l
+    e = l_all
     if C.ENTROPY:
         e = tl.load(partials.stats + 2 * count + at, mask=s < splits, other=0.0)
-        entropy = ln_l - tl.sum(a * (e + shift * l), 0) / l_all * LN2
-    if C.SINK:
-        lse, entropy, log_row_sum = add_sink(tl.load(sinks + index), lse, entropy, log_row_sum, empty)
-    tl.store(out.lse + row, lse)
-    tl.store(out.max_logit + row, tl.where(empty, float("-inf"), row_max))
-    tl.store(out.log_row_sum + row, log_row_sum)
-    if C.ENTROPY:
-        tl.store(out.entropy + row, entropy)
+        e = tl.sum(a * (e + shift * l), 0)
+    store_statistics(out, (wide * heads + index) * n + i, None, m_all, row_max, l_all, e, empty, sinks, index, C)

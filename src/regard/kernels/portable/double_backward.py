@@ -22,31 +22,27 @@ from ..arguments import Sizes
 from .aggregates import Head, Matrices, RowStatsDot
 from .backward import along_rows, down_columns, store_dkdv
 from .program import (
-    at_head,
-    head_scale,
+    do_at,
+    head_at,
+    k_at,
     load_do,
     load_k,
     load_q,
     load_row_stats,
     load_row_tile,
     load_v,
-    needed_blocks,
+    over_keys,
+    over_rows,
+    pointwise,
+    program_head,
+    q_at,
+    scores_and_slope,
+    store_rows,
+    v_at,
     visible_logits,
     visible_logits_transposed,
 )
-from .tile_ops import (
-    _BIAS_NONE,
-    _NONE,
-    DEEP,
-    LN2,
-    LOG2E,
-    dropout_keep,
-    full_block,
-    partial_block,
-    program_tile,
-    tanh,
-    zero_hidden_keys,
-)
+from .tile_ops import _BIAS_NONE, LN2, LOG2E, clamp_exponent, dropout_keep, program_tile, tanh, zero_hidden_keys
 
 
 @triton.jit
@@ -64,19 +60,36 @@ def load_row_stats_dot(stats, head, i, C: tl.constexpr):
 
 
 @triton.jit
-def softmax_double_backward(S, T, dP, dPd, raw, show, keep, row, dot, head, C: tl.constexpr, HIDES: tl.constexpr):
-    """P and P ∘ t with dropout, dS of the raw scores and its tangent; the row statistics broadcast to S."""
+def scores_slope_and_curve(raw, i, j, head, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """What `scores_and_slope` gives, and the second derivative of the function."""
+    score, slope = scores_and_slope(raw, i, j, head, C, TRANSPOSED)
+    curve = slope
+    if C.CURVED:
+        curve = pointwise(C.CURVE, raw * head.scale, i, j, head, C, TRANSPOSED)
+    return score, slope, curve
+
+
+@triton.jit
+def softmax_double_backward(S, T, dP, dPd, chain, show, keep, row, dot, head, C: tl.constexpr, HIDES: tl.constexpr):
+    """P and P ∘ t with dropout, dS of the raw scores and its tangent; the row statistics broadcast to S.
+
+    `chain` has the scores before the cap, and slope and curvature of the function that gave them.
+    """
+    score, slope_of, curve = chain
     X = S * head.unit - row.offset if C.FAST else (S - row.offset) * LOG2E  # log2 of the weight, but for the denominator
     if C.ENTROPY:
-        X = tl.maximum(X, DEEP)  # finite, so that P·X is 0 and not NaN
+        X = clamp_exponent(X)  # finite, so that P·X is 0 and not NaN
     P = tl.exp2(X - row.log_sum) if C.EXACT else tl.exp2(X)
     cap = head.score.cap
     t_raw = T * head.scale
-    t = t_raw
+    t_score = t_raw
+    if C.SLOPED:
+        t_score = t_raw * slope_of
+    t = t_score
     th = t
     if C.CAP:
-        th = tanh(raw * head.scale / cap)
-        t = t_raw * (1.0 - th * th)
+        th = tanh(score / cap)
+        t = t_score * (1.0 - th * th)
     if HIDES:
         P = tl.where(show, P, 0.0)
         t = tl.where(show, t, 0.0)
@@ -98,8 +111,13 @@ def softmax_double_backward(S, T, dP, dPd, raw, show, keep, row, dot, head, C: t
     dSd = P * (R * B + Bd)
     if C.CAP:
         slope = 1.0 - th * th
-        dSd = slope * (dSd - dS * th * t_raw * (2.0 / cap))
+        dSd = slope * (dSd - dS * th * t_score * (2.0 / cap))
         dS = dS * slope
+    if C.SLOPED:
+        dSd = tl.where(dSd == 0.0, 0.0, dSd * slope_of)
+        if C.CURVED:
+            dSd += tl.where(dS == 0.0, 0.0, dS * curve * t_raw)
+        dS = tl.where(dS == 0.0, 0.0, dS * slope_of)
     if HIDES:
         dS = tl.where(show, dS, 0.0)
         dSd = tl.where(show, dSd, 0.0)
@@ -107,17 +125,13 @@ def softmax_double_backward(S, T, dP, dPd, raw, show, keep, row, dot, head, C: t
 
 
 @triton.jit
-def dkdv_dot_step(dK, dV, K, V, Kd, Vd, x, xd, head, stats, j, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+def dkdv_dot_step(sums, K, V, Kd, Vd, x, xd, head, stats, j, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
     """Add to dK˙ and dV˙ [BN, …] what block b of the rows contributes; tiles are transposed, [BN, BM]."""
+    dK, dV = sums
     i = b * C.BM + tl.arange(0, C.BM)
     rows = load_row_tile(head, i, C, MASKED)
-    Q = load_q(x, head, b * C.BM, C)
-    dO = load_do(x, head, b * C.BM, C)
-    Qd, dOd = Q, dO
-    if xd.q is not None:
-        Qd = load_q(xd, head, b * C.BM, C)
-    if xd.do is not None:
-        dOd = load_do(xd, head, b * C.BM, C)
+    Q, dO = load_q(x, head, b * C.BM, C), load_do(x, head, b * C.BM, C)
+    Qd, dOd = load_q(xd, head, b * C.BM, C), load_do(xd, head, b * C.BM, C)
     S = tl.dot(K, tl.trans(Q), input_precision=C.PRECISION)  # [BN, BM]
     T = tl.zeros([C.BN, C.BM], tl.float32)
     if xd.q is not None:
@@ -142,7 +156,8 @@ def dkdv_dot_step(dK, dV, K, V, Kd, Vd, x, xd, head, stats, j, b, slot, C: tl.co
     if xd.do is not None:
         dPd = tl.dot(V, tl.trans(dOd), dPd, input_precision=C.PRECISION)
     dot = RowStatsDot(dot.delta[None, :], dot.lse[None, :], dot.g_entropy[None, :], dot.mean[None, :])
-    P, PR, dS, dSd = softmax_double_backward(S, T, dP, dPd, raw, show, keep, along_rows(row), dot, head, C, HIDES)
+    chain = scores_slope_and_curve(raw, i, j, head, C, True)
+    P, PR, dS, dSd = softmax_double_backward(S, T, dP, dPd, chain, show, keep, along_rows(row), dot, head, C, HIDES)
     dV = tl.dot(PR.to(dO.dtype), dO, dV, input_precision=C.PRECISION)  # [BN, DVP]
     if xd.do is not None:
         dV = tl.dot(P.to(dO.dtype), dOd, dV, input_precision=C.PRECISION)
@@ -155,53 +170,24 @@ def dkdv_dot_step(dK, dV, K, V, Kd, Vd, x, xd, head, stats, j, b, slot, C: tl.co
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
 def double_backward_dkdv(q, k, v, do, qd, kd, vd, dod, out, stats, args, n, m, heads, groups, C: tl.constexpr):
     """dK˙ and dV˙ of BN keys: program (block of keys, batch item and key head); its query heads one after the other."""
-    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
-    sizes = Sizes(n, m, heads, groups)
+    strides, sizes = args.strides, Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(m, C.BN))
     kv_heads = heads // groups
-    kv_index = owner % kv_heads
-    batch = owner // kv_heads
-    k = at_head(k, batch, kv_index, strides.x.k_batch, strides.x.k_head, C)
-    v = at_head(v, batch, kv_index, strides.x.v_batch, strides.x.v_head, C)
-    if kd is not None:
-        kd = at_head(kd, batch, kv_index, strides.x_dot.k_batch, strides.x_dot.k_head, C)
-    if vd is not None:
-        vd = at_head(vd, batch, kv_index, strides.x_dot.v_batch, strides.x_dot.v_head, C)
-    x = Matrices(None, k, v, None, strides.x, strides.do)
-    xd = Matrices(None, kd, vd, None, strides.x_dot, strides.do_dot)
+    batch, kv_index = owner // kv_heads, owner % kv_heads
+    head = Head(*head_at(args, sizes, batch, kv_index * groups, kv_index, C), args.score, args.blocks, args.dropout, sizes)
+    x = Matrices(None, k_at(k, head, strides.x, C), v_at(v, head, strides.x, C), None, strides.x, None)
+    xd = Matrices(None, None if kd is None else k_at(kd, head, strides.x_dot, C), None if vd is None else v_at(vd, head, strides.x_dot, C), None, strides.x_dot, None)
     j = block * C.BN + tl.arange(0, C.BN)  # [BN]
-    K = load_k(x, batch, kv_index, block * C.BN, m, C, True)
-    V = load_v(x, batch, kv_index, block * C.BN, m, C, True)
-    Kd, Vd = K, V
-    if xd.k is not None:
-        Kd = load_k(xd, batch, kv_index, block * C.BN, m, C, True)
-    if xd.v is not None:
-        Vd = load_v(xd, batch, kv_index, block * C.BN, m, C, True)
+    K, V = load_k(x, head, block * C.BN, C, True), load_v(x, head, block * C.BN, C, True)
+    Kd, Vd = load_k(xd, head, block * C.BN, C, True), load_v(xd, head, block * C.BN, C, True)
     dK = tl.zeros([C.BN, C.DP], tl.float32)
     dV = tl.zeros([C.BN, C.DVP], tl.float32)
     for g in range(groups if C.GROUPED else 1):
-        index = kv_index * groups + g
-        scale = head_scale(score, index, C)
-        first_row = (batch.to(tl.int64) * heads + index) * n
-        head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-        qd_g, dod_g = qd, dod
-        if qd_g is not None:
-            qd_g = at_head(qd, batch, index, strides.x_dot.q_batch, strides.x_dot.q_head, C)
-        if dod_g is not None:
-            dod_g = at_head(dod, batch, index, strides.do_dot.batch, strides.do_dot.head, C)
-        q_g = at_head(q, batch, index, strides.x.q_batch, strides.x.q_head, C)
-        do_g = at_head(do, batch, index, strides.do.batch, strides.do.head, C)
-        x_g = Matrices(q_g, k, v, do_g, strides.x, strides.do)
-        xd_g = Matrices(qd_g, kd, vd, dod_g, strides.x_dot, strides.do_dot)
-        first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(n, C.BM), tl.cdiv(n, C.BM), C)
-        for t in range(full, full_end):
-            b = full_block(blocks, t, C.MASK)
-            dK, dV = dkdv_dot_step(dK, dV, K, V, Kd, Vd, x_g, xd_g, head, stats, j, b, 0, C, False)
-        if C.MASK != _NONE:
-            for t in range(partials):
-                b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
-                dK, dV = dkdv_dot_step(dK, dV, K, V, Kd, Vd, x_g, xd_g, head, stats, j, b, slot, C, True)
-    dK *= score.scale
+        head_g = Head(*head_at(args, sizes, batch, kv_index * groups + g, kv_index, C), args.score, args.blocks, args.dropout, sizes)
+        x_g = Matrices(q_at(q, head_g, strides.x, C), k_at(k, head_g, strides.x, C), v_at(v, head_g, strides.x, C), do_at(do, head_g, strides.do, C), strides.x, strides.do)
+        xd_g = Matrices(None if qd is None else q_at(qd, head_g, strides.x_dot, C), None if kd is None else k_at(kd, head_g, strides.x_dot, C), None if vd is None else v_at(vd, head_g, strides.x_dot, C), None if dod is None else do_at(dod, head_g, strides.do_dot, C), strides.x_dot, strides.do_dot)
+        dK, dV = over_rows(dkdv_dot_step, (dK, dV), (K, V, Kd, Vd, x_g, xd_g, head_g, stats, j), head_g, block, C)
+    dK *= args.score.scale
     store_dkdv(out, dK, dV, batch, kv_index, kv_heads, j, m, C)
 
 
@@ -210,13 +196,8 @@ def dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, slot, C: tl.
     """Add to dQ˙ [BM, DP] what block b of the keys contributes."""
     m = head.sizes.m
     j = b * C.BN + tl.arange(0, C.BN)
-    K = load_k(x, head.batch, head.kv_index, b * C.BN, m, C, MASKED)
-    V = load_v(x, head.batch, head.kv_index, b * C.BN, m, C, MASKED)
-    Kd, Vd = K, V
-    if xd.k is not None:
-        Kd = load_k(xd, head.batch, head.kv_index, b * C.BN, m, C, MASKED)
-    if xd.v is not None:
-        Vd = load_v(xd, head.batch, head.kv_index, b * C.BN, m, C, MASKED)
+    K, V = load_k(x, head, b * C.BN, C, MASKED), load_v(x, head, b * C.BN, C, MASKED)
+    Kd, Vd = load_k(xd, head, b * C.BN, C, MASKED), load_v(xd, head, b * C.BN, C, MASKED)
     S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)  # [BM, BN]
     T = tl.zeros([C.BM, C.BN], tl.float32)
     if xd.q is not None:
@@ -239,7 +220,8 @@ def dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, slot, C: tl.
     if xd.do is not None:
         dPd = tl.dot(dOd, tl.trans(V), dPd, input_precision=C.PRECISION)
     dot = RowStatsDot(dot.delta[:, None], dot.lse[:, None], dot.g_entropy[:, None], dot.mean[:, None])
-    P, PR, dS, dSd = softmax_double_backward(S, T, dP, dPd, raw, show, keep, down_columns(row), dot, head, C, HIDES)
+    chain = scores_slope_and_curve(raw, rows.i, j, head, C, False)
+    P, PR, dS, dSd = softmax_double_backward(S, T, dP, dPd, chain, show, keep, down_columns(row), dot, head, C, HIDES)
     dQ = tl.dot(dSd.to(K.dtype), K, dQ, input_precision=C.PRECISION)  # [BM, DP]
     if xd.k is not None:
         dQ = tl.dot(dS.to(K.dtype), Kd, dQ, input_precision=C.PRECISION)
@@ -249,49 +231,19 @@ def dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, slot, C: tl.
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups", "row_blocks"])
 def double_backward_dq(q, k, v, do, qd, kd, vd, dod, out, stats, args, n, m, heads, groups, row_blocks, C: tl.constexpr):
     """dQ˙ of BM rows: program (block of rows, batch item and head)."""
-    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    strides = args.strides
     sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(row_blocks)
+    head = Head(*program_head(args, sizes, owner, C), args.score, args.blocks, args.dropout, sizes)
     block = row_blocks - 1 - block
-    batch, index = owner // heads, owner % heads
-    kv_index = index // groups
-    scale = head_scale(score, index, C)
-    first_row = (batch.to(tl.int64) * heads + index) * n
-    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-    q = at_head(q, batch, index, strides.x.q_batch, strides.x.q_head, C)
-    k = at_head(k, batch, kv_index, strides.x.k_batch, strides.x.k_head, C)
-    v = at_head(v, batch, kv_index, strides.x.v_batch, strides.x.v_head, C)
-    do = at_head(do, batch, index, strides.do.batch, strides.do.head, C)
-    if qd is not None:
-        qd = at_head(qd, batch, index, strides.x_dot.q_batch, strides.x_dot.q_head, C)
-    if dod is not None:
-        dod = at_head(dod, batch, index, strides.do_dot.batch, strides.do_dot.head, C)
-    if kd is not None:
-        kd = at_head(kd, batch, kv_index, strides.x_dot.k_batch, strides.x_dot.k_head, C)
-    if vd is not None:
-        vd = at_head(vd, batch, kv_index, strides.x_dot.v_batch, strides.x_dot.v_head, C)
-    x = Matrices(q, k, v, do, strides.x, strides.do)
-    xd = Matrices(qd, kd, vd, dod, strides.x_dot, strides.do_dot)
+    x = Matrices(q_at(q, head, strides.x, C), k_at(k, head, strides.x, C), v_at(v, head, strides.x, C), do_at(do, head, strides.do, C), strides.x, strides.do)
+    xd = Matrices(None if qd is None else q_at(qd, head, strides.x_dot, C), None if kd is None else k_at(kd, head, strides.x_dot, C), None if vd is None else v_at(vd, head, strides.x_dot, C), None if dod is None else do_at(dod, head, strides.do_dot, C), strides.x_dot, strides.do_dot)
     i = block * C.BM + tl.arange(0, C.BM)  # [BM]
-    Q = load_q(x, head, block * C.BM, C)
-    dO = load_do(x, head, block * C.BM, C)
-    Qd, dOd = Q, dO
-    if xd.q is not None:
-        Qd = load_q(xd, head, block * C.BM, C)
-    if xd.do is not None:
-        dOd = load_do(xd, head, block * C.BM, C)
+    Q, dO = load_q(x, head, block * C.BM, C), load_do(x, head, block * C.BM, C)
+    Qd, dOd = load_q(xd, head, block * C.BM, C), load_do(xd, head, block * C.BM, C)
     row = load_row_stats(stats, head, i, C)
     dot = load_row_stats_dot(stats, head, i, C)
     rows = load_row_tile(head, i, C, True)
     dQ = tl.zeros([C.BM, C.DP], tl.float32)
-    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
-    for t in range(full, full_end):
-        b = full_block(blocks, t, C.MASK)
-        dQ = dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, 0, C, False)
-    for t in range(partials):
-        b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
-        dQ = dq_dot_step(dQ, Q, dO, Qd, dOd, x, xd, head, rows, row, dot, b, slot, C, True)
-    dQ *= scale
-    d = tl.arange(0, C.DP)
-    at = (first_row + i.to(tl.int64))[:, None] * C.D + d[None, :]
-    tl.store(out.dq + at, dQ.to(out.dq.dtype.element_ty), mask=(i < n)[:, None] & (d < C.D)[None, :])
+    dQ = over_keys(dq_dot_step, dQ, (Q, dO, Qd, dOd, x, xd, head, rows, row, dot), head, block, C)
+    store_rows(out.dq, dQ * head.scale, head.first_row, i, n, C.D, C.DP)

@@ -18,29 +18,29 @@ import triton.language as tl
 
 from ..arguments import Sizes
 from .aggregates import Head, Matrices
+from .forward import online_softmax
 from .program import (
-    at_head,
-    head_scale,
+    k_at,
     load_k,
     load_q,
     load_row_tile,
     load_v,
-    needed_blocks,
+    over_keys,
+    program_head,
+    q_at,
+    scores_and_slope,
+    store_statistics,
+    v_at,
     visible_logits,
 )
 from .tile_ops import (
     _BIAS_NONE,
-    DEEP,
     LN2,
-    LOG2E,
     LOWEST,
     bias_row_pointers,
     bias_tile,
     dropout_keep,
-    full_block,
-    partial_block,
     program_tile,
-    row_max_residual,
     tanh,
     zero_hidden_keys,
 )
@@ -73,8 +73,11 @@ def logits_dot(raw, T, rows, j, head, dot, C: tl.constexpr):
     t = T * head.scale
     if dot.scales is not None:
         t += raw * dot.scale
+    score, slope = scores_and_slope(raw, rows.i, j, head, C, False)
+    if C.SLOPED:
+        t = t * slope
     if C.CAP:
-        th = tanh(raw * head.scale / head.score.cap)
+        th = tanh(score / head.score.cap)
         t = t * (1.0 - th * th)
     if C.BIAS_DOT != _BIAS_NONE:
         t += bias_tile(dot.bias, dot.bias_rows, rows.i, j, head.sizes.n, head.sizes.m, C.BIAS_DOT)
@@ -84,30 +87,15 @@ def logits_dot(raw, T, rows, j, head, dot, C: tl.constexpr):
 @triton.jit
 def online_softmax_jvp(S, t, show, state, unit, C: tl.constexpr, HIDES: tl.constexpr):
     """Add logits S and their tangent t [BM, BN] to m, l, e, u, c [BM], and rescale O and A: P, P∘t and the new state."""
-    m, l, e, u, c = state.m, state.l, state.e, state.u, state.c
+    u, c = state.u, state.c
     if HIDES:
-        S = tl.where(show, S, float("-inf"))
         t = tl.where(show, t, 0.0)
-    if C.FAST:
-        m_new = tl.maximum(m, tl.max(S, 1) * unit)  # [BM] in log2 units
-        X = S * unit - m_new[:, None]  # [BM, BN]
-        shift = m - m_new
-    else:
-        m_new = tl.maximum(m, tl.max(S, 1))  # [BM] in natural units
-        X = (S - m_new[:, None]) * LOG2E
-        shift = (m - m_new) * LOG2E
-    if HIDES:
-        X = tl.maximum(X, DEEP)  # finite, so that P·X is 0 and not NaN
-    shift = tl.maximum(shift, DEEP)
-    P = tl.exp2(X)  # [BM, BN]
-    a = tl.exp2(shift)  # [BM]
+    P, m, l, e, a, X, shift = online_softmax(S, show, state.m, state.l, state.e, unit, C, HIDES)
     Pt = P * t
     if C.ENTROPY:
-        e = a * (e + shift * l) + tl.sum(P * X, 1)
         c = a * (c + shift * u) + tl.sum(Pt * X, 1)
-    l = a * l + tl.sum(P, 1)
     u = a * u + tl.sum(Pt, 1)
-    return P, Pt, State(state.O * a[:, None], state.A * a[:, None], m_new, l, e, u, c)
+    return P, Pt, State(state.O * a[:, None], state.A * a[:, None], m, l, e, u, c)
 
 
 @triton.jit
@@ -116,13 +104,13 @@ def jvp_step(state, Q, dQ, x, dx, head, dot, rows, b, slot, C: tl.constexpr, MAS
     m = head.sizes.m
     j0 = b * C.BN
     j = j0 + tl.arange(0, C.BN)  # [BN]
-    K = load_k(x, head.batch, head.kv_index, j0, m, C, MASKED)
+    K = load_k(x, head, j0, C, MASKED)
     S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)  # [BM, BN]
     T = tl.zeros([C.BM, C.BN], tl.float32)
     if dx.q is not None:
         T = tl.dot(dQ, tl.trans(K), T, input_precision=C.PRECISION)
     if dx.k is not None:
-        dK = load_k(dx, head.batch, head.kv_index, j0, m, C, MASKED)
+        dK = load_k(dx, head, j0, C, MASKED)
         T = tl.dot(Q, tl.trans(dK), T, input_precision=C.PRECISION)
     HIDES: tl.constexpr = MASKED or C.BIAS != _BIAS_NONE
     t = logits_dot(S, T, rows, j, head, dot, C)
@@ -132,14 +120,14 @@ def jvp_step(state, Q, dQ, x, dx, head, dot, rows, b, slot, C: tl.constexpr, MAS
         keep = dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound)
         P = tl.where(keep, P, 0.0)
         Pt = tl.where(keep, Pt, 0.0)
-    V = load_v(x, head.batch, head.kv_index, j0, m, C, MASKED)
+    V = load_v(x, head, j0, C, MASKED)
     if HIDES:
         V = zero_hidden_keys(V, show, head.blocks, head.batch, head.index, j, m, C.MASK, C.BIAS)
     P = P.to(V.dtype)
     O = tl.dot(P, V, state.O, input_precision=C.PRECISION)
     A = tl.dot(Pt.to(V.dtype), V, state.A, input_precision=C.PRECISION)
     if dx.v is not None:
-        dV = load_v(dx, head.batch, head.kv_index, j0, m, C, MASKED)
+        dV = load_v(dx, head, j0, C, MASKED)
         if HIDES:
             dV = zero_hidden_keys(dV, show, head.blocks, head.batch, head.index, j, m, C.MASK, C.BIAS)
         A = tl.dot(P, dV, A, input_precision=C.PRECISION)
@@ -149,47 +137,25 @@ def jvp_step(state, Q, dQ, x, dx, head, dot, rows, b, slot, C: tl.constexpr, MAS
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups", "row_blocks"])
 def jvp(q, k, v, dq, dk, dv, out, d_out, args, d_args, n, m, heads, groups, row_blocks, C: tl.constexpr):
     """Program (block of rows, batch item and head), as in the forward pass; a sink is not included here."""
-    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    strides, dropout = args.strides, args.dropout
     sizes = Sizes(n, m, heads, groups)
-    d_strides = d_args.strides
     block, owner = program_tile(row_blocks)
+    head = Head(*program_head(args, sizes, owner, C), args.score, args.blocks, args.dropout, sizes)
     block = row_blocks - 1 - block
-    batch, index = owner // heads, owner % heads
-    kv_index = index // groups
-    scale = head_scale(score, index, C)
-    first_row = (batch.to(tl.int64) * heads + index) * n
-    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
-    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
-    v = at_head(v, batch, kv_index, strides.v_batch, strides.v_head, C)
-    if dq is not None:
-        dq = at_head(dq, batch, index, d_strides.q_batch, d_strides.q_head, C)
-    if dk is not None:
-        dk = at_head(dk, batch, kv_index, d_strides.k_batch, d_strides.k_head, C)
-    if dv is not None:
-        dv = at_head(dv, batch, kv_index, d_strides.v_batch, d_strides.v_head, C)
-    x = Matrices(q, k, v, None, strides, None)
-    dx = Matrices(dq, dk, dv, None, d_strides, None)
+    x = Matrices(q_at(q, head, strides, C), k_at(k, head, strides, C), v_at(v, head, strides, C), None, strides, None)
+    dx = Matrices(None if dq is None else q_at(dq, head, d_args.strides, C), None if dk is None else k_at(dk, head, d_args.strides, C), None if dv is None else v_at(dv, head, d_args.strides, C), None, d_args.strides, None)
     i = block * C.BM + tl.arange(0, C.BM)  # [BM]
-    d_scale = scale
+    d_scale = head.scale
     if d_args.scales is not None:
-        d_scale = tl.load(d_args.scales + index)
-    Q = load_q(x, head, block * C.BM, C)
-    dQ = Q
-    if dx.q is not None:
-        dQ = load_q(dx, head, block * C.BM, C)
+        d_scale = tl.load(d_args.scales + head.index)
+    Q, dQ = load_q(x, head, block * C.BM, C), load_q(dx, head, block * C.BM, C)
     rows = load_row_tile(head, i, C, True)
-    bias_rows = bias_row_pointers(d_args.bias, batch, index, i, C.BIAS_DOT)
+    bias_rows = bias_row_pointers(d_args.bias, head.batch, head.index, i, C.BIAS_DOT)
     dot = ScoreDot(d_scale, d_args.scales, d_args.bias, bias_rows)
-    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
     zeros = tl.zeros([C.BM], tl.float32)
     O = tl.zeros([C.BM, C.DVP], tl.float32)
     state = State(O, O, tl.full([C.BM], LOWEST, tl.float32), zeros, zeros, zeros, zeros)
-    for t in range(full, full_end):
-        state = jvp_step(state, Q, dQ, x, dx, head, dot, rows, full_block(blocks, t, C.MASK), 0, C, False)
-    for t in range(partials):
-        b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
-        state = jvp_step(state, Q, dQ, x, dx, head, dot, rows, b, slot, C, True)
+    state = over_keys(jvp_step, state, (Q, dQ, x, dx, head, dot, rows), head, block, C)
 
     empty = state.l == 0.0
     l = tl.where(empty, 1.0, state.l)
@@ -200,17 +166,12 @@ def jvp(q, k, v, dq, dk, dv, out, d_out, args, d_args, n, m, heads, groups, row_
     A = state.A * factor[:, None] - u[:, None] * O
     d = tl.arange(0, C.DVP)
     valid = (i < n)[:, None] & (d < C.DV)[None, :]
-    to = batch.to(tl.int64) * strides.o_batch + index.to(tl.int64) * strides.o_head
+    to = head.batch.to(tl.int64) * strides.o_batch + head.index.to(tl.int64) * strides.o_head
     to = to + i.to(tl.int64)[:, None] * strides.o_row + d[None, :]
     tl.store(out.output + to, O.to(out.output.dtype.element_ty), mask=valid)
     tl.store(d_out.output + to, A.to(d_out.output.dtype.element_ty), mask=valid)
-    at = first_row + i
-    ln_l = tl.log2(l) * LN2
-    log_row_sum = ln_l + row_max_residual(state.m, row_max, empty, C.FAST)
-    tl.store(out.lse + at, tl.where(empty, float("-inf"), row_max + log_row_sum), mask=i < n)
-    tl.store(out.max_logit + at, tl.where(empty, float("-inf"), row_max), mask=i < n)
-    tl.store(out.log_row_sum + at, log_row_sum, mask=i < n)
+    at = head.first_row + i
+    store_statistics(out, at, i < n, state.m, row_max, l, state.e, empty, None, head.index, C)
     tl.store(d_out.lse + at, u, mask=i < n)
     if C.ENTROPY:
-        tl.store(out.entropy + at, ln_l - state.e / l * LN2, mask=i < n)
         tl.store(d_out.entropy + at, (u * state.e - state.c) / l * LN2, mask=i < n)

@@ -249,9 +249,9 @@ def spans(
         r = b - _up(key_blocks, _SIZE) * _SIZE
         orders = part >= row_programs + key_programs + bound_programs
         trips, before_block = 1, b
-        if orders:  # how many key blocks are visible before each key block, and up to the last that a row block sees
-            _, last = _keys_of(tl.minimum(tl.maximum(r, 0) * BM + BM, n).to(tl.int64) - 1, lead, terms)
-            before_block = tl.minimum(tl.where(r < 0, b, _up(last, BN)), key_blocks)
+        if orders:  # how many key blocks are visible before each key block, and before the first that a row block visits
+            lowest, _ = _keys_of(tl.minimum(tl.maximum(r, 0) * BM, n - 1).to(tl.int64), lead, terms)
+            before_block = tl.minimum(tl.where(r < 0, b, tl.where(lowest < m, lowest // BN, key_blocks)), key_blocks)
             trips, start = _up(tl.max(before_block, 0), _PAIRS), start * 0
         found, first, behind = b * 0, b * 0, b * 0
         for trip in range(trips):
@@ -268,7 +268,7 @@ def spans(
                 _store_seen(out + seen * 4, ticket, out + flag * 4, lead, j, m, (behind > first) & (j < m), key_programs * leads)
         elif orders:
             _store_padded(out + rank * 4, lead, tl.where(r < 0, b, _NOWHERE), key_blocks, found)
-            _store_padded(out + base * 4, lead, tl.where(r < 0, _NOWHERE, r), row_blocks, found - 1)
+            _store_padded(out + base * 4, lead, tl.where(r < 0, _NOWHERE, r), row_blocks, found)
         else:
             at_left, at_right = _halves(first)
             from_left, from_right = _halves(behind)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...compat.torch import is_capturing
 from ...compat.triton import INTERPRETED
+from .. import ahead
 from ..block_lists import MULTIPLE, BlockLists
 from ..span_terms import ENDS, LENGTHS, Sizes, SpanTerms
 from .spans import CHUNK, INNER, spans
@@ -151,9 +152,15 @@ def _launch(programs: int, device: torch.device, values: tuple[int, ...]) -> Non
     key = (device.index, bool(values[-1]))
     compiled = _COMPILED.get(key)
     if compiled is not None:
+        if ahead.is_collecting():
+            return
         start = compiled[programs, 1, 1]
         start(*values)
         return
-    compiled = spans[(programs,)](**dict(zip(spans.arg_names, values, strict=True)), **_OPTIONS)
+    named = dict(zip(spans.arg_names, values, strict=True))
+    if ahead.collect(spans, named, _OPTIONS, ("spans", *key)):
+        return
+    ahead.wait_for(spans)
+    compiled = spans[(programs,)](**named, **_OPTIONS)
     if not INTERPRETED and compiled is not None:
         _COMPILED[key] = compiled.result() if hasattr(compiled, "result") else compiled

@@ -13,27 +13,19 @@ from ...chunked.statistics import SATURATED, RowTotals
 from ..arguments import Sizes
 from .aggregates import Head, Matrices
 from .program import (
-    additive_scores,
-    at_head,
     head_logits,
-    head_scale,
+    k_at,
     load_k,
     load_q,
     load_row_tile,
-    needed_blocks,
+    over_keys,
+    over_rows,
+    program_head,
+    q_at,
+    raw_scores,
+    raw_scores_transposed,
 )
-from .tile_ops import (
-    _BIAS_NONE,
-    _BITS,
-    _NONE,
-    LOG2E,
-    full_block,
-    mask_tile,
-    partial_block,
-    program_tile,
-    row_offset,
-    unaligned_mask_tile,
-)
+from .tile_ops import _BIAS_NONE, _BITS, LOG2E, mask_tile, program_tile, row_offset, unaligned_mask_tile
 
 _SATURATED = tl.constexpr(SATURATED)
 _TOTALS = tl.constexpr(len(RowTotals._fields))
@@ -43,11 +35,7 @@ _TOTALS = tl.constexpr(len(RowTotals._fields))
 def masked_logits(Q, x, head, rows, j0, slot, C: tl.constexpr, MASKED: tl.constexpr):
     """The logits [BM, BN] of rows and the keys j0 … j0 + BN, −inf where hidden; FAST leaves them raw products."""
     j = j0 + tl.arange(0, C.BN)
-    if C.HIDDEN_DIM > 0:
-        S = additive_scores(x, head, rows.i, j, C)
-    else:
-        K = load_k(x, head.batch, head.kv_index, j0, head.sizes.m, C, True)
-        S = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)
+    S = raw_scores(Q, load_k(x, head, j0, C, True), x, head, rows.i, j, C)
     if not C.FAST:
         S, show = head_logits(S, rows, j, head, C)
         if C.BIAS != _BIAS_NONE:
@@ -75,24 +63,11 @@ def weights(S, stats, head, i, C: tl.constexpr):
 
 
 @triton.jit
-def load_queries(x, head, i0, C: tl.constexpr):
-    """The queries i0 … i0 + BM, [BM, DP]; the additive score loads its own."""
-    Q = i0
-    if C.HIDDEN_DIM == 0:
-        Q = load_q(x, head, i0, C)
-    return Q
-
-
-@triton.jit
-def weights_transposed(K, x, head, stats, j, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
-    """The weights [BN, BM] of keys j and block b of the rows."""
+def received_step(total, K, x, head, stats, j, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """Add the weights [BN, BM] of keys j and block b of the rows."""
     i = b * C.BM + tl.arange(0, C.BM)
     rows = load_row_tile(head, i, C, MASKED)
-    if C.HIDDEN_DIM > 0:
-        S = tl.trans(additive_scores(x, head, i, j, C))
-    else:
-        Q = load_q(x, head, b * C.BM, C)
-        S = tl.dot(K, tl.trans(Q), input_precision=C.PRECISION)  # [BN, BM]
+    S = raw_scores_transposed(load_q(x, head, b * C.BM, C), K, x, head, i, j, C)
     offset, log_sum = load_normalizer(stats, head, i, C)
     if C.FAST:
         T = S * head.unit - offset[None, :]
@@ -104,81 +79,64 @@ def weights_transposed(K, x, head, stats, j, b, slot, C: tl.constexpr, MASKED: t
     P = tl.exp2(T - log_sum[None, :])
     if MASKED:
         P = tl.where(tl.trans(mask_tile(head.blocks, rows.lo, rows.hi, slot, i, j, C.MASK)), P, 0.0)
-    return P
+    return total + P
 
 
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
 def received(q, k, out, stats, args, n, m, heads, groups, C: tl.constexpr):
     """Σ over rows of the weight of BN keys: program (block of keys, batch item and query head); summed once, at the end."""
-    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
     sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(m, C.BN))
-    batch, index = owner // heads, owner % heads
-    kv_index = index // groups
-    scale = head_scale(score, index, C)
-    first_row = (batch.to(tl.int64) * heads + index) * n
-    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
-    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
-    x = Matrices(q, k, None, None, strides, None)
+    head = Head(*program_head(args, sizes, owner, C), args.score, args.blocks, args.dropout, sizes)
+    x = Matrices(q_at(q, head, args.strides, C), k_at(k, head, args.strides, C), None, None, args.strides, None)
     j = block * C.BN + tl.arange(0, C.BN)
-    K = j
-    if C.HIDDEN_DIM == 0:
-        K = load_k(x, batch, kv_index, block * C.BN, m, C, True)
-    total = tl.zeros([C.BN, C.BM], tl.float32)
-    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(n, C.BM), tl.cdiv(n, C.BM), C)
-    for t in range(full, full_end):
-        total += weights_transposed(K, x, head, stats, j, full_block(blocks, t, C.MASK), 0, C, False)
-    if C.MASK != _NONE:
-        for t in range(partials):
-            b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
-            total += weights_transposed(K, x, head, stats, j, b, slot, C, True)
-    tl.store(out + (batch.to(tl.int64) * heads + index) * m + j, tl.sum(total, 1), mask=j < m)
+    K = load_k(x, head, block * C.BN, C, True)
+    total = over_rows(received_step, tl.zeros([C.BN, C.BM], tl.float32), (K, x, head, stats, j), head, block, C)
+    tl.store(out + (head.batch.to(tl.int64) * heads + head.index) * m + j, tl.sum(total, 1), mask=j < m)
 
 
 @triton.jit
-def distances(i, j, n, m):
-    """|i + m − n − j| of rows i and keys j [BM, BN]: the ends of both are aligned."""
-    return tl.abs((i + m - n)[:, None] - j[None, :]).to(tl.float32)
-
-
-@triton.jit
-def moments_step(free, far, Q, x, head, stats, rows, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+def moments_step(sums, Q, x, head, stats, rows, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
     """Add block b of the keys."""
+    free, far = sums
     j = b * C.BN + tl.arange(0, C.BN)
     P = weights(masked_logits(Q, x, head, rows, b * C.BN, slot, C, MASKED), stats, head, rows.i, C)
     free += tl.sum(P - P * P, 1)
-    far += tl.sum(P * distances(rows.i, j, head.sizes.n, head.sizes.m), 1)
+    place = rows.i + head.sizes.m - head.sizes.n  # [BM], the row's own position among the keys: the ends of both are aligned
+    far += tl.sum(P * tl.abs(place[:, None] - j[None, :]).to(tl.float32), 1)
     return free, far
 
 
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups"])
 def moments(q, k, health, distance, stats, args, n, m, heads, groups, C: tl.constexpr):
     """Σ p (1 − p) and Σ p |i + m − n − j| of BM rows: program (block of rows, batch item and head)."""
-    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
     sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(n, C.BM))
-    batch, index = owner // heads, owner % heads
-    kv_index = index // groups
-    scale = head_scale(score, index, C)
-    first_row = (batch.to(tl.int64) * heads + index) * n
-    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
-    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
-    x = Matrices(q, k, None, None, strides, None)
+    head = Head(*program_head(args, sizes, owner, C), args.score, args.blocks, args.dropout, sizes)
+    x = Matrices(q_at(q, head, args.strides, C), k_at(k, head, args.strides, C), None, None, args.strides, None)
     i = block * C.BM + tl.arange(0, C.BM)
-    Q = load_queries(x, head, block * C.BM, C)
+    Q = load_q(x, head, block * C.BM, C)
     rows = load_row_tile(head, i, C, True)
-    free = tl.zeros([C.BM], tl.float32)
-    far = tl.zeros([C.BM], tl.float32)
-    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
-    for t in range(full, full_end):
-        free, far = moments_step(free, far, Q, x, head, stats, rows, full_block(blocks, t, C.MASK), 0, C, False)
-    for t in range(partials):
-        b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
-        free, far = moments_step(free, far, Q, x, head, stats, rows, b, slot, C, True)
-    tl.store(health + first_row + i, free, mask=i < n)
-    tl.store(distance + first_row + i, far, mask=i < n)
+    zero = tl.zeros([C.BM], tl.float32)
+    free, far = over_keys(moments_step, (zero, zero), (Q, x, head, stats, rows), head, block, C)
+    tl.store(health + head.first_row + i, free, mask=i < n)
+    tl.store(distance + head.first_row + i, far, mask=i < n)
+
+
+@triton.jit
+def band_edge(x, cells, length):
+    """The first of `length` rows or keys in the x-th of `cells`."""
+    return ((x.to(tl.int64) * length + cells - 1) // cells).to(tl.int32)
+
+
+@triton.jit
+def part_of_weights(Q, x, head, rows, hi, j0, right, stats, key_blocks, C: tl.constexpr):
+    """The weights [BM, BN] of rows up to their `hi`, and of the keys from j0 to `right`; 0 elsewhere. Any j0 will do."""
+    j = j0 + tl.arange(0, C.BN)
+    S = masked_logits(Q, x, head, rows, j0, 0, C, False)
+    show = unaligned_mask_tile(head.blocks, head.batch, head.index, rows.lo, hi, rows.i, j, key_blocks, C.MASK)
+    show = show & (j < right)[None, :] & (hi > rows.lo)[:, None]
+    return tl.where(show, weights(S, stats, head, rows.i, C), 0.0)
 
 
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups", "height", "width", "key_blocks"])
@@ -187,42 +145,27 @@ def pooled(q, k, out, stats, args, n, m, heads, groups, height, width, key_block
 
     Row i is in row ⌊i·height/n⌋ of the grid, key j in column ⌊j·width/m⌋; a program goes over exactly its rows and keys.
     """
-    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
     sizes = Sizes(n, m, heads, groups)
-    column, owner = program_tile(width)
-    row = owner % height
-    owner = owner // height
-    batch, index = owner // heads, owner % heads
-    kv_index = index // groups
-    scale = head_scale(score, index, C)
-    first_row = (batch.to(tl.int64) * heads + index) * n
-    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
-    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
-    x = Matrices(q, k, None, None, strides, None)
-    top = ((row.to(tl.int64) * n + height - 1) // height).to(tl.int32)
-    bottom = (((row + 1).to(tl.int64) * n + height - 1) // height).to(tl.int32)
-    left = ((column.to(tl.int64) * m + width - 1) // width).to(tl.int32)
-    right = (((column + 1).to(tl.int64) * m + width - 1) // width).to(tl.int32)
+    cell, owner = program_tile(height * width)
+    head = Head(*program_head(args, sizes, owner, C), args.score, args.blocks, args.dropout, sizes)
+    row, column = cell // width, cell % width
+    x = Matrices(q_at(q, head, args.strides, C), k_at(k, head, args.strides, C), None, None, args.strides, None)
+    top, bottom = band_edge(row, height, n), band_edge(row + 1, height, n)
+    left, right = band_edge(column, width, m), band_edge(column + 1, width, m)
     total = tl.zeros([C.BM, C.BN], tl.float32)
     for i0 in range(top, bottom, C.BM):
         i = i0 + tl.arange(0, C.BM)
         rows = load_row_tile(head, i, C, True)
         hi = tl.where(i < bottom, rows.hi, 0)  # the rows of the next cell are not ours
-        some = hi > rows.lo
-        start = tl.maximum(left, tl.min(tl.where(some, rows.lo, m), 0))
+        start = tl.maximum(left, tl.min(tl.where(hi > rows.lo, rows.lo, m), 0))
         stop = tl.minimum(right, tl.max(hi, 0))
         if start < stop:
-            Q = load_queries(x, head, i0, C)
+            Q = load_q(x, head, i0, C)
             for j0 in range(start, stop, C.BN):
-                j = j0 + tl.arange(0, C.BN)
-                S = masked_logits(Q, x, head, rows, j0, 0, C, False)
-                show = unaligned_mask_tile(blocks, batch, index, rows.lo, hi, i, j, key_blocks, C.MASK)
-                show = show & (j < right)[None, :] & some[:, None]
-                total += tl.where(show, weights(S, stats, head, i, C), 0.0)
+                total += part_of_weights(Q, x, head, rows, hi, j0, right, stats, key_blocks, C)
     area = (bottom - top).to(tl.float32) * (right - left).to(tl.float32)
-    cell = ((batch.to(tl.int64) * heads + index) * height + row) * width + column
-    tl.store(out + cell, tl.sum(tl.sum(total, 1), 0) / area)
+    at = ((head.batch.to(tl.int64) * heads + head.index) * height + row) * width + column
+    tl.store(out + at, tl.sum(tl.sum(total, 1), 0) / area)
 
 
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups", "bands", "key_blocks"])
@@ -231,21 +174,13 @@ def received_by_bands(q, k, out, stats, args, n, m, heads, groups, bands, key_bl
 
     Row i is in band ⌊i·bands/n⌋; a program goes over exactly the rows of its band.
     """
-    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
-    sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(m, C.BN))
     band = owner % bands
     owner = owner // bands
-    batch, index = owner // heads, owner % heads
-    kv_index = index // groups
-    scale = head_scale(score, index, C)
-    first_row = (batch.to(tl.int64) * heads + index) * n
-    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
-    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
-    x = Matrices(q, k, None, None, strides, None)
-    top = ((band.to(tl.int64) * n + bands - 1) // bands).to(tl.int32)
-    bottom = (((band + 1).to(tl.int64) * n + bands - 1) // bands).to(tl.int32)
+    sizes = Sizes(n, m, heads, groups)
+    head = Head(*program_head(args, sizes, owner, C), args.score, args.blocks, args.dropout, sizes)
+    x = Matrices(q_at(q, head, args.strides, C), k_at(k, head, args.strides, C), None, None, args.strides, None)
+    top, bottom = band_edge(band, bands, n), band_edge(band + 1, bands, n)
     j0 = block * C.BN
     j = j0 + tl.arange(0, C.BN)
     total = tl.zeros([C.BM, C.BN], tl.float32)
@@ -253,21 +188,11 @@ def received_by_bands(q, k, out, stats, args, n, m, heads, groups, bands, key_bl
         i = i0 + tl.arange(0, C.BM)
         rows = load_row_tile(head, i, C, True)
         hi = tl.where(i < bottom, rows.hi, 0)  # the rows of the next band are not ours
-        some = hi > rows.lo
-        if (tl.min(tl.where(some, rows.lo, m), 0) < j0 + C.BN) & (tl.max(hi, 0) > j0):
-            Q = load_queries(x, head, i0, C)
-            S = masked_logits(Q, x, head, rows, j0, 0, C, False)
-            show = unaligned_mask_tile(blocks, batch, index, rows.lo, hi, i, j, key_blocks, C.MASK)
-            show = show & (j < m)[None, :] & some[:, None]
-            total += tl.where(show, weights(S, stats, head, i, C), 0.0)
-    at = ((batch.to(tl.int64) * heads + index) * bands + band) * m
+        if (tl.min(tl.where(hi > rows.lo, rows.lo, m), 0) < j0 + C.BN) & (tl.max(hi, 0) > j0):
+            Q = load_q(x, head, i0, C)
+            total += part_of_weights(Q, x, head, rows, hi, j0, m, stats, key_blocks, C)
+    at = ((head.batch.to(tl.int64) * heads + head.index) * bands + band) * m
     tl.store(out + at + j, tl.sum(total, 0), mask=j < m)
-
-
-@triton.jit
-def band_edge(x, cells, length):
-    """The first of `length` rows or keys in the x-th of `cells`."""
-    return ((x.to(tl.int64) * length + cells - 1) // cells).to(tl.int32)
 
 
 @triton.jit
@@ -338,7 +263,7 @@ def row_survey_step(sums, Q, x, head, normalizer, rows, b, slot, C: tl.constexpr
         previous += tl.sum(tl.where(j[None, :] == place[:, None] - 1, P, 0.0), 1)
     if (j0 <= first) & (first < j0 + C.BN):
         on_first += tl.sum(tl.where((j == first)[None, :], P, 0.0), 1)
-    if (C.MASK == _BITS) | (C.BIAS != _BIAS_NONE):
+    if (C.MASK == _BITS) | (C.BIAS != _BIAS_NONE) | C.POINTWISE:
         count += tl.sum((S != float("-inf")).to(tl.int32), 1)
     return free, far, on_first, own, previous, best, key, count
 
@@ -385,35 +310,24 @@ def row_survey(q, k, out, first, stats, args, n, m, heads, groups, C: tl.constex
 
     `first` has m less the key of each batch item whose weight is stored for every row; 0 for none.
     """
-    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
+    row_blocks = tl.cdiv(n, C.BM)
     sizes = Sizes(n, m, heads, groups)
-    block, owner = program_tile(tl.cdiv(n, C.BM))
-    block = tl.cdiv(n, C.BM) - 1 - block  # under a causal mask the last rows have the most work, and start first
-    batch, index = owner // heads, owner % heads
-    kv_index = index // groups
-    scale = head_scale(score, index, C)
-    first_row = (batch.to(tl.int64) * heads + index) * n
-    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
-    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
-    x = Matrices(q, k, None, None, strides, None)
+    block, owner = program_tile(row_blocks)
+    head = Head(*program_head(args, sizes, owner, C), args.score, args.blocks, args.dropout, sizes)
+    block = row_blocks - 1 - block  # under a causal mask the last rows have the most work, and start first
+    x = Matrices(q_at(q, head, args.strides, C), k_at(k, head, args.strides, C), None, None, args.strides, None)
     i = block * C.BM + tl.arange(0, C.BM)
-    Q = load_queries(x, head, block * C.BM, C)
+    Q = load_q(x, head, block * C.BM, C)
     rows = load_row_tile(head, i, C, True)
     offset, log_sum = load_normalizer(stats, head, i, C)
-    normalizer = (offset, log_sum, m - tl.load(first + batch))
+    normalizer = (offset, log_sum, m - tl.load(first + head.batch))
     zero = tl.zeros([C.BM], tl.float32)
     sums = (zero, zero, zero, zero, zero, zero + float("-inf"), i * 0 + 0x7FFFFFFF, i * 0)
-    begin, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
-    for t in range(full, full_end):
-        sums = row_survey_step(sums, Q, x, head, normalizer, rows, full_block(blocks, t, C.MASK), 0, C, False)
-    for t in range(partials):
-        b, slot = partial_block(blocks, t, begin, full, full_end, C.MASK)
-        sums = row_survey_step(sums, Q, x, head, normalizer, rows, b, slot, C, True)
+    sums = over_keys(row_survey_step, sums, (Q, x, head, normalizer, rows), head, block, C)
     free, far, on_first, own, previous, best, key, count = sums
-    if (C.MASK != _BITS) & (C.BIAS == _BIAS_NONE):
+    if not ((C.MASK == _BITS) | (C.BIAS != _BIAS_NONE) | C.POINTWISE):
         count = tl.maximum(rows.hi - rows.lo, 0)
-    at, inside = first_row + i, i < n
+    at, inside = head.first_row + i, i < n
     tl.store(out.health + at, free, mask=inside)
     tl.store(out.distance + at, far, mask=inside)
     tl.store(out.first + at, on_first, mask=inside)
@@ -422,7 +336,7 @@ def row_survey(q, k, out, first, stats, args, n, m, heads, groups, C: tl.constex
     tl.store(out.largest + at, tl.exp2(best - log_sum), mask=inside)
     tl.store(out.key + at, tl.where(best == float("-inf"), -1, key).to(tl.int64), mask=inside)
     tl.store(out.visible + at, count.to(tl.int64), mask=inside)
-    place = owner.to(tl.int64) * tl.cdiv(n, C.BM) + block
+    place = owner.to(tl.int64) * row_blocks + block
     store_row_totals(out.totals + place * _TOTALS, sums, count, stats, head, i, log_sum)
 
 
@@ -432,6 +346,13 @@ def rank(S, j):
     bits = (S + 0.0).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return tl.where(S == float("-inf"), -0x8000000000000000, (order << 32) | (0xFFFFFFFF - j.to(tl.int64))[None, :])
+
+
+@triton.jit
+def empty_ranks(k_best, C: tl.constexpr):
+    """Ranks [BM, KP] that every pair beats in the first k_best places, and none in the others."""
+    best = tl.full([C.BM, C.KP], -0x8000000000000000, tl.int64)
+    return tl.where((tl.arange(0, C.KP) < k_best)[None, :], best, 0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
@@ -450,34 +371,23 @@ def insert(best, S, j):
     return best
 
 
+@triton.jit
+def top_step(best, Q, x, head, rows, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """Let block b of the keys compete."""
+    return insert(best, masked_logits(Q, x, head, rows, b * C.BN, slot, C, MASKED), b * C.BN + tl.arange(0, C.BN))
+
+
 @triton.jit(do_not_specialize=["n", "m", "heads", "groups", "k_best"])
 def top(q, k, out, args, n, m, heads, groups, k_best, C: tl.constexpr):
     """The ranks of the KP strongest pairs of BM rows, in no order: program (block of rows, batch item and head)."""
-    strides, score, blocks, dropout = args.strides, args.score, args.blocks, args.dropout
     sizes = Sizes(n, m, heads, groups)
     block, owner = program_tile(tl.cdiv(n, C.BM))
-    batch, index = owner // heads, owner % heads
-    kv_index = index // groups
-    scale = head_scale(score, index, C)
-    first_row = (batch.to(tl.int64) * heads + index) * n
-    head = Head(batch, index, kv_index, first_row, scale, scale * LOG2E, score, blocks, dropout, sizes)
-    q = at_head(q, batch, index, strides.q_batch, strides.q_head, C)
-    k = at_head(k, batch, kv_index, strides.k_batch, strides.k_head, C)
-    x = Matrices(q, k, None, None, strides, None)
+    head = Head(*program_head(args, sizes, owner, C), args.score, args.blocks, args.dropout, sizes)
+    x = Matrices(q_at(q, head, args.strides, C), k_at(k, head, args.strides, C), None, None, args.strides, None)
     i = block * C.BM + tl.arange(0, C.BM)
-    Q = load_queries(x, head, block * C.BM, C)
+    Q = load_q(x, head, block * C.BM, C)
     rows = load_row_tile(head, i, C, True)
     slots = tl.arange(0, C.KP)
-    best = tl.full([C.BM, C.KP], -0x8000000000000000, tl.int64)
-    best = tl.where((slots < k_best)[None, :], best, 0x7FFFFFFFFFFFFFFF)  # places that stay empty
-    first, full, full_end, partials = needed_blocks(head, block, tl.cdiv(m, C.BN), m // C.BN, C)
-    for t in range(full, full_end):
-        j0 = full_block(blocks, t, C.MASK) * C.BN
-        S = masked_logits(Q, x, head, rows, j0, 0, C, False)
-        best = insert(best, S, j0 + tl.arange(0, C.BN))
-    for t in range(partials):
-        b, slot = partial_block(blocks, t, first, full, full_end, C.MASK)
-        S = masked_logits(Q, x, head, rows, b * C.BN, slot, C, True)
-        best = insert(best, S, b * C.BN + tl.arange(0, C.BN))
-    at = (first_row + i)[:, None] * C.KP + slots[None, :]
+    best = over_keys(top_step, empty_ranks(k_best, C), (Q, x, head, rows), head, block, C)
+    at = (head.first_row + i)[:, None] * C.KP + slots[None, :]
     tl.store(out + at, best, mask=(i < n)[:, None])

@@ -17,6 +17,12 @@ _BIAS_NONE, _BIAS_TENSOR, _BIAS_ALIBI = tl.constexpr(BIAS_NONE), tl.constexpr(BI
 
 
 @triton.jit
+def clamp_exponent(x):
+    """Exponents of 2, at least DEEP, where exp2 is 0; NaN stays NaN, so that one that a row sees reaches its results."""
+    return tl.maximum(x, DEEP, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def program_tile(count):
     """Which of `count` blocks a program has, and which batch item and head."""
     return tl.program_id(0) % count, tl.program_id(0) // count

@@ -51,12 +51,15 @@ class Duplicate(Rule):
 
     def judge(self, seen: AttentionRecord) -> Iterator[Finding]:
         """Yield one finding with every group of heads that are alike."""
-        layers = {layer: (heads, self._candidates(heads)) for layer, heads in by_layer(seen).items()}
-        layers = {layer: both for layer, both in layers.items() if len(both[1]) > 1}
+        layers = {
+            layer: [head.head for head in heads if math.isfinite(head.max_logit) and not self._is_plain(head)]
+            for layer, heads in by_layer(seen).items()
+        }
+        layers = {layer: candidates for layer, candidates in layers.items() if len(candidates) > 1}
         apart = distances([seen[layer] for layer in layers], self.rows, self.least)
         groups = [
             (Place(layer, tuple(sorted(group))), group)
-            for (layer, (_, candidates)), far in zip(layers.items(), apart, strict=True)
+            for (layer, candidates), far in zip(layers.items(), apart, strict=True)
             for group in self._groups(candidates, far)
         ]
         if groups:
@@ -68,9 +71,6 @@ class Duplicate(Rule):
             place, group = min(groups, key=lambda one: min(one[1].values()))
             places = tuple(place for place, _ in groups)
             yield Finding(self.name, "notable", f"{named}: {says}", *place, min(group.values()), places, says)
-
-    def _candidates(self, heads: list[Head]) -> list[int]:
-        return [head.head for head in heads if math.isfinite(head.max_logit) and not self._is_plain(head)]
 
     def _is_plain(self, head: Head) -> bool:
         shares = (head.first_share, head.self_share, head.previous_share)

@@ -9,7 +9,6 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..head_statistics import SurveyedCall
 from ..record import AttentionRecord
 from ..transfer import on_host
 from .base import Finding, Rule, span
@@ -91,18 +90,14 @@ def heads_by_position(seen: AttentionRecord, layers: Iterable[str], share: float
 def _usual_offsets(seen: AttentionRecord, layers: Iterable[str]) -> dict[str, list[_Offset]]:
     """The usual offset of each head, in layers with as many keys as rows."""
     surveys = seen.surveys()
-    calls = {layer: surveys[layer] for layer in layers if _is_square(surveys[layer])}
+    square = [layer for layer in layers if seen[layer].shape[-1] == seen[layer].shape[-2] and seen[layer].lse.numel()]
+    calls = {layer: surveys[layer] for layer in square}
     numbers = [(call.survey.key.int(), call.survey.largest, call.seen.visible > 1) for call in calls.values()]
     read = iter(on_host([flatten_batch(x, 1) for each in numbers for x in each]) if calls else ())
     return {
         layer: [_Offset.of(*head) for head in _offsets(next(read), next(read), next(read)).T.tolist()]
         for layer in calls
     }
-
-
-def _is_square(call: SurveyedCall) -> bool:
-    """Whether there are as many keys as rows, and some of them."""
-    return call.seen.shape[-1] == call.seen.shape[-2] and bool(call.seen.lse.numel())
 
 
 def _offsets(key: Tensor, weight: Tensor, several: Tensor) -> Tensor:

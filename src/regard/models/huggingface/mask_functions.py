@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.torch import tensor_indices_in_vmap
 from ...masks import Mask, causal, documents, everything, padding, predicate, window
 from ...masks.causal import Causal
-from ...masks.index import broadcast_shapes
 from ...masks.window import Window
+from ..posing import vmapped
 from .lazy_mask import LazyMask
 
 __all__ = ["MaskBuilder", "MaskRegion"]
@@ -297,17 +296,7 @@ def _as_predicate(function: MaskFunction, region: MaskRegion, use_vmap: bool) ->
 
     def allows(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         indices = (batch, head, i + region.row_start, j + region.key_start)
-        return (_vmapped(function, *indices) if use_vmap else function(*indices)).to(i.device)
+        return (vmapped(function, *indices) if use_vmap else function(*indices)).to(i.device)
 
     allows.__name__ = getattr(function, "__name__", type(function).__name__)
     return predicate(allows)
-
-
-def _vmapped(function: MaskFunction, *indices: Tensor) -> Tensor:
-    """Apply a function of single indices to many at once."""
-    shape = broadcast_shapes(*(x.shape for x in indices))
-    if 0 in shape:
-        return torch.zeros(shape, dtype=torch.bool, device=indices[0].device)
-    with tensor_indices_in_vmap():
-        found: Tensor = torch.vmap(function)(*(x.expand(shape).flatten() for x in indices))
-    return found.reshape(shape)

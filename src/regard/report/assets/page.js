@@ -95,6 +95,7 @@ function buildHeader() {
     change(theme);
   });
   darker.addEventListener("change", () => change(remembered()));
+  applyTheme(remembered()); // a frame may learn the colours of its page after the first look and before the listener
   label();
 }
 

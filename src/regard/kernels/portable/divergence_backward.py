@@ -1,0 +1,196 @@
+"""The backward pass of a divergence between two attentions p and r, by recomputation, without atomics: the same bits every time.
+
+    dS_p = g · p ∘ (A − Σ p·A)        dS_r = g · (r∘B − r · Σ r·B)
+
+where A and B are the derivatives of the divergence by p and r, as `pair_terms` has them: for KL, A = ln p − ln r and r∘B = −p.
+`divergence_dq` holds rows and goes over keys, `divergence_dk` holds keys and goes over rows; both have both sides at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..arguments import Sizes
+from .aggregates import Head, Matrices
+from .divergence import (
+    _EPSILON,
+    _KL,
+    FAR,
+    PairRows,
+    Side,
+    Sums,
+    finite_lse,
+    over_both,
+    side_tile,
+    side_tile_transposed,
+    tile_terms,
+)
+from .program import (
+    head_at,
+    k_at,
+    load_k,
+    load_q,
+    load_row_tile,
+    over_keys,
+    over_rows,
+    program_head,
+    q_at,
+    store_rows,
+)
+from .tile_ops import LN2, program_tile, tanh, zero_hidden_keys
+
+
+@triton.jit
+def load_pair_rows(stats, first_row, i, n, C: tl.constexpr):
+    """What the backward pass knows of rows i, [BM] each. An infinite row has no gradient."""
+    at = first_row + i
+    lse_p = tl.load(stats.rows.lse_p + at, mask=i < n, other=float("-inf"))
+    lse_r = tl.load(stats.rows.lse_r + at, mask=i < n, other=float("-inf"))
+    g = tl.load(stats.g + at, mask=i < n, other=0.0)
+    floor = g
+    if C.KIND == _KL:
+        delta = tl.load(stats.rows.value + at, mask=i < n, other=0.0)
+        g = tl.where((delta == float("inf")) | (lse_p == float("-inf")), 0.0, g)
+        p_delta = tl.where(delta == float("inf"), 0.0, g * delta)
+        r_delta = -g  # Σ r·B = −Σ p = −1
+    else:
+        p_delta = g * tl.load(stats.rows.delta_p + at, mask=i < n, other=0.0)
+        r_delta = g * tl.load(stats.rows.delta_r + at, mask=i < n, other=0.0)
+        if C.KIND == _EPSILON:
+            floor = tl.load(stats.mix.floor + at, mask=i < n, other=0.0)
+    return PairRows(finite_lse(lse_p), finite_lse(lse_r), g, p_delta, r_delta, floor)
+
+
+@triton.jit
+def capped(dS, raw, head, C: tl.constexpr):
+    """The derivative of the raw products, from that of the logits."""
+    if C.CAP:
+        t = tanh(raw * head.scale / head.score.cap)
+        dS = dS * (1.0 - t * t)
+    return dS
+
+
+@triton.jit
+def pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr):
+    """dS of both sides, for row statistics that are broadcast to the tile."""
+    found = tile_terms(S_p, S_r, show_p, show_r, row, mix, p, r, P, R, C, MASKED)
+    dS_p = found.p * ((row.g * LN2) * found.A - row.p_delta)
+    dS_r = row.g * found.rB - row.r_delta * found.r
+    return dS_p, dS_r
+
+
+@triton.jit
+def add_dq(dQ, dS, raw, show, K, b, head, C: tl.constexpr, MASKED: tl.constexpr):
+    """dQ of a side with what block b of its keys contributes, from dS of the logits."""
+    dS = capped(dS, raw, head, C)
+    if MASKED:
+        dS = tl.where(show, dS, 0.0)
+        j = b * C.BN + tl.arange(0, C.BN)
+        K = zero_hidden_keys(K, show, head.blocks, head.batch, head.index, j, head.sizes.m, C.MASK, C.BIAS)
+    return tl.dot(dS.to(K.dtype), K, dQ, input_precision=C.PRECISION)
+
+
+@triton.jit
+def dq_step(sums, p, r, row, mix, i0, R: tl.constexpr, C: tl.constexpr, b, slot, P: tl.constexpr, MASKED: tl.constexpr):
+    """Add to dQ of both sides what block b of the keys contributes."""
+    dQ_p, dQ_r = sums.p, sums.r
+    raw_p, S_p, show_p, K_p = side_tile(p, b, i0, slot, P, MASKED)
+    raw_r, S_r, show_r, K_r = side_tile(r, b, i0, slot, R, MASKED)
+    dS_p, dS_r = pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P, R, C, MASKED)
+    if C.NEEDS_P:
+        dQ_p = add_dq(dQ_p, dS_p, raw_p, show_p, K_p, b, p.head, P, MASKED)
+    if C.NEEDS_R:
+        dQ_r = add_dq(dQ_r, dS_r, raw_r, show_r, K_r, b, r.head, R, MASKED)
+    return Sums(dQ_p, dQ_r)
+
+
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups_p", "groups_r", "row_blocks"])
+def divergence_dq(
+    q_p, k_p, q_r, k_r, out, stats, args_p, args_r, n, m, heads, groups_p, groups_r, row_blocks,
+    P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """dQ of BM rows of both sides: program (block of rows, batch item and head)."""
+    block, owner = program_tile(row_blocks)
+    block = row_blocks - 1 - block
+    i = block * P.BM + tl.arange(0, P.BM)
+    sizes_p, sizes_r = Sizes(n, m, heads, groups_p), Sizes(n, m, heads, groups_r)
+    head_p = Head(*program_head(args_p, sizes_p, owner, P), args_p.score, args_p.blocks, None, sizes_p)
+    head_r = Head(*program_head(args_r, sizes_r, owner, R), args_r.score, args_r.blocks, None, sizes_r)
+    x_p = Matrices(q_at(q_p, head_p, args_p.strides, P), k_at(k_p, head_p, args_p.strides, P), None, None, args_p.strides, None)
+    x_r = Matrices(q_at(q_r, head_r, args_r.strides, R), k_at(k_r, head_r, args_r.strides, R), None, None, args_r.strides, None)
+    p = Side(load_q(x_p, head_p, block * P.BM, P), x_p, head_p, load_row_tile(head_p, i, P, True))
+    r = Side(load_q(x_r, head_r, block * P.BM, R), x_r, head_r, load_row_tile(head_r, i, R, True))
+    first_row = p.head.first_row
+    w, mix = load_pair_rows(stats, first_row, i, n, C), stats.mix
+    row = PairRows(w.lse_p[:, None], w.lse_r[:, None], w.g[:, None], w.p_delta[:, None], w.r_delta[:, None], w.floor[:, None])
+    dQ_p = tl.zeros([P.BM, P.DP], tl.float32) if C.NEEDS_P else w.g
+    dQ_r = tl.zeros([R.BM, R.DP], tl.float32) if C.NEEDS_R else w.g
+    sums = Sums(dQ_p, dQ_r)
+    sums = over_both(over_keys, dq_step, sums, (p, r, row, mix, block * P.BM, R, C), p, r, block, tl.cdiv(m, P.BN), P, R)
+    if C.NEEDS_P:
+        store_rows(out.p, sums.p * args_p.score.scale, first_row, i, n, P.D, P.DP)
+    if C.NEEDS_R:
+        store_rows(out.r, sums.r * args_r.score.scale, first_row, i, n, R.D, R.DP)
+
+
+@triton.jit
+def add_dk(dK, dS, raw, show, Q, lse, head, C: tl.constexpr, MASKED: tl.constexpr):
+    """dK of a side with what a block of its rows contributes, from dSᵀ of the logits."""
+    dS = capped(dS, raw, head, C)
+    if MASKED:  # a row that attends to nothing leaves no trace, not even a NaN
+        dS = tl.where(show, dS, 0.0)
+        Q = tl.where((lse != FAR)[:, None], Q, 0.0)
+    return tl.dot(dS.to(Q.dtype), Q, dK, input_precision=C.PRECISION)
+
+
+@triton.jit
+def dk_step(sums, p, r, stats, j0, R: tl.constexpr, C: tl.constexpr, b, slot, P: tl.constexpr, MASKED: tl.constexpr):
+    """Add to dK of both sides what block b of the rows contributes."""
+    dK_p, dK_r = sums.p, sums.r
+    i0 = b * P.BM
+    i = i0 + tl.arange(0, P.BM)
+    Q_p, Q_r = load_q(p.x, p.head, i0, P), load_q(r.x, r.head, i0, R)
+    p = Side(p.Q, p.x, p.head, load_row_tile(p.head, i, P, MASKED))
+    r = Side(r.Q, r.x, r.head, load_row_tile(r.head, i, R, MASKED))
+    raw_p, S_p, show_p = side_tile_transposed(p, Q_p, j0, i0, slot, P, MASKED)
+    raw_r, S_r, show_r = side_tile_transposed(r, Q_r, j0, i0, slot, R, MASKED)
+    w = load_pair_rows(stats, p.head.first_row, i, p.head.sizes.n, C)
+    row = PairRows(w.lse_p[None, :], w.lse_r[None, :], w.g[None, :], w.p_delta[None, :], w.r_delta[None, :], w.floor[None, :])
+    dS_p, dS_r = pair_backward(S_p, S_r, show_p, show_r, row, stats.mix, p, r, P, R, C, MASKED)
+    if C.NEEDS_P:
+        dK_p = add_dk(dK_p, dS_p, raw_p, show_p, Q_p, w.lse_p, p.head, P, MASKED)
+    if C.NEEDS_R:
+        dK_r = add_dk(dK_r, dS_r, raw_r, show_r, Q_r, w.lse_r, r.head, R, MASKED)
+    return Sums(dK_p, dK_r)
+
+
+@triton.jit(do_not_specialize=["n", "m", "heads", "groups_p", "groups_r", "groups"])
+def divergence_dk(
+    q_p, k_p, q_r, k_r, out, stats, args_p, args_r, n, m, heads, groups_p, groups_r, groups,
+    P: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """dK of BN keys: program (block of keys, batch item and key head of `groups` heads); its heads one after the other."""
+    block, owner = program_tile(tl.cdiv(m, P.BN))
+    kv_heads = heads // groups
+    kv_index, batch = owner % kv_heads, owner // kv_heads
+    j = block * P.BN + tl.arange(0, P.BN)
+    zeros = tl.zeros([P.BN], tl.float32)
+    dK_p = tl.zeros([P.BN, P.DP], tl.float32) if C.NEEDS_P else zeros
+    dK_r = tl.zeros([R.BN, R.DP], tl.float32) if C.NEEDS_R else zeros
+    sums = Sums(dK_p, dK_r)
+    for g in range(groups if C.GROUPED else 1):
+        index = kv_index * groups + g
+        sizes_p, sizes_r = Sizes(n, m, heads, groups_p), Sizes(n, m, heads, groups_r)
+        head_p = Head(*head_at(args_p, sizes_p, batch, index, index // groups_p, P), args_p.score, args_p.blocks, None, sizes_p)
+        head_r = Head(*head_at(args_r, sizes_r, batch, index, index // groups_r, R), args_r.score, args_r.blocks, None, sizes_r)
+        x_p = Matrices(q_at(q_p, head_p, args_p.strides, P), k_at(k_p, head_p, args_p.strides, P), None, None, args_p.strides, None)
+        x_r = Matrices(q_at(q_r, head_r, args_r.strides, R), k_at(k_r, head_r, args_r.strides, R), None, None, args_r.strides, None)
+        p = Side(load_k(x_p, head_p, block * P.BN, P, True), x_p, head_p, None)
+        r = Side(load_k(x_r, head_r, block * R.BN, R, True), x_r, head_r, None)
+        sums = over_both(over_rows, dk_step, sums, (p, r, stats, block * P.BN, R, C), p, r, block, tl.cdiv(n, P.BM), P, R)
+    first_key = (batch.to(tl.int64) * kv_heads + kv_index) * m
+    if C.NEEDS_P:
+        store_rows(out.p, sums.p * args_p.score.scale, first_key, j, m, P.D, P.DP)
+    if C.NEEDS_R:
+        store_rows(out.r, sums.r * args_r.score.scale, first_key, j, m, R.D, R.DP)

@@ -1,0 +1,162 @@
+"""Kernels for the divergence between two attentions: values and gradients against float64 in strips of plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.chunked.divergence import divergence_in_strips
+from regard.functional import _side
+from regard.kernels import divergence as kernels
+
+CAUSAL, BITS, WINDOW = regard.causal(), regard.strided(3), regard.window(5)
+MANY, FEW = 37, 9  # two blocks of rows and of keys, or one
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).requires_grad_()
+
+
+def sides(a: dict[str, Any], b: dict[str, Any], heads: tuple[int, int] = (2, 2), n: int = FEW) -> list[dict[str, Any]]:
+    """Grouped heads against ungrouped ones, with dims of their own."""
+    one = {"query": random(1, heads[0], n, 8), "key": random(1, 1, n, 8)}
+    two = {"query": random(1, heads[1], n, 5), "key": random(1, heads[1], n, 5, seed=1)}
+    return [one | a, two | b]
+
+
+def tensors(given: list[dict[str, Any]]) -> list[Tensor]:
+    return [x for side in given for x in side.values() if isinstance(x, Tensor)]
+
+
+def in_strips(given: list[dict[str, Any]], kind: Any, heads: Any, epsilon: float | None) -> Tensor:
+    problems = [_side(side, "a") for side in given]
+    wide = [p._replace(query=p.query.double(), key=p.key.double(), value=p.key[..., :0].double()) for p in problems]
+    found = divergence_in_strips(*wide, kind, heads, epsilon)
+    return found[:, 0] if heads == "mean" else found
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the kernels compared."""
+    found: list[Any] = []
+    forward = kernels._forward
+
+    def noted(pair: Any) -> Any:
+        found.append(pair)
+        return forward(pair)
+
+    monkeypatch.setattr(kernels, "_forward", noted)
+    return found
+
+
+def agree(
+    given: list[dict[str, Any]], kind: Any, heads: Any = None, epsilon: float | None = None, slack: float = 1
+) -> Tensor:
+    found = regard.divergence(*given, kind, heads=heads, epsilon=epsilon)  # type: ignore[misc]
+    true = in_strips(given, kind, heads, epsilon)
+    torch.testing.assert_close(found.double(), true, atol=2e-6 * slack, rtol=1e-5)
+    weight = torch.linspace(-1, 1, found.numel()).view(found.shape)
+    grads = torch.autograd.grad(found, tensors(given), weight)
+    for g, t in zip(grads, torch.autograd.grad(true, tensors(given), weight.double()), strict=True):
+        torch.testing.assert_close(g, t, atol=3e-6 * slack, rtol=1e-4)
+    return found.detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "epsilon", "a", "b"),
+    [("reverse", None, CAUSAL, CAUSAL), ("js", None, CAUSAL, BITS), ("kl", 0.1, WINDOW, BITS)],
+    ids=str,
+)
+def test_masks_may_be_the_same_or_differ(
+    kind: str, epsilon: float | None, a: regard.Mask, b: regard.Mask, fused: list[Any]
+) -> None:
+    agree(sides({"mask": a}, {"mask": b}, (1, 1), MANY), kind, epsilon=epsilon)
+    assert [pair.listed for pair in fused] == [a is b]
+
+
+@pytest.mark.parametrize(("kind", "epsilon"), [("kl", None), ("js", None), ("kl", 0.1)])
+def test_sinks_caps_and_scales_have_gradients(kind: str, epsilon: float | None, fused: list[Any]) -> None:
+    a = {"mask": BITS, "sink": random(2), "softcap": 2.0, "scale": -0.3}
+    agree(sides(a, {"mask": BITS, "sink": random(2, seed=1), "scale": random(2, seed=2)}), kind, epsilon=epsilon)
+    assert fused
+
+
+def test_a_row_with_weight_on_a_key_that_the_other_hides_is_infinite_and_has_no_gradient(fused: list[Any]) -> None:
+    found = agree(sides({"mask": CAUSAL}, {"mask": WINDOW}, (1, 1)), "kl")
+    assert found.isinf().tolist() == [[[False] * 6 + [True] * (FEW - 6)]]
+    assert regard.divergence(*sides({"sink": random(1)}, {}, (1, 1))).isinf().all()
+    assert len(fused) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "epsilon", "a", "b", "heads"),
+    [
+        ("kl", None, CAUSAL, CAUSAL, (2, 1)),
+        ("js", None, WINDOW, BITS, (2, 2)),
+        ("reverse", 0.1, None, CAUSAL, (1, 2)),
+    ],
+    ids=str,
+)
+def test_means_over_heads_are_compared(
+    kind: str,
+    epsilon: float | None,
+    a: regard.Mask | None,
+    b: regard.Mask | None,
+    heads: tuple[int, int],
+    fused: list[Any],
+) -> None:
+    agree(sides({"mask": a}, {"mask": b}, heads, MANY if kind == "kl" else FEW), kind, "mean", epsilon)
+    assert fused[0].mean
+
+
+def test_a_mean_that_underflows_keeps_its_log(fused: list[Any]) -> None:
+    found = agree(sides({"scale": 0.1}, {"scale": 60.0}, (1, 2)), "kl", "mean", slack=30)  # logits of hundreds
+    assert found.isfinite().all()
+    assert found.max() > 100
+    assert fused
+
+
+def test_a_hidden_nan_leaves_no_trace_and_a_visible_one_does() -> None:
+    q, k, q2, k2 = (random(1, 1, 6, 4, seed=at) for at in range(4))
+    bad = k.detach().clone()
+    bad[:, :, 4] = torch.nan
+    seen = regard.padding([4])
+    for heads, kind in ((None, "kl"), ("mean", "js")):
+        rows = []
+        for key in (k, bad):
+            pair = {"query": q, "key": key, "mask": seen}, {"query": q2, "key": k2, "mask": seen}
+            found = regard.divergence(*pair, kind, heads=heads)  # type: ignore[arg-type]
+            rows.append((found, *torch.autograd.grad(found.sum(), (q, q2, k2))))
+        assert all(torch.equal(x, y) for x, y in zip(*rows, strict=True))
+        assert regard.divergence((q, bad), (q2, k2), kind, heads=heads).isnan().all()  # type: ignore[arg-type]
+
+
+def test_second_derivatives_differentiate_the_formula() -> None:
+    q, k, q2, k2 = (random(1, 1, 5, 3, seed=at) for at in range(4))
+
+    def slope(found: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad(found.sin().sum(), q, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), q2)[0]
+
+    true = in_strips([{"query": q, "key": k}, {"query": q2, "key": k2}], "kl", None, None)
+    torch.testing.assert_close(slope(regard.divergence((q, k), (q2, k2))), slope(true), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "heads"),
+    [
+        ({"bias": torch.zeros(FEW, FEW)}, None),
+        ({"score": regard.scores.Pointwise(lambda s, b, h, i, j: s.sin() - (i - j) / 9)}, None),
+        ({}, "pairs"),
+        ({"sink": torch.zeros(2)}, "mean"),
+    ],
+)
+def test_what_has_no_kernel_is_computed_in_strips(options: dict[str, Any], heads: Any, fused: list[Any]) -> None:
+    given = sides(options, options)
+    found = regard.divergence(*given, heads=heads)
+    torch.testing.assert_close(found.double(), in_strips(given, "kl", heads, None), atol=1e-6, rtol=1e-6)
+    assert not fused

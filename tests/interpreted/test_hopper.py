@@ -1,0 +1,181 @@
+"""The Hopper kernels without a GPU: numbers, barriers and hazards, by an interpreter of our own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gluon_interpreter
+import regard
+from contract_cases import Case, Shape, agree, plain_results, results, truth
+from gluon_interpreter import Deadlock, run_hopper_kernels
+from regard.kernels.arguments import KernelArgs
+from regard.kernels.block_mask import BlockMask
+from regard.kernels.hopper import forward_launch
+
+BLOCKS = Shape(batch=1, heads=2, kv_heads=1, n=150, m=200, d=64, dv=64)
+WIDER = replace(BLOCKS, d=128, dv=128)
+SEEN = torch.rand(2, 150, 200, generator=torch.Generator().manual_seed(0)) < 0.01
+SEEN[:, :70, :64] = True
+SLOPES, TABLE = torch.tensor([0.1, 0.2]), torch.linspace(-1, 1, 66).view(2, 33)
+
+
+def everything(s: Shape) -> dict[str, Any]:
+    return {
+        "mask": SEEN,
+        "bias": torch.randn(s.heads, s.n, s.m),
+        "softcap": 5.0,
+        "scale": torch.linspace(0.1, 0.2, s.heads),
+        "sink": torch.randn(s.heads),
+    }
+
+
+CASES = [
+    Case("plain", lambda s: {}, BLOCKS),
+    Case("causal", lambda s: {"mask": regard.causal()}, replace(WIDER, n=200, kv_heads=2)),
+    Case("window and sink", lambda s: {"mask": regard.window(40, 9), "sink": torch.randn(s.heads)}, WIDER),
+    Case("bits by head", lambda s: {"mask": SEEN, "softcap": 3.0}, BLOCKS),
+    Case("alibi", lambda s: {"mask": regard.padding([170]), "bias": regard.biases.alibi(SLOPES)}, WIDER),
+    Case("relative", lambda s: {"mask": regard.blocks(50), "bias": regard.biases.relative(TABLE)}, BLOCKS),
+    Case("all together", everything, BLOCKS),
+    Case("dims 96", lambda s: {"mask": regard.causal()}, replace(BLOCKS, d=96, dv=96)),
+    Case("dims 192 and 128", lambda s: {"mask": regard.prefix(70)}, replace(BLOCKS, d=192, dv=128)),
+    Case("dims 256", lambda s: {"mask": regard.window(90)}, replace(BLOCKS, d=256, dv=256)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_numbers_and_gradients_agree_with_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = run_hopper_kernels(monkeypatch)
+    tensors, kwargs = case.inputs(torch.float16)
+    true, true_grads = truth(tensors, kwargs)
+    ordinary, ordinary_grads = plain_results(tensors, kwargs)
+    found, grads = results("triton", tensors, kwargs)
+    assert started == ["forward", "backward"]
+    agree(found, true, ordinary, 2, "result")
+    agree(grads, true_grads, ordinary_grads, 3, "gradient")
+
+
+def inputs(n: int, d: int = 64, heads: tuple[int, int] = (2, 1)) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(1, h, n, d, generator=g).half().requires_grad_() for h in (heads[0], heads[1], heads[1])]
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_order_in_which_warps_run_changes_no_bit(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            run_hopper_kernels(patch, seed, programs=seed + 1)
+            tensors = inputs(200, d)
+            seen = regard.observe(*tensors, mask=regard.window(70), backend="triton")
+            loss = seen.output.square().sum() + seen.entropy.sum()
+            found.append([seen.output, seen.lse, *torch.autograd.grad(loss, tensors)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_logits_far_above_the_first_ones_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    q, k, v = (x.detach() for x in inputs(400, 64, (1, 1)))
+    k[:, :, :200] *= 30  # the last keys come first, and with them the row max
+    found = regard.attention(q, k, v, backend="triton")
+    wanted = regard.attention(q.double(), k.double(), v.double(), backend="reference")
+    assert (found - wanted).abs().max() < 2e-3
+
+
+def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    q, k, v = (x.detach().bfloat16() for x in inputs(150))
+    found = forward_launch.launch_forward(KernelArgs(q, k, v, BlockMask(150, 150), scale=0.125), True)
+    wanted = regard.attention(q.double(), k.double(), v.double(), backend="reference")
+    assert (found.output - wanted).abs().max() < 8e-3
+
+
+def test_values_that_nobody_may_see_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    clean, dirty = inputs(150), inputs(150)
+    with torch.no_grad():
+        for x in dirty[1:]:
+            x[:, :, 100:] = math.nan
+    for x, y in zip(*(results("triton", x, {"mask": regard.padding([100])}) for x in (clean, dirty)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
+
+
+def test_a_key_that_is_no_number_is_in_the_rows_that_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    q, k, v = (x.detach() for x in inputs(150))
+    k[:, :, 70] = math.nan
+    found = regard.observe(q, k, v, mask=regard.causal(), backend="triton")
+    nan = torch.arange(150) >= 70
+    assert all((x.isnan() == nan).all() for x in (found.output[..., 0], found.lse, found.entropy))
+
+
+def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+
+    def found(backend: str, dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(3)
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs(150)]
+        output = regard.attention(*leaves, mask=regard.causal(), dropout=0.3, backend=backend)
+        return [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
+
+    for ours, true in zip(found("triton", torch.float16), found("reference", torch.float64), strict=True):
+        assert (ours - true).norm() < 2e-3 * true.norm()
+
+
+def test_statistics_and_tangents(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = run_hopper_kernels(monkeypatch)
+    tensors = [x.detach() for x in inputs(150)]
+    doubles = [x.double() for x in tensors]
+    found, wanted = (
+        regard.observe(*x, mask=regard.causal(), backend=b) for x, b in ((tensors, "triton"), (doubles, "reference"))
+    )
+    torch.testing.assert_close(found.received.double(), wanted.received, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.map(7, 20).double(), wanted.map(7, 20), atol=1e-5, rtol=1e-5)
+    for x, y in zip(*(tangents(x, b) for x, b in ((tensors, "triton"), (doubles, "reference"))), strict=True):
+        assert (x - y).norm() < 2e-3 * y.norm()
+    assert {"forward", "received", "pooled", "jvp"} == set(started)
+
+
+def tangents(tensors: list[Tensor], backend: str) -> tuple[Tensor, Tensor]:
+    directions = tuple(x.flip(2) for x in tensors)
+    return torch.func.jvp(
+        lambda *x: regard.attention(*x, mask=regard.window(60), backend=backend), tuple(tensors), directions
+    )
+
+
+@pytest.mark.parametrize("what", ["arrive", "expect"])
+def test_a_barrier_that_nobody_completes_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    monkeypatch.setattr(gluon_interpreter.HOPPER["mbarrier"], what, lambda *args, **named: None)
+    q, k, v = (x.detach() for x in inputs(300))
+    with pytest.raises((Deadlock, AssertionError)):
+        regard.attention(q, k, v, backend="triton")
+
+
+def test_a_buffer_that_is_handed_on_too_soon_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    wait = gluon_interpreter.HOPPER["mbarrier"].wait
+    monkeypatch.setattr(  # the producer never waits for a free buffer
+        gluon_interpreter.HOPPER["mbarrier"],
+        "wait",
+        lambda *args, **named: None if gluon_interpreter.here().name == "producer" else wait(*args, **named),
+    )
+    tensors = [x.detach() for x in inputs(600)]
+    with pytest.raises(Deadlock):  # consumers wait for a phase that is over
+        regard.attention(*tensors, backend="triton")
+
+
+def test_a_product_that_nobody_waited_for_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    monkeypatch.setitem(
+        gluon_interpreter.HOPPER, "warpgroup_mma_wait", lambda left=0, deps=(): deps[0] if len(deps) == 1 else deps
+    )
+    with pytest.raises(AssertionError, match="before it is waited for"):
+        regard.attention(*(x.detach() for x in inputs(150)), backend="triton")

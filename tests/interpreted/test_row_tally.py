@@ -1,0 +1,22 @@
+"""The kernels that count the rows of a census, against torch's operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from census_by_kernels import check_census
+from regard.models.head_census.candidates import best_rows
+from regard.models.head_census.kernel_rows import best_by_kernel
+
+
+def test_a_census_by_kernels_equals_one_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_census(((2, 9), (1, 14), (1, 9)), "cpu", monkeypatch, moved=0)
+
+
+def test_the_best_rows_of_several_blocks_are_those_of_torch() -> None:
+    scores = torch.randint(-1, 9, (1, 1, 2100)).float()
+    best = best_rows(scores, 5, None)
+    assert torch.equal(best_by_kernel(scores, 5, None), best)
+    assert torch.equal(best_by_kernel(scores, 5, torch.full((1, 1), 8.0)), best)
+    assert best_by_kernel(scores, 5, torch.full((1, 1), 9.0)).tolist() == [[[-1] * 5]]
