@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from regard.compat.torch import lacks_values, versions_of
+from regard.compat.torch import is_wrapped, lacks_values, outside_transforms, versions_of
 from regard.errors import ArgumentError, MaskError
 from regard.masks.index import Index
 from regard.masks.lists import Lists, joined, narrower
@@ -201,7 +202,8 @@ class Mask(ABC):
             return make()  # inference tensors have no version counter, and what is made of fake ones is fake
         memory: dict[Hashable, tuple[object, Made]] = self.__dict__.setdefault("_memory", {})
         if key not in memory or memory[key][0] != versions:
-            memory[key] = (versions, make())
+            with nullcontext() if any(map(is_wrapped, tensors)) else outside_transforms():  # whose tensors end with them
+                memory[key] = (versions, make())
         return memory[key][1]
 
     def latest(self, name: str, argument: object, make: Callable[[], Any]) -> Any:
