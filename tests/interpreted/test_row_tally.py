@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from census_by_kernels import check_census
-from regard.models.head_census.candidates import best_rows
-from regard.models.head_census.kernel_rows import best_by_kernel
+from regard.models.head_census.candidates import _products, best_rows
+from regard.models.head_census.kernel_rows import best_by_kernel, products_by_kernel
 
 
 def test_a_census_by_kernels_equals_one_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +20,9 @@ def test_the_best_rows_of_several_blocks_are_those_of_torch() -> None:
     assert torch.equal(best_by_kernel(scores, 5, None), best)
     assert torch.equal(best_by_kernel(scores, 5, torch.full((1, 1), 8.0)), best)
     assert best_by_kernel(scores, 5, torch.full((1, 1), 9.0)).tolist() == [[[-1] * 5]]
+
+
+def test_the_products_of_single_rows_are_those_of_torch() -> None:
+    q, k = torch.randn(2, 7, 4, 5).transpose(1, 2), torch.randn(2, 2, 70, 5)  # grouped heads, and rows before heads
+    at = torch.stack([torch.randint(0, size, (9,)) for size in (4, 2, 7)])
+    torch.testing.assert_close(products_by_kernel(q, k, at), _products(q, k, at))

@@ -496,7 +496,18 @@ def test_the_strongest_keys_of_rows_are_those_of_the_whole_matrix(kind: str) -> 
         options = {"bias": torch.randn(3, 4, 40, 40, generator=drawn)}
     seen = regard.observe(q, k, k, **options)
     wanted = np.stack([torch.randint(0, size, (30,), generator=drawn).numpy() for size in (4, 3, 40)])
-    weights, keys = strongest_keys(seen, Places(wanted[0], wanted[1], wanted[2], torch.from_numpy(wanted)))
+    weights, keys = strongest_keys(
+        seen, Places(wanted[0], wanted[1], wanted[2], torch.from_numpy(wanted)), by_kernels=False
+    )
     true = seen.weights()[wanted[1], wanted[0], wanted[2]].topk(KEYS)
     torch.testing.assert_close(weights, true.values)
     assert torch.equal(keys, true.indices)
+
+
+def test_no_activation_is_kept_for_a_gradient() -> None:
+    model, kept = Reader(), []
+    model.layers[0].register_forward_hook(lambda module, given, out: kept.append(out.requires_grad))
+    with torch.inference_mode():
+        census(model, [torch.randint(1, 9, (2, 12))])
+    census(model, [torch.randint(1, 9, (2, 12))])
+    assert kept == [False, False]

@@ -23,6 +23,7 @@ __all__ = [
     "Tally",
     "TokenTables",
     "best_rows",
+    "row_products",
     "row_values",
     "tally_values",
 ]
@@ -32,6 +33,7 @@ _VALUES, _SCORES = 12, 6  # statistics and scores of a row
 _ROWS = 512  # of a program that finds statistics
 _COUNTED = 1024  # of one that counts; packed sums hold no more
 _CHOICE = 2048  # among which one chooses; more than are chosen
+_KEYS = 64  # that one multiplies with a row
 
 
 class RowStats(NamedTuple):
@@ -153,6 +155,18 @@ def best_rows(scores: Tensor, floor: Tensor, count: int) -> Tensor:
         _start(kernels.best_rows, blocks * S * H, {"given": found, "floor": floor, "out": ranks}, numbers, 4)
         found = ranks
     return found
+
+
+def row_products(query: Tensor, key: Tensor, at: Tensor) -> Tensor:
+    """The products of single rows with all their keys, float32 (chosen, M); `at` int64 (3, chosen) are their heads, items and rows."""
+    count, M, D = at.shape[1], *key.shape[2:]
+    out = torch.empty(count, M, dtype=torch.float32, device=query.device)
+    with torch.cuda.device_of(query):
+        kernels.row_products[(triton.cdiv(M, _KEYS) * count,)](
+            query, key, at, out, query.stride(), key.stride(), M, query.shape[1] // key.shape[1], count,
+            D=D, DP=triton.next_power_of_2(D), BN=_KEYS, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
 
 
 def _start(kernel: Any, programs: int, tensors: dict[str, Any], numbers: dict[str, Any], warps: int) -> None:

@@ -200,3 +200,17 @@ def best_rows(given, floor, out, size, count, PLACES: tl.constexpr, BR: tl.const
         place += 1
     rest = tl.arange(0, PLACES)
     tl.store(out + rest, tl.full([PLACES], -1, tl.int64), mask=(rest >= place) & (rest < count))
+
+
+@triton.jit(do_not_specialize=["m", "groups", "count"])
+def row_products(query, key, at, out, q_strides, k_strides, m, groups, count, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
+    """The products of one row with BN keys: program (block of keys, row); `at` has heads, items and rows, (3, count)."""
+    block, one = program_tile(tl.cdiv(m, BN))
+    head, item, row = tl.load(at + one), tl.load(at + count + one), tl.load(at + 2 * count + one)
+    d = tl.arange(0, DP)
+    j = block * BN + tl.arange(0, BN)
+    inside = (j < m)[:, None] & (d < D)[None, :]
+    Q = tl.load(query + item * q_strides[0] + head * q_strides[1] + row * q_strides[2] + d * q_strides[3], mask=d < D, other=0.0)
+    to = key + item * k_strides[0] + head // groups * k_strides[1] + j.to(tl.int64)[:, None] * k_strides[2] + d[None, :] * k_strides[3]
+    K = tl.load(to, mask=inside, other=0.0)  # [BN, DP]
+    tl.store(out + one.to(tl.int64) * m + j, tl.sum(K.to(tl.float32) * Q.to(tl.float32)[None, :], 1), mask=j < m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from ...core.problem import Problem
 from ...observation import Observation
 from .device_copies import to_device
 from .exemplars import AFTER, AROUND, BEFORE, KEYS, ExemplarKeys, ExemplarSet
+from .kernel_rows import products_by_kernel
 
 __all__ = ["BatchPlaces", "Places", "best_rows", "fill_keys", "ranked", "strongest_keys"]
 
@@ -54,14 +56,14 @@ class Places(NamedTuple):
 
 
 @torch.no_grad()
-def strongest_keys(seen: Observation, at: Places) -> tuple[Tensor, Tensor]:
+def strongest_keys(seen: Observation, at: Places, by_kernels: bool) -> tuple[Tensor, Tensor]:
     """The strongest keys of some rows of some heads, and their weights: (chosen, KEYS) each, on the device."""
     p = seen.problem_for("census")
     batch, heads = (1, 1) if p.mask is None else p.mask.lead
     plain = p.bias is None and p.plain_scale and batch in (1, p.query.shape[0])
-    weights = _weights_by_row if plain else _weights_by_blocks
+    weights = partial(_weights_by_row, by_kernels=by_kernels) if plain else _weights_by_blocks
     count = min(KEYS, p.keys)
-    numbers = p.keys * (max(p.query.shape[-1], batch * heads) if plain else 1)  # of a row
+    numbers = p.keys * (max(1 if by_kernels else p.query.shape[-1], batch * heads) if plain else 1)  # of a row
     size = max(1, _NUMBERS_AT_ONCE.get(p.device.type, 1 << 24) // numbers)
     found = []
     for start in range(0, len(at.rows), size):
@@ -76,12 +78,10 @@ def strongest_keys(seen: Observation, at: Places) -> tuple[Tensor, Tensor]:
     return values, index
 
 
-def _weights_by_row(seen: Observation, p: Problem, at: Places) -> Tensor:
+def _weights_by_row(seen: Observation, p: Problem, at: Places, by_kernels: bool) -> Tensor:
     """The weights of single rows (chosen, M), where a logit is a product times a number."""
     heads, items, rows = at.on_device
-    groups = p.query.shape[1] // p.key.shape[1]
-    Q, K = p.query[items, heads, rows].float(), p.key[items, heads // groups].float()  # [C, D], [C, M, D]
-    S = (K * Q[:, None]).sum(-1) * float(p.scale)  # [C, M]; a product's bits would depend on how many rows there are
+    S = (products_by_kernel if by_kernels else _products)(p.query, p.key, at.on_device) * float(p.scale)  # [C, M]
     if p.softcap is not None:
         S = p.softcap * torch.tanh(S / p.softcap)
     if p.mask is not None:
@@ -93,6 +93,13 @@ def _weights_by_row(seen: Observation, p: Problem, at: Places) -> Tensor:
         S = torch.where(shown, S, -torch.inf)
     lse = seen.lse[items, heads, rows].float()
     return (S - lse[:, None]).exp().nan_to_num(0.0)
+
+
+def _products(query: Tensor, key: Tensor, at: Tensor) -> Tensor:
+    """The products of single rows with all their keys. A matrix product's bits would depend on how many rows it has."""
+    heads, items, rows = at
+    K = key[items, heads // (query.shape[1] // key.shape[1])]  # [C, M, D]
+    return (K * query[items, heads, rows].float()[:, None]).sum(-1)
 
 
 def _weights_by_blocks(seen: Observation, p: Problem, at: Places) -> Tensor:

@@ -57,15 +57,13 @@ class Checkpoint:
 def state_of(counting: Counting, facts: Facts) -> State:
     """Everything that was counted, on the host."""
     counting.flush()
-    width = len(counting.columns.ids)
-    layers = {name: LayerState(tally.read(width), counting.exemplars[name]) for name, tally in counting.tallies.items()}
+    ids = counting.columns.ids
+    order = np.argsort(ids, kind="stable")  # so that equal censuses are equal arrays
+    layers = {name: LayerState(tally.read(order), counting.exemplars[name]) for name, tally in counting.tallies.items()}
     used = {int(one) for layer in layers.values() for one in np.unique(layer.exemplars.document)}
     names = {f"{counting.source} {number}": name for number, name in sorted(counting.names.items()) if number in used}
     names |= {key: name for key, name in counting.stored_names.items() if int(key.split()[1]) in used}
-    ids = counting.columns.ids
-    return State(
-        facts, layers, ids.copy(), counting.columns.counts.copy(), counting.pieces.texts(ids.tolist()), names
-    ).sorted()
+    return State(facts, layers, ids[order], counting.columns.counts[order], counting.pieces.texts(ids.tolist()), names)
 
 
 def restore(counting: Counting, state: State, device: torch.device) -> None:

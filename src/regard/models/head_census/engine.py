@@ -36,6 +36,7 @@ class LayerPass:
     scores: Tensor  # (behaviours, H, R)
     ranks: Tensor  # (behaviours, H, candidates)
     rows: Tensor | None  # the flat indices of those R rows in the batch, None if they are all
+    by_kernels: bool  # whether our kernels run on its device
 
 
 @dataclass
@@ -75,7 +76,8 @@ class Counting:
             names[name] = names.get(name, 0) + 1
             self._count(name if names[name] == 1 else f"{name}, call {names[name]}", seen, sequences)
 
-        with torch.no_grad(), torch.inference_mode(False), CallInterceptor(self.model, see, self._miss):
+        # The end of inference mode begins gradients anew, so these are turned off after it.
+        with torch.inference_mode(False), torch.no_grad(), CallInterceptor(self.model, see, self._miss):
             self.ran = True
             self.model(*batch.args, **batch.named)
         self._batch_columns(sequences)
@@ -121,7 +123,8 @@ class Counting:
         call = sequences.call_rows(items, n)
         tokens = self._batch_columns(sequences) if call.fits else None
         width = len(self.columns.ids)
-        if made_by_kernels(survey):
+        by_kernels = made_by_kernels(survey)
+        if by_kernels:
             scores = count_by_kernels(seen, survey, repeats, call, tally, tokens, width)
             chosen, ranks = None, best_by_kernel(scores, _SPARE * self.kept, self._floor(name, scores.device))
         else:
@@ -131,7 +134,7 @@ class Counting:
                 tally.add_tokens(found, tokens.order, width)
             scores, chosen = found.scores, call.chosen
             ranks = best_rows(scores, _SPARE * self.kept, chosen)
-        self._calls.append(LayerPass(name, seen, scores, ranks, chosen))
+        self._calls.append(LayerPass(name, seen, scores, ranks, chosen, by_kernels))
 
     def _floor(self, name: str, device: torch.device) -> Tensor | None:
         """The lowest scores that are kept for a layer (behaviours, H): rows of a batch that have less are left out."""
@@ -266,7 +269,8 @@ class Counting:
         wanted = np.stack((at[0] - mine, items, self.exemplars.every.row[at]))
         every = Places(wanted[0], wanted[1], wanted[2], to_device(wanted, calls[0].scores.device))
         parts = [every.part(slice(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        found = [strongest_keys(call.seen, part) for call, part in zip(calls, parts, strict=True) if len(part.rows)]
+        pairs = [(call, part) for call, part in zip(calls, parts, strict=True) if len(part.rows)]
+        found = [strongest_keys(call.seen, part, call.by_kernels) for call, part in pairs]
         return [_Waiting(at, items, places, HostCopy([_joined(list(x), 0) for x in zip(*found, strict=True)]))]
 
     def _note_names(self, batch: Batch, first_document: int) -> None:

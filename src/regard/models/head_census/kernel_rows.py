@@ -18,7 +18,7 @@ from .tally import WEIGHT_UNIT, BatchColumns, LayerTally
 if TYPE_CHECKING:
     from ...kernels.row_tally import RowSurvey
 
-__all__ = ["best_by_kernel", "count_by_kernels", "made_by_kernels"]
+__all__ = ["best_by_kernel", "count_by_kernels", "made_by_kernels", "products_by_kernel"]
 
 
 def made_by_kernels(survey: Survey) -> bool:
@@ -66,6 +66,13 @@ def best_by_kernel(scores: Tensor, count: int, floor: Tensor | None) -> Tensor:
 
     floor = scores.new_zeros(scores.shape[:2]) if floor is None else floor
     return best_rows(scores, floor, min(count, scores.shape[-1]))
+
+
+def products_by_kernel(query: Tensor, key: Tensor, at: Tensor) -> Tensor:
+    """The products of single rows with all their keys, float32 (chosen, M); `at` (3, chosen): heads, items and rows."""
+    from ...kernels.row_tally import row_products
+
+    return row_products(query.detach(), key.detach(), at.contiguous())
 
 
 def _members(survey: Survey) -> RowSurvey:

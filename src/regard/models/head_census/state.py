@@ -60,18 +60,6 @@ class State:
     texts: dict[int, str]  # of ids
     names: dict[str, str]  # of documents that exemplars come from, by "source document"
 
-    def sorted(self) -> State:
-        """The same with its tokens in order, so that equal censuses are equal arrays."""
-        order = np.argsort(self.tokens, kind="stable")
-        return self._with_tokens(self.tokens[order], self.counts[order], order)
-
-    def _with_tokens(self, tokens: np.ndarray, counts: np.ndarray, order: np.ndarray) -> State:
-        layers = {
-            name: LayerState({k: x[:, order] if k in _BY_TOKEN else x for k, x in layer.parts.items()}, layer.exemplars)
-            for name, layer in self.layers.items()
-        }
-        return replace(self, tokens=tokens, counts=counts, layers=layers)
-
     def merged(self, other: State) -> State:
         """Both together; the order does not matter."""
         _check_alike(self, other)

@@ -188,16 +188,16 @@ class LayerTally:
             self.parts[name] = table = torch.nn.functional.pad(table, (0, grown - table.shape[1]))
         return table
 
-    def read(self, width: int) -> dict[str, np.ndarray]:
-        """Everything, on the host: (statistics, H, …) and (H, tokens)."""
+    def read(self, order: np.ndarray) -> dict[str, np.ndarray]:
+        """Everything, on the host: (statistics, H, …), and (H, tokens) with their columns in this order."""
+        columns = to_device(order, self.device)
         found = {}
         for name, x in self.parts.items():
-            x = x[..., :BINS] if name == "histogram" else x
             if name in ("received", "active"):
-                x = torch.nn.functional.pad(x[:, :width], (0, max(0, width - x.shape[1])))
-            found[name] = x.cpu().numpy().copy()
-            if found[name].dtype == np.int64 and found[name].size and np.abs(found[name]).max() > _MOST:
+                x = torch.nn.functional.pad(x, (0, max(0, len(order) - x.shape[1]))).index_select(1, columns)
+            if x.dtype == torch.int64 and x.numel() and max(map(abs, torch.stack(x.aminmax()).tolist())) > _MOST:
                 raise ArgumentError("census: a sum exceeds 62 bits. Take several censuses of fewer tokens each.")
+            found[name] = (x[..., :BINS] if name == "histogram" else x).to("cpu", copy=True).numpy()
         return found
 
     @classmethod
