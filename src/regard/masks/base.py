@@ -202,7 +202,8 @@ class Mask(ABC):
             return make()  # inference tensors have no version counter, and what is made of fake ones is fake
         memory: dict[Hashable, tuple[object, Made]] = self.__dict__.setdefault("_memory", {})
         if key not in memory or memory[key][0] != versions:
-            with nullcontext() if any(map(is_wrapped, tensors)) else outside_transforms():  # whose tensors end with them
+            plain = not any(map(is_wrapped, tensors))
+            with outside_transforms() if plain else nullcontext():  # what is made in a transform ends with it
                 memory[key] = (versions, make())
         return memory[key][1]
 
