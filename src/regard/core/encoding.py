@@ -95,9 +95,11 @@ def _encoded_function(f: Any, integers: list[int], floats: list[float], tensors:
     if f.__defaults__ or f.__code__.co_kwonlyargcount:
         return None
     if f.__code__.co_freevars:
+        if not hasattr(f, "__closure__"):  # it was made inside of the function that is compiled, by torch 2.11
+            return None
         try:
             cells = f.__closure__
-        except AttributeError:  # it was made inside of the function that is compiled
+        except AttributeError:  # the same by later releases
             return None
         for cell in cells:
             code = _encoded(cell.cell_contents, integers, floats, tensors)
