@@ -33,6 +33,7 @@ from ..compat.torch import (
     legacy_batch,
     legacy_unbatch,
     may_need_grad,
+    not_compiled,
     transforms_are_active,
 )
 from ..core.rows import Rows, unstacked
@@ -123,8 +124,10 @@ class Engine(ABC):
         """The engine for `size` times as many batch items, and where they go: before the batch (0) or after it (1)."""
 
 
+@not_compiled
 def attend(engine: Engine, x: MaybeTensors) -> Rows:
     """Attend, and record a graph if a derivative may be asked for; in forward mode, tangents come in the same pass."""
+    # Not compiled: where forward mode has broken the graph, torch would compile the methods of `Forward` one by one.
     if not may_need_grad(*x):
         return engine.forward(x)
     if is_recording():  # passes reuse their buffers, which a recording would take for constants
@@ -476,6 +479,7 @@ def _filled(x: MaybeTensors, w: MaybeTensors) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(t) if v is None else v for t, v in zip(x, w, strict=True) if t is not None)
 
 
+@not_compiled
 def _derived(function: Any, fixed: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply a derivative; `torch.autograd` batches cotangents or tangents without telling us if it vectorises."""
     batched = [t is not None and is_legacy_batched(t) for t in given]
