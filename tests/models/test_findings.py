@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import regard
 from regard.compat.compiled import OperatorMode
 from regard.errors import ArgumentError, DtypeError
+from regard.masks import Mask
 from regard.models import findings, record
 from regard.models.findings import (
     RULES,
@@ -32,6 +34,7 @@ from regard.models.findings import (
     Sink,
     Uniform,
     find,
+    induction,
     sampling,
 )
 from regard.models.seen import Seen
@@ -457,6 +460,26 @@ def test_induction_sums_over_all_earlier_positions_and_leaves_out_hidden_keys() 
     (found,) = find(unseen, [Induction(share=0.1)])
     weights = (layer.q[0, 1] @ layer.k[0, 1].T).masked_fill(~hidden, -torch.inf).softmax(-1)
     assert found.value == pytest.approx(float((weights * after).sum(-1)[8:].mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("mask", [None, regard.causal(), regard.window(7) & regard.causal()])
+@pytest.mark.parametrize("batch_size", [1, 1 << 22])
+def test_a_few_followers_are_summed_as_whole_rows_are(
+    mask: Mask | None, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_BATCH_SIZE", batch_size)
+    q, k, v = torch.randn(2, 4, N, 8), torch.randn(2, 2, N, 8), torch.randn(2, 2, N, 3)
+    q[1, 3, 9] = torch.nan
+    calls = [regard.observe(q, k, v, mask=mask, sink=sink) for sink in (None, torch.randn(4))]
+    rows = torch.arange(3, N, 2)
+    tokens = torch.randint(0, 40, (2, N), generator=torch.Generator().manual_seed(0))
+    follows, found = induction._followers(tokens, rows), []
+    assert follows.any()
+    for least in (1, follows.numel() + 1):
+        monkeypatch.setattr(induction, "_SPARSE", least)
+        found.append(induction._on_followers(calls, follows, rows))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_does_not_count_as_its_own_follower() -> None:

@@ -19,6 +19,8 @@ from .sampling import evenly_spaced, flatten_batch, row_batches
 
 __all__ = ["Induction"]
 
+_SPARSE = 16  # pairs of a row and a key are computed one by one if no more than one in so many is asked for
+
 
 @dataclass(frozen=True)
 class Induction(Rule):
@@ -100,17 +102,69 @@ def _on_followers(calls: list[Observation], follows: Tensor, rows: Tensor) -> li
 
     A row counts if it sees a token that followed: for each call (3, heads), float64.
     """
+    pairs = follows.nonzero()  # [pairs, 3]: item, place among the rows, key
+    few = len(pairs) * _SPARSE <= follows.numel()
+    alone = [_visible_pairs(call, pairs, rows) if few else None for call in calls]
     sums: list[Tensor] = []
     there: dict[torch.device, Tensor] = {}
-    for call in calls:
+    for call, mine in zip(calls, alone, strict=True):
         device = call.lse.device
+        if mine is not None:
+            sums += _products_of_pairs(call, mine, rows)
+            continue
         there[device] = there[device] if device in there else follows.to(device)
         sums += _sums_over_followers(call, there[device], rows)
     found, read = [], iter(on_host(sums))
-    for weight, count, visible in zip(read, read, read, strict=True):
+    for call, mine, weight, count, visible in zip(calls, alone, read, read, read, strict=True):
+        if mine is not None:
+            weight, count = _sums_of_pairs(mine, weight * call.problem_for("scores").scale, count)
         even = torch.where(count > 0, count / visible.clamp(min=1), 0.0)
         found.append(torch.stack([x.double().sum((0, 2)) for x in (weight, even, count > 0)]))
     return found
+
+
+def _visible_pairs(call: Observation, pairs: Tensor, rows: Tensor) -> Tensor | None:
+    """The pairs that the mask shows, alike for all items and heads; None if each pair needs more than q·k."""
+    p = call.problem_for("scores")
+    if not p.plain_scale or p.bias is not None or p.softcap is not None:
+        return None
+    if p.mask is None:
+        return pairs
+    if not p.mask.constant or p.mask.lead != (1, 1):
+        return None
+    return pairs[p.mask.allows(rows[pairs[:, 1]], pairs[:, 2], p.rows, p.keys).reshape(-1)]
+
+
+def _products_of_pairs(call: Observation, pairs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q·k of the pairs (heads, pairs), and lse and the number of visible keys of the rows (items, heads, rows).
+
+    A GPU loads the code of each operation at its first use, which takes longer than this work: so there are few here.
+    """
+    p = call.problem_for("scores")
+    chosen = rows.to(p.device)
+    lse, visible = (flatten_batch(x, 1).index_select(-1, chosen) for x in (call.lse, call.visible))
+    (items, heads), keys = p.query.shape[:2], p.key.shape[1]
+    products = [lse.new_empty(heads, 0)]
+    for item in range(items):
+        mine = pairs[pairs[:, 0] == item]
+        for part in row_batches(mine, heads * p.query.shape[-1], p.device):
+            i, j = rows[part[:, 1]].to(p.device), part[:, 2].to(p.device)
+            Q = p.query[item].index_select(1, i).to(lse.dtype).unflatten(0, (keys, -1))  # [k, g, pairs, D]
+            K = p.key[item].index_select(1, j).to(lse.dtype)  # [k, pairs, D]
+            products.append((Q * K[:, None]).sum(-1).flatten(0, 1))
+    return torch.cat(products, 1) if len(products) > 2 else products[-1], lse, visible
+
+
+def _sums_of_pairs(pairs: Tensor, S: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of pairs with the logits S, and how many are visible, summed over rows: (items, heads, rows) each."""
+    item, row, _ = pairs.T
+    items, heads, rows = lse.shape
+    shown = torch.gt(S, -torch.inf)
+    P = torch.where(shown, (S - lse[item, :, row].T).exp(), 0.0)  # [heads, pairs]
+    both = torch.stack((P, shown.to(P.dtype)))
+    total = both.new_zeros(2, heads, items * rows).index_add_(2, item * rows + row, both)
+    weight, count = total.unflatten(2, (items, rows)).transpose(1, 2)
+    return weight, count
 
 
 def _sums_over_followers(call: Observation, follows: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

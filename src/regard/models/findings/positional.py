@@ -92,10 +92,10 @@ def _usual_offsets(seen: AttentionRecord, layers: Iterable[str]) -> dict[str, li
     surveys = seen.surveys()
     square = [layer for layer in layers if seen[layer].shape[-1] == seen[layer].shape[-2] and seen[layer].lse.numel()]
     calls = {layer: surveys[layer] for layer in square}
-    numbers = [(call.survey.key.int(), call.survey.largest, call.seen.visible > 1) for call in calls.values()]
+    numbers = [(call.survey.key, call.survey.largest, call.seen.visible) for call in calls.values()]
     read = iter(on_host([flatten_batch(x, 1) for each in numbers for x in each]) if calls else ())
     return {
-        layer: [_Offset.of(*head) for head in _offsets(next(read), next(read), next(read)).T.tolist()]
+        layer: [_Offset.of(*head) for head in _offsets(next(read), next(read), next(read) > 1).T.tolist()]
         for layer in calls
     }
 
