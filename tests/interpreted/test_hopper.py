@@ -61,6 +61,28 @@ def test_numbers_and_gradients_agree_with_float64(case: Case, monkeypatch: pytes
     agree(grads, true_grads, ordinary_grads, 3, "gradient")
 
 
+MODS: dict[str, Any] = {
+    "alibi": lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs(),
+    "relative": lambda s, b, h, i, j: s + TABLE[h, (i - j).clamp(-16, 16) + 16],
+    "NaN at hidden pairs": lambda s, b, h, i, j: s - torch.log((51 + i - j).float()),
+    "softcap": lambda s, b, h, i, j: 3.0 * torch.tanh(s / 3.0),
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_a_function_of_the_scores_that_is_a_cap_or_a_bias_runs_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = run_hopper_kernels(monkeypatch)
+    case = Case(name, lambda s: {"mask": regard.causal(), "score": regard.scores.Pointwise(MODS[name])}, BLOCKS)
+    tensors, kwargs = case.inputs(torch.float16)
+    true, true_grads = truth(tensors, kwargs)
+    ordinary, ordinary_grads = plain_results(tensors, kwargs)
+    found, grads = results("triton", tensors, kwargs)
+    assert started == ["forward", "backward"]
+    agree(found, true, ordinary, 2, "result")
+    agree(grads, true_grads, ordinary_grads, 3, "gradient")
+    assert "the function of the scores is" in str(regard.why(*tensors, **kwargs, backend="triton"))
+
+
 def inputs(n: int, d: int = 64, heads: tuple[int, int] = (2, 1)) -> list[Tensor]:
     g = torch.Generator().manual_seed(1)
     return [torch.randn(1, h, n, d, generator=g).half().requires_grad_() for h in (heads[0], heads[1], heads[1])]

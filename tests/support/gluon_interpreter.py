@@ -477,5 +477,5 @@ def run_hopper_kernels(monkeypatch: pytest.MonkeyPatch, seed: int = 0, programs:
         lambda *args: [reason for reason in refuses(*args) if "interpreter" not in reason],
     )
     monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(launch, "_on_hopper", lambda w: True)
+    monkeypatch.setattr(launch, "on_hopper", lambda query: True)
     return started

@@ -49,6 +49,7 @@ from ..kernels.block_lists import NONE
 from ..kernels.block_mask import BlockMask, block_mask, most_bytes, traceable
 from ..kernels.divergence import FusedDivergence, FusedSide, PairTensors, fused_divergence
 from ..kernels.engine import Inputs, TritonEngine
+from ..kernels.known_form import KnownForm, Size, known_form
 from ..kernels.launch_cache import Shortcuts
 from ..kernels.pointwise import flat_tables
 from ..kernels.pointwise_source import unsupported
@@ -149,7 +150,9 @@ class Triton(Backend):
         return run
 
     def detail(self, p: Problem) -> str:
-        return "; ".join((self.about, *notes(p.device)))
+        form = _form(p)
+        known = () if form is None else (f"the function of the scores is {form}",)
+        return "; ".join((self.about, *known, *notes(p.device)))
 
     def received(self, p: Problem, rows: Rows) -> Tensor:
         from ..kernels.launch import received
@@ -397,6 +400,9 @@ def _traced(p: Problem) -> Rows:
 
 def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = None) -> tuple[TritonEngine, Inputs]:
     """Fold the score, and split the problem into an engine and its inputs."""
+    form = _form(p)
+    if form is not None and isinstance(p.score, Pointwise):
+        p = p._replace(score=p.score.base, softcap=form.softcap, bias=p.bias if form.bias is None else form.bias)
     seed: int | Tensor = 0
     if p.dropout:
         seed = drawn_in_graph(p.device) if torch.compiler.is_compiling() else draw_seed(p.who)
@@ -425,6 +431,23 @@ def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = No
     # A folded score leaves float32 queries and keys; then the values are multiplied in float32 too.
     value = p.value.to(query.dtype) if vector is None or INTERPRETED else p.value
     return engine, Inputs(query, key, value, table, scales, sink, vector, flat_tables(tables))
+
+
+def _form(p: Problem) -> KnownForm | None:
+    """The cap or the bias that a function of the scores is, if Hopper's kernels take it; they call no function."""
+    from ..kernels.launch import on_hopper
+
+    score = p.score
+    if not isinstance(score, Pointwise) or p.softcap is not None or torch.compiler.is_compiling():
+        return None
+    if forward_mode_is_active() or transforms_are_active() or not on_hopper(p.query) or has_lists(p):
+        return None
+    halves = p.query.dtype == p.key.dtype == p.value.dtype and p.query.element_size() == 2
+    factor = score.base.factor(p.query.new_empty(0, p.query.shape[-1], dtype=torch.float32))
+    if not halves or factor is None or max(p.query.shape[-1], p.value.shape[-1]) > _WIDEST_WHOLE:
+        return None
+    form = known_form(score, Size(p.query.shape[1], p.rows, p.keys, p.device))
+    return None if form is None or (form.bias is not None and p.bias is not None) else form
 
 
 def _folded(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:

@@ -23,8 +23,20 @@ from .portable.divergence_launch import DivergenceRows, Pair
 from .portable.divergence_launch import Gradients as PairGradients
 
 __all__ = [
-    "backward", "backward_preprocess", "bias_gradient", "divergence", "divergence_backward", "double_backward", "forward", "jvp", "moments",
-    "pooled", "received", "table_gradient", "top",
+    "backward",
+    "backward_preprocess",
+    "bias_gradient",
+    "divergence",
+    "divergence_backward",
+    "double_backward",
+    "forward",
+    "jvp",
+    "moments",
+    "on_hopper",
+    "pooled",
+    "received",
+    "table_gradient",
+    "top",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -44,8 +56,9 @@ def on_its_device(function: Callable[Concatenate[KernelArgs, P], R]) -> Callable
     return wrapped
 
 
-def _on_hopper(w: KernelArgs) -> bool:
-    return not INTERPRETED and hopper(w.query.device)
+def on_hopper(query: Tensor) -> bool:
+    """Whether the kernels for Hopper run on the device of a tensor."""
+    return not INTERPRETED and hopper(query.device)
 
 
 @on_its_device
@@ -54,7 +67,7 @@ def forward(w: KernelArgs, entropy: bool) -> Rows:
     route = launch_cache.find(key := ("route of the forward", w.signature))
     if route is None:
         route = portable.forward
-        if not portable.decodes(w) and _on_hopper(w):
+        if not portable.decodes(w) and on_hopper(w.query):
             from .hopper import forward_launch as chip
 
             if not w.wide:
@@ -69,7 +82,7 @@ def forward(w: KernelArgs, entropy: bool) -> Rows:
 @on_its_device
 def jvp(w: KernelArgs, tangents: Tangents, entropy: bool) -> tuple[Rows, tuple[Tensor, Tensor, Tensor]]:
     """The forward pass, and the tangents of output, lse and entropy, by the chip's own kernel or the portable one. No sink."""
-    if not _on_hopper(w):
+    if not on_hopper(w.query):
         return portable.jvp(w, tangents, entropy)
     from .hopper import jvp_launch as chip
 
@@ -83,7 +96,7 @@ def jvp(w: KernelArgs, tangents: Tangents, entropy: bool) -> tuple[Rows, tuple[T
 @on_its_device
 def backward(w: KernelArgs, rows: BackwardRows, queries: bool = True, keys: bool = True) -> Gradients:
     """The wanted gradients, of queries or of keys and values: by the chip's own kernel if all are wanted, or by the portable two."""
-    if not (queries and keys and _on_hopper(w)):
+    if not (queries and keys and on_hopper(w.query)):
         return portable.backward(w, rows, queries, keys)
     from .hopper import backward_launch as chip
 
@@ -97,7 +110,7 @@ def backward(w: KernelArgs, rows: BackwardRows, queries: bool = True, keys: bool
 @on_its_device
 def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
     """Σ over rows of the weight each key receives: (L, H, M)."""
-    if _on_hopper(w):
+    if on_hopper(w.query):
         from .hopper import statistics_launch as chip
 
         if not chip.refuses(w):
@@ -108,7 +121,7 @@ def received(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
 @on_its_device
 def pooled(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, height: int, width: int) -> Tensor:
     """The mean weight in each cell of a grid: (L, H, height, width)."""
-    if _on_hopper(w):
+    if on_hopper(w.query):
         from .hopper import statistics_launch as chip
 
         if not chip.refuses_grid(w, height, width):

@@ -61,6 +61,7 @@ class Pointwise(Score):
             self._register(name, x)
         _check_signature(f, self.names)
         self._known: tuple[Any, dict[torch.dtype, Traced]] | None = None
+        self.form: object = None  # what `known_form` found last
 
     def _register(self, name: str, x: Tensor) -> None:
         if not isinstance(x, Tensor):
@@ -160,7 +161,7 @@ class Pointwise(Score):
         return f"f={getattr(self.f, '__name__', type(self.f).__name__)}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_known": None, "form": None}
 
 
 def _check_signature(f: Callable[..., Any], names: tuple[str, ...]) -> None:
