@@ -303,7 +303,7 @@ def test_the_postprocess_of_dq_moves_16_bytes_at_a_time(
     assert set(re.findall(r"st\.global[.a-z0-9]*", code)) == {"st.global.v4.b32"}
 
 
-POSTPROCESS, HIDDEN = "regard.kernels.hopper.backward.dq_postprocess", "regard.kernels.hopper.nonfinite.attended"
+POSTPROCESS, HIDDEN = "regard.kernels.hopper.dq_sums.dq_postprocess", "regard.kernels.hopper.nonfinite.attended"
 OURS = {"regard.kernels.hopper.backward.backward", POSTPROCESS}
 WIDE_OURS = {"regard.kernels.hopper.backward_wide.backward", POSTPROCESS}
 QUERIES, KEYS = "regard.kernels.portable.backward.backward_dq", "regard.kernels.portable.backward.backward_dkdv"

@@ -16,7 +16,7 @@ from contract_cases import Case, Shape, agree, plain_results, results, truth
 from gluon_interpreter import Deadlock, run_hopper_kernels
 from regard.kernels.arguments import KernelArgs
 from regard.kernels.block_mask import BlockMask
-from regard.kernels.hopper import forward_launch
+from regard.kernels.hopper import backward_launch, forward_launch
 
 BLOCKS = Shape(batch=1, heads=2, kv_heads=1, n=150, m=200, d=64, dv=64)
 WIDER = replace(BLOCKS, d=128, dv=128)
@@ -83,12 +83,55 @@ def test_a_function_of_the_scores_that_is_a_cap_or_a_bias_runs_here(name: str, m
     assert "the function of the scores is" in str(regard.why(*tensors, **kwargs, backend="triton"))
 
 
+CHUNKED = replace(BLOCKS, n=70, m=140, d=96, dv=96)
+WINDOW = {"mask": regard.window(40, 9), "scale": torch.linspace(0.1, 0.2, 2)}
+IN_CHUNKS = [
+    Case("plain", lambda s: {}, replace(CHUNKED, kv_heads=2)),
+    Case("causal and softcap", lambda s: {"mask": regard.causal(), "softcap": 4.0}, replace(CHUNKED, d=80, dv=80)),
+    Case("window and scales", lambda s: dict(WINDOW), replace(CHUNKED, d=72, dv=72)),
+    Case("bias", lambda s: {"bias": torch.randn(s.heads, s.n, s.m)}, replace(CHUNKED, d=88, dv=88)),
+    Case("all together", everything, replace(BLOCKS, d=96, dv=96)),
+    Case("dims 80 and 96", lambda s: {"mask": regard.causal()}, replace(CHUNKED, d=80)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("case", IN_CHUNKS, ids=lambda case: case.name)
+def test_gradients_in_two_chunks_agree_with_float64(case: Case, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    tensors, kwargs = case.inputs(torch.float16)
+    assert tile_of(tensors) == backward_launch.CHUNKED
+    tile = backward_launch.CHUNKED._replace(split=split)
+    monkeypatch.setattr(backward_launch, "tile_for", lambda w: tile)
+    gradients_agree(tensors, kwargs)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(96, 64), (64, 96), (96, 128), (128, 80)])
+def test_dims_that_do_not_both_need_a_second_chunk_have_none(d: int, dv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    tensors, kwargs = Case("causal", lambda s: {"mask": regard.causal()}, replace(CHUNKED, d=d, dv=dv)).inputs(
+        torch.float16
+    )
+    assert not tile_of(tensors).chunked
+    gradients_agree(tensors, kwargs)
+
+
+def tile_of(tensors: list[Tensor]) -> backward_launch.BackwardTile:
+    q, k, v = tensors
+    return backward_launch.tile_for(KernelArgs(q, k, v, BlockMask(q.shape[2], k.shape[2])))
+
+
+def gradients_agree(tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
+    found, true, ordinary = results("triton", tensors, kwargs), truth(tensors, kwargs), plain_results(tensors, kwargs)
+    agree(found[1], true[1], ordinary[1], 3, "gradient")
+
+
 def inputs(n: int, d: int = 64, heads: tuple[int, int] = (2, 1)) -> list[Tensor]:
     g = torch.Generator().manual_seed(1)
     return [torch.randn(1, h, n, d, generator=g).half().requires_grad_() for h in (heads[0], heads[1], heads[1])]
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
 def test_the_order_in_which_warps_run_changes_no_bit(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for seed in range(3):
@@ -119,9 +162,10 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.output - wanted).abs().max() < 8e-3
 
 
-def test_values_that_nobody_may_see_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("d", [64, 96])
+def test_values_that_nobody_may_see_leave_no_trace(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run_hopper_kernels(monkeypatch)
-    clean, dirty = inputs(150), inputs(150)
+    clean, dirty = inputs(150, d), inputs(150, d)
     with torch.no_grad():
         for x in dirty[1:]:
             x[:, :, 100:] = math.nan
@@ -138,12 +182,13 @@ def test_a_key_that_is_no_number_is_in_the_rows_that_see_it(monkeypatch: pytest.
     assert all((x.isnan() == nan).all() for x in (found.output[..., 0], found.lse, found.entropy))
 
 
-def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("d", [64, 96])
+def test_dropout(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run_hopper_kernels(monkeypatch)
 
     def found(backend: str, dtype: torch.dtype) -> list[Tensor]:
         torch.manual_seed(3)
-        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs(150)]
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs(150, d)]
         output = regard.attention(*leaves, mask=regard.causal(), dropout=0.3, backend=backend)
         return [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
 

@@ -137,30 +137,45 @@ class ValueBlock(NamedTuple):
 
 
 class BackwardDescriptors(NamedTuple):
-    """TMA descriptors of the backward; dk and dv are None where gradients are stored by pointers."""
+    """TMA descriptors of the backward, in two chunks of a dim; None where one chunk is enough, and where pointers store dK and dV."""
 
     q: Any
+    qb: Any
     k: Any
+    kb: Any
     v: Any
+    vb: Any
     do: Any
+    dob: Any
     lse: Any
     delta: Any
     g_entropy: Any
     dq_sums: Any
+    dq_sums_b: Any
     dk: Any
+    dkb: Any
     dv: Any
+    dvb: Any
 
 
 class BackwardSmem(NamedTuple):
-    """Buffers of the backward in shared memory. The wide one has no GROUPS, and one stage of dO."""
+    """Buffers of the backward in shared memory, in two chunks of a dim; where one is enough, it is the second, too.
+
+    The wide backward has no GROUPS, one stage of dO, and None for second chunks.
+    """
 
     Q: Any  # [STAGES, 1, 1, BM, DA]
+    QB: Any  # [STAGES, 1, 1, BM, DB]
     K: Any  # [GROUPS, 1, 1, ROWS, DA]
+    KB: Any
     V: Any  # [GROUPS, 1, 1, ROWS, EA]
+    VB: Any
     dO: Any  # [STAGES, 1, 1, BM, EA]
+    dOB: Any
     P: Any  # [ROWS, BM] of the wide one
     dS: Any  # [DS_BUFFERS · GROUPS, ROWS, BM]
     dQ: Any  # [2 · PARTS, 2 · DA / PARTS, 32], or [2, twice the columns of a part, 32]; in the order of registers
+    dQB: Any
 
 
 class BackwardBarriers(NamedTuple):

@@ -3,8 +3,9 @@
 A program holds one key block, ROWS keys per consumer group, and loops over the row blocks that see them. A producer warp loads Q,
 dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
 they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and
-each group computes its share of dQ's columns; at dims up to 64 a third group computes dQ. Two dQ warps add dQ to memory. The key blocks that add to the same row block do so
-in one order, the first keys first; a program waits only for programs that were launched before it.
+each group computes its share of dQ's columns; at dims up to 64 a third group computes dQ. Two dQ warps add dQ to memory. The key
+blocks that add to the same row block do so in one order, the first keys first; a program waits only for programs that were launched
+before it. Dims of 65 to 96 are two chunks, of 64 and 32 columns: a letter with a B (KB, dKB) is the second, and DB its columns or 0.
 
 Letters and units are those of `portable/backward.py`.
 """
@@ -13,8 +14,6 @@ Letters and units are those of `portable/backward.py`.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store
-from ..portable.tile_ops import _BIAS_ALIBI, _BIAS_NONE, DEEP, LN2, LOG2E, program_tile
+from ...compat.gluon import group_barrier, tma_load, tma_store
+from ..portable.tile_ops import _BIAS_ALIBI, _BIAS_NONE, DEEP, LN2, LOG2E
 from .aggregates import (
     BackwardBarriers,
     BackwardDescriptors,
@@ -36,13 +35,12 @@ from .aggregates import (
     TileIndex,
     traits_of,
 )
-from .dq_semaphore import acquire, release
+from .dq_sums import GROUPS, dq_group, dq_warp, pass_dQ, start_dQ, write_dQ
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
     apply_mask,
     common_rows,
-    dq_position,
     heads_together,
     is_partial,
     key_tile,
@@ -56,23 +54,25 @@ from .online_softmax import capped_tanh, log2
 from .register_layouts import mma_layout, transposed_layout
 from .tile_scheduler import ROWS, advance, new_barriers
 
-GROUPS = gl.constexpr(2)  # consumer groups, each with ROWS keys
-
 
 @gluon.jit
 def producer(params, TRAITS: gl.constexpr):
     """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block."""
     descriptors, smem, barriers, row_stats = params.descriptors, params.smem, params.barriers, params.row_stats
     DA: gl.constexpr = TRAITS.DA
+    DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
     BM: gl.constexpr = TRAITS.BM
     block, batch, kv_head = key_tile(params)
     k_ready = barriers.k_ready
-    mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA) * 2)
+    mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA + 2 * DB) * 2)
     for g in gl.static_range(GROUPS):
         key = (block * GROUPS + g) * ROWS
         tma_load(descriptors.k, [batch, kv_head, key, 0], k_ready, smem.K.index(g))
         tma_load(descriptors.v, [batch, kv_head, key, 0], k_ready, smem.V.index(g))
+        if DB > 0:
+            tma_load(descriptors.kb, [batch, kv_head, key, DA], k_ready, smem.KB.index(g))
+            tma_load(descriptors.vb, [batch, kv_head, key, EA], k_ready, smem.VB.index(g))
     stage = 0
     phase = 1
     heads = heads_together(params, TRAITS.MASK)
@@ -85,49 +85,19 @@ def producer(params, TRAITS: gl.constexpr):
             at = (batch * params.num_heads + h) * params.padded_n
             q_ready, o_ready = barriers.q_ready.index(stage), barriers.o_ready.index(stage)
             mbarrier.wait(barriers.free.index(stage), phase)
-            mbarrier.expect(q_ready, BM * DA * 2 + BM * 4)
+            mbarrier.expect(q_ready, BM * (DA + DB) * 2 + BM * 4)
             tma_load(descriptors.q, [batch, h, b * BM, 0], q_ready, smem.Q.index(stage))
+            if DB > 0:
+                tma_load(descriptors.qb, [batch, h, b * BM, DA], q_ready, smem.QB.index(stage))
             tma_load(descriptors.lse, [at + b * BM], q_ready, row_stats.lse.index(stage))
-            mbarrier.expect(o_ready, BM * EA * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
+            mbarrier.expect(o_ready, BM * (EA + DB) * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
             tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO.index(stage))
+            if DB > 0:
+                tma_load(descriptors.dob, [batch, h, b * BM, EA], o_ready, smem.dOB.index(stage))
             tma_load(descriptors.delta, [at + b * BM], o_ready, row_stats.delta.index(stage))
             if TRAITS.ENTROPY:
                 tma_load(descriptors.g_entropy, [at + b * BM], o_ready, row_stats.g_entropy.index(stage))
             stage, phase = advance(stage, phase, TRAITS.STAGES)
-            t, h = next_visit(t, h, first_head, heads)
-
-
-@gluon.jit
-def dq_warp(params, ODD: gl.constexpr, TRAITS: gl.constexpr):
-    """One of two warps that add dQ to memory, once the semaphore allows it: this one takes every other row block."""
-    dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
-    BM: gl.constexpr = TRAITS.BM
-    SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory
-    block, batch, kv_head = key_tile(params)
-    phase = 0
-    buffer = 0  # of dQ's two (Triton 3.6 loses a count that both loops carry; a bit that flips survives)
-    heads = heads_together(params, TRAITS.MASK)
-    for u in range(params.heads_per_kv // heads):
-        first_head = kv_head * params.heads_per_kv + u * heads
-        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        t, h = count - 1, first_head
-        for _ in range(count * heads):
-            if buffer == ODD:
-                b, slot = row_block_at(params, t, first, TRAITS.MASK)
-                position = dq_position(params, t, b, first, batch, h, block, TRAITS.MASK)
-                at = (batch * params.num_heads + h) * gl.cdiv(params.n, BM) + b
-                acquire(params.semaphores + at, position)
-                mbarrier.wait(d_ready.index(ODD), phase)
-                phase ^= 1
-                for part in gl.static_range(TRAITS.PARTS):
-                    if position == 0:
-                        tma_store(dq_sums, [(at * TRAITS.PARTS + part) * SIZE, 0], dQ.index(ODD * TRAITS.PARTS + part))
-                    else:
-                        tma_add(dq_sums, [(at * TRAITS.PARTS + part) * SIZE, 0], dQ.index(ODD * TRAITS.PARTS + part))
-                tma.store_wait(0)  # shared memory has been read
-                mbarrier.arrive(d_free.index(ODD))
-                release(params.semaphores + at, position)
-            buffer ^= 1
             t, h = next_visit(t, h, first_head, heads)
 
 
@@ -181,70 +151,14 @@ def start_product(X, Y, zero):
 
 
 @gluon.jit
-def start_dQ(smem, buffer, zero, part: gl.constexpr, TRAITS: gl.constexpr):
-    """Start dQ = dS K, a part of its columns [BM, DA / PARTS]."""
-    K, dS = smem.K, smem.dS
-    DA: gl.constexpr = TRAITS.DA
-    C: gl.constexpr = DA // TRAITS.PARTS
-    share = warpgroup_mma(dS.index(buffer * GROUPS).permute((1, 0)), flat(K.index(0), ROWS, DA).slice(part * C, C, dim=1), zero, use_acc=False,
-                          is_async=True)
-    for g in gl.static_range(1, GROUPS):
-        share = warpgroup_mma(dS.index(buffer * GROUPS + g).permute((1, 0)), flat(K.index(g), ROWS, DA).slice(part * C, C, dim=1), share,
-                              is_async=True)
-    return share
+def add_product(X, Y, product):
+    """Start product + X Yᵀ, for the second chunk."""
+    return warpgroup_mma(X, Y.permute((1, 0)), product, is_async=True)
 
 
 @gluon.jit
-def in_register_order(X):
-    """X [64, C] as [2 C, 32]: four numbers of a thread side by side, eight threads in a row. No number moves.
-
-    So a thread stores 16 bytes at a time, and no two threads meet in a bank. `dq_postprocess` reads this order.
-    """
-    gl.static_assert(X.shape[0] == 64, "a warp group has 64 rows")
-    C: gl.constexpr = X.shape[1]
-    X = X.reshape([4, 2, 4, 2, C // 8, 4, 2]).permute((4, 0, 2, 3, 5, 1, 6))
-    return X.reshape([2 * C, 32])
-
-
-@gluon.jit
-def pass_dQ(share, buffer, phase, params, part: gl.constexpr, TRAITS: gl.constexpr):
-    """Pass a part of dQ to the dQ warp."""
-    mbarrier.wait(params.barriers.d_free.index(buffer), phase)
-    params.smem.dQ.index(buffer * TRAITS.PARTS + part).store(in_register_order(share))
-    fence_async_shared()
-    group_barrier()
-    mbarrier.arrive(params.barriers.d_ready.index(buffer))
-
-
-@gluon.jit
-def dq_group(params, TRAITS: gl.constexpr):
-    """The third group of a split program: it computes dQ = dS K, so that the consumer groups never wait for one another."""
-    smem, barriers = params.smem, params.barriers
-    DA: gl.constexpr = TRAITS.DA
-    MASK: gl.constexpr = TRAITS.MASK
-    zero = gl.zeros([TRAITS.BM, DA], gl.float32, mma_layout(DA))
-    block, batch, kv_head = key_tile(params)
-    mbarrier.wait(barriers.k_ready, 0)
-    ds_buffer = 0
-    ds_phase = 0
-    buffer = 0
-    phase = 1
-    heads = heads_together(params, MASK)
-    for u in range(params.heads_per_kv // heads):
-        _, count = row_block_range(params, batch, kv_head * params.heads_per_kv + u * heads, block, TRAITS.BM, MASK)
-        for _ in range(count * heads):
-            mbarrier.wait(barriers.s_ready.index(ds_buffer), ds_phase)
-            share = start_dQ(smem, ds_buffer, zero, 0, TRAITS)
-            share = warpgroup_mma_wait(0, deps=[share])
-            mbarrier.arrive(barriers.s_free.index(ds_buffer))
-            pass_dQ(share, buffer, phase, params, 0, TRAITS)
-            ds_buffer, ds_phase = advance(ds_buffer, ds_phase, TRAITS.DS_BUFFERS)
-            buffer, phase = advance(buffer, phase, 2)
-
-
-@gluon.jit
-def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale, smem, TMA_STORE: gl.constexpr):
-    """Store X [ROWS, C] times a number, through the shared block `smem` or by pointers."""
+def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale, smem, TMA_STORE: gl.constexpr, first: gl.constexpr = 0):
+    """Store X [ROWS, C] times a number in columns `first` …, through the shared block `smem` or by pointers."""
     C: gl.constexpr = X.shape[1]
     XL: gl.constexpr = X.type.layout
     X = (X * scale).to(smem.dtype)
@@ -252,12 +166,12 @@ def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale
         flat(smem, ROWS, C).store(X)
         fence_async_shared()
         group_barrier()
-        tma_store(descriptor, [batch, kv_head, key, 0], smem)
+        tma_store(descriptor, [batch, kv_head, key, first], smem)
         tma.store_wait(0)
         group_barrier()
     else:
         j = key + gl.arange(0, ROWS, gl.SliceLayout(1, XL))
-        c = gl.arange(0, C, gl.SliceLayout(0, XL))
+        c = first + gl.arange(0, C, gl.SliceLayout(0, XL))
         at = out + batch.to(gl.int64) * strides[0] + kv_head.to(gl.int64) * strides[1] + j.to(gl.int64)[:, None] * strides[2] + c[None, :]
         gl.store(at, X, mask=(j < M)[:, None] & (c < D)[None, :])
 
@@ -268,16 +182,18 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     q_ready, o_ready, free, s_ready, s_free = barriers.q_ready, barriers.o_ready, barriers.free, barriers.s_ready, barriers.s_free
     DA: gl.constexpr = TRAITS.DA
+    DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
+    CHUNKS: gl.constexpr = 2 if DB > 0 else 1
+    SHARE: gl.constexpr = DA // TRAITS.PARTS  # columns of dQ that the group computes, and of its second chunk
+    SHARE_B: gl.constexpr = DB // TRAITS.PARTS
     BM: gl.constexpr = TRAITS.BM
     MASK: gl.constexpr = TRAITS.MASK
     DROP: gl.constexpr = TRAITS.DROP
     SPLIT: gl.constexpr = TRAITS.SPLIT
-    SHARE: gl.constexpr = DA // TRAITS.PARTS  # columns of dQ that the group computes
     SL: gl.constexpr = mma_layout(BM)
     KL: gl.constexpr = mma_layout(DA)
     VL: gl.constexpr = mma_layout(EA)
-    QL: gl.constexpr = mma_layout(SHARE)
     TL: gl.constexpr = transposed_layout(BM)
     block, batch, kv_head = key_tile(params)
     key = (block * GROUPS + G) * ROWS
@@ -285,11 +201,18 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
     dK = gl.zeros([ROWS, DA], gl.float32, KL)
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
-    zero_dQ = gl.zeros([BM, SHARE], gl.float32, QL)
+    zero_dQ = gl.zeros([BM, SHARE], gl.float32, mma_layout(SHARE))
     mbarrier.wait(barriers.k_ready, 0)
     zero_unseen_keys(flat(smem.K.index(G), ROWS, DA), batch, kv_head, key, params, TRAITS)
     K = flat(smem.K.index(G), ROWS, DA)
     V = flat(smem.V.index(G), ROWS, EA)
+    if DB > 0:
+        KB = flat(smem.KB.index(G), ROWS, DB)
+        VB = flat(smem.VB.index(G), ROWS, DB)
+        zero_unseen_keys(KB, batch, kv_head, key, params, TRAITS)
+        dKB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
+        dVB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
+        zero_dQB = gl.zeros([BM, SHARE_B], gl.float32, mma_layout(SHARE_B))
     stage = 0
     phase = 0
     buffer = 0  # of dS; if the group computes dQ, then of dQ, too
@@ -309,32 +232,50 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
             b, slot = row_block_at(params, t, first, MASK)
             partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
             q = flat(smem.Q.index(stage), BM, DA)
+            qb = q
             do = flat(smem.dO.index(stage), BM, EA)
+            if DB > 0:
+                qb = flat(smem.QB.index(stage), BM, DB)
+                dob = flat(smem.dOB.index(stage), BM, DB)
             j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             tile = TileIndex(batch, h, b, j, slot)
             if DROP:
                 bits = keep_bits(tile, params, BM)
             if not SPLIT:
                 mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
-                share = start_dQ(smem, buffer ^ 1, zero_dQ, G, TRAITS)
+                share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
+                if DB > 0:
+                    share_b = start_dQ(smem.dS, smem.KB, buffer ^ 1, zero_dQB, G, TRAITS)
             mbarrier.wait(q_ready.index(stage), phase)
             S = start_product(K, q, zero)
+            if DB > 0:
+                S = add_product(KB, qb, S)
             if not SPLIT:
-                share = warpgroup_mma_wait(1, deps=[share])
+                if DB > 0:
+                    share, share_b = warpgroup_mma_wait(CHUNKS, deps=[share, share_b])
+                else:
+                    share = warpgroup_mma_wait(CHUNKS, deps=[share])
                 if late:
-                    pass_dQ(share, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
+                    if DB > 0:
+                        write_dQ(share_b, smem.dQB, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
+                    pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
             mbarrier.wait(o_ready.index(stage), phase)
             dP = start_product(V, do, zero)
+            if DB > 0:
+                dP = add_product(VB, dob, dP)
             lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
-            S = transposed(warpgroup_mma_wait(1, deps=[S]), BM)
+            S = transposed(warpgroup_mma_wait(CHUNKS, deps=[S]), BM)
             P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
             P_kept = P
             if DROP:
                 P = gl.where(keep_mask(bits, BM), P, -P)  # a negative sign means dropped
                 P_kept = gl.where(P < 0.0, 0.0, P * params.drop.factor)
-            dV = warpgroup_mma(gl.convert_layout(P_kept.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2)), do, dV, is_async=True)
+            P_kept = gl.convert_layout(P_kept.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2))  # Pᵀ [ROWS, BM]
+            dV = warpgroup_mma(P_kept, do, dV, is_async=True)
+            if DB > 0:
+                dVB = warpgroup_mma(P_kept, dob, dVB, is_async=True)
             delta = row_stats.delta.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
-            dS = transposed(warpgroup_mma_wait(1, deps=[dP]), BM)
+            dS = transposed(warpgroup_mma_wait(CHUNKS, deps=[dP]), BM)
             if DROP:
                 P, dS = dropout_backward(P, dS, delta, params.drop)
             else:
@@ -353,12 +294,16 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
                 mbarrier.wait(s_free.index(buffer), ds_phase)
             smem.dS.index(buffer * GROUPS + G).store(dS)
             dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
-            clean_queries(q, row_stats.lse.index(stage), partial, TRAITS)
+            clean_queries(q, qb, row_stats.lse.index(stage), partial, TRAITS)
             fence_async_shared()
             group_barrier()
             mbarrier.arrive(s_ready.index(buffer))
             dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
-            dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
+            if DB > 0:
+                dKB = warpgroup_mma(dS_of_keys, qb, dKB, is_async=True)
+                dV, dVB, dK, dKB = warpgroup_mma_wait(0, deps=[dV, dVB, dK, dKB])
+            else:
+                dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
             mbarrier.arrive(free.index(stage))
             if SPLIT:
                 buffer, ds_phase = advance(buffer, ds_phase, TRAITS.DS_BUFFERS)
@@ -371,20 +316,30 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
     if not SPLIT:
         if late:
             mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase)
-            share = start_dQ(smem, buffer ^ 1, zero_dQ, G, TRAITS)
+            if DB > 0:
+                share_b = start_dQ(smem.dS, smem.KB, buffer ^ 1, zero_dQB, G, TRAITS)
+                share_b = warpgroup_mma_wait(0, deps=[share_b])
+                write_dQ(share_b, smem.dQB, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
+            share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
             share = warpgroup_mma_wait(0, deps=[share])
-            pass_dQ(share, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
+            pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
     descriptors, into = params.descriptors, smem.V.index(G)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE)
-    store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, 1.0 if TRAITS.SCALES else scale, into,
-                   TRAITS.TMA_STORE)
+    if TRAITS.SCALES:
+        scale = 1.0
+    store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, TRAITS.TMA_STORE)
+    if DB > 0:
+        into = smem.VB.index(G)
+        store_gradient(dVB, descriptors.dvb, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE, EA)
+        store_gradient(dKB, descriptors.dkb, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, TRAITS.TMA_STORE, DA)
 
 
 @gluon.jit(do_not_specialize=["lists", "dq_order", "drop", "n", "M", "D", "E", "padded_n", "key_blocks", "batch_kv_heads", "num_heads", "heads_per_kv",
                               "swizzle"])
-def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, dv, dk_strides, dv_strides, scale, scales, cap, bias, lists, dq_order,
-             drop, seen, semaphores, n, M, D, E, padded_n, key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle,
-             DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_desc, dkb_desc, dv_desc, dvb_desc, dk, dv,
+             dk_strides, dv_strides, scale, scales, cap, bias, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n, key_blocks,
+             batch_kv_heads, num_heads, heads_per_kv, swizzle,
+             DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
              SPLIT: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
              DROP: gl.constexpr, SCALES: gl.constexpr, TMA_STORE: gl.constexpr):
     """A program takes one key block of one key head, and all query heads that share it."""
@@ -396,6 +351,13 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     PARTS: gl.constexpr = 1 if SPLIT else 2  # of dQ's columns, one per group that computes it
     dS = gl.allocate_shared_memory(q.dtype, [DS_BUFFERS * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
     dQ = gl.allocate_shared_memory(gl.float32, [2 * PARTS, dq_sums.block_shape[0], dq_sums.block_shape[1]], dq_sums.layout)
+    KB, VB, QB, dOB, dQB = K, V, Q, dO, dQ
+    if DB > 0:
+        KB = gl.allocate_shared_memory(k.dtype, [GROUPS, 1, 1, ROWS, DB], kb.layout)
+        VB = gl.allocate_shared_memory(v.dtype, [GROUPS, 1, 1, ROWS, DB], vb.layout)
+        QB = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DB], qb.layout)
+        dOB = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, DB], dob.layout)
+        dQB = gl.allocate_shared_memory(gl.float32, [2 * PARTS, dq_sums_b.block_shape[0], dq_sums_b.block_shape[1]], dq_sums_b.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     g_smem = delta_smem
@@ -411,12 +373,13 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
     params = BackwardParams(
-        BackwardDescriptors(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc), BackwardSmem(Q, K, V, dO, None, dS, dQ),
+        BackwardDescriptors(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_desc, dkb_desc, dv_desc, dvb_desc),
+        BackwardSmem(Q, QB, K, KB, V, VB, dO, dOB, None, dS, dQ, dQB),
         BackwardBarriers(k_ready, q_ready, None, o_ready, free, None, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, EA=EA, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DA=DA, DB=DB, EA=EA, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     if SPLIT:
         gl.warp_specialize([
@@ -435,22 +398,3 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
             (dq_warp, (params, 0, TRAITS)),
             (dq_warp, (params, 1, TRAITS)),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
-
-
-@triton.jit(do_not_specialize=["n"])
-def dq_postprocess(dq_sums, semaphores, dq, scale, n, D: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, SEMAPHORES: tl.constexpr):
-    """A row block of dQ from its sums, in PARTS of C columns; zeros if no key block added to it."""
-    block, batch_head = program_tile(tl.cdiv(n, BM))
-    at = tl.program_id(0)
-    some = tl.load(semaphores + at * SEMAPHORES) > 0
-    i = block * BM + tl.arange(0, BM)
-    out = dq + (batch_head.to(tl.int64) * n + i)[:, None] * D  # [BM, 1]
-    for g in tl.static_range(PARTS):
-        X = tl.load(dq_sums + (at.to(tl.int64) * PARTS + g) * (BM * C) + tl.arange(0, BM * C))
-        X = (tl.where(some, X, 0.0) * scale).to(dq.dtype.element_ty)
-        X = X.reshape([C // 8, 4, 4, 2, 4, 2, 2]).permute(1, 5, 2, 3, 0, 4, 6).reshape([BM, C])  # undoes `in_register_order`
-        c = g * C + tl.arange(0, C)
-        if g * C + C <= D:
-            tl.store(out + c[None, :], X, mask=(i < n)[:, None])
-        else:
-            tl.store(out + c[None, :], X, mask=(i < n)[:, None] & (c < D)[None, :])

@@ -20,10 +20,11 @@ from ..portable.configs import padded
 from ..portable.launch import preprocess_key
 from . import backward_wide
 from . import forward_launch as forward
-from .backward import backward, dq_postprocess
-from .configs import ROWS, cdiv
+from .backward import backward
+from .configs import ROWS, cdiv, chunks
 from .descriptors import GLUON_DTYPES, describable, descriptors, matrix_descriptor, vector_descriptor
 from .dq_order import dq_order, dq_order_for_launch
+from .dq_sums import dq_postprocess
 from .nonfinite import attended
 
 __all__ = [
@@ -32,10 +33,11 @@ __all__ = [
 ]  # fmt: skip
 
 CHANGING = (
-    "q", "k", "v", "do", "lse", "delta", "g_entropy", "dq_sums", "dk_desc", "dv_desc", "dk", "dv", "scales", "bias", "lists", "dq_order", "drop",
-    "seen", "semaphores",
+    "q", "qb", "k", "kb", "v", "vb", "do", "dob", "lse", "delta", "g_entropy", "dq_sums", "dq_sums_b", "dk_desc", "dkb_desc", "dv_desc", "dvb_desc",
+    "dk", "dv", "scales", "bias", "lists", "dq_order", "drop", "seen", "semaphores",
 )  # fmt: skip
 _TOGETHER = 8  # programs of a head that run at a time under a mask
+_CHUNKS = chunks(96)
 _NARROW = 128  # dims up to which a group holds dK and dV of its keys
 
 
@@ -47,6 +49,7 @@ class BackwardTile(NamedTuple):
     stages: int = 2
     registers: int = 240
     split: bool = False  # whether a third group computes dQ
+    chunked: bool = False  # whether dims, at most 96, are two chunks, of 64 and 32 columns
     wide: bool = False  # whether both groups work on the same keys: one computes P, the other dS
     swizzle: int = 0  # key heads that are scheduled together; 0: as many as `_swizzle` says
 
@@ -65,12 +68,20 @@ class BackwardTile(NamedTuple):
         return 2 if self.wide else 1
 
     def widths(self, w: KernelArgs) -> tuple[int, int]:
-        """The padded dims of queries and keys, and of values."""
+        """The padded dims of queries and keys, and of values, the columns of a second chunk included."""
+        if self.chunked:
+            return sum(_CHUNKS), sum(_CHUNKS)
         D, E = (64 if dim <= 64 else 128 if dim <= 128 else 256 for dim in (w.query.shape[3], w.value.shape[3]))
         return (256, E) if self.wide else (D, E)
 
+    @property
+    def second_chunk(self) -> int:
+        """The columns of a second chunk; 0 if one is enough."""
+        return _CHUNKS[1] if self.chunked else 0
+
 
 SPLIT = BackwardTile(registers=208, split=True)
+CHUNKED = BackwardTile(chunked=True)
 
 
 class BackwardWorkspace(NamedTuple):
@@ -97,8 +108,10 @@ def refuses(w: KernelArgs, s: BackwardRows) -> list[str]:
 
 
 def tile_for(w: KernelArgs) -> BackwardTile:
-    """By the larger dim: up to 64, there are registers for a third group; above 128, a group's do not hold both dK and dV."""
-    dim = max(w.query.shape[3], w.value.shape[3])
+    """By the dims: up to 64, there are registers for a third group; above 128, a group's do not hold both dK and dV."""
+    smaller, dim = sorted((w.query.shape[3], w.value.shape[3]))
+    if smaller > _CHUNKS[0] and dim <= sum(_CHUNKS):
+        return CHUNKED
     return SPLIT if dim <= 64 else BackwardTile(wide=dim > _NARROW)
 
 
@@ -117,8 +130,8 @@ def launch_backward(w: KernelArgs, s: BackwardRows, tile: BackwardTile | None = 
         lse, delta, g_entropy = _padded_row_stats(w, s, tile)
         dk, dv = workspace.dk, workspace.dv
         launch.again(
-            q=w.query, k=w.key, v=w.value, do=s.dO, lse=lse, delta=delta, g_entropy=g_entropy, dq_sums=workspace.dq_sums, dk_desc=dk,
-            dv_desc=dv, dk=dk, dv=dv, scales=w.scales, bias=w.bias, lists=w.block_mask.by_keys(tile.BM, tile.BN),
+            q=w.query, qb=w.query, k=w.key, kb=w.key, v=w.value, vb=w.value, do=s.dO, dob=s.dO, lse=lse, delta=delta, g_entropy=g_entropy,
+            dq_sums=workspace.dq_sums, dq_sums_b=workspace.dq_sums, dk_desc=dk, dkb_desc=dk, dv_desc=dv, dvb_desc=dv, dk=dk, dv=dv, scales=w.scales, bias=w.bias, lists=w.block_mask.by_keys(tile.BM, tile.BN),
             dq_order=dq_order(w.block_mask, tile.BM, tile.BN), drop=w.drop, seen=seen, semaphores=workspace.semaphores,
         )  # fmt: skip
     dq = postprocess_dq(w, workspace, tile)
@@ -143,7 +156,8 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
     new_scratch = cuda_allocator((blocks * tile.BM * tile.widths(w)[0] + 2 * L * H * N,), torch.float32)  # of all three
     start_preprocess = preprocess.bound("do", "out", "delta", "lse")
     start_main = main.bound(
-        "q", "k", "v", "do", "lse", "delta", "dq_sums", "dk_desc", "dv_desc", "dk", "dv", "lists", "dq_order", "semaphores"
+        "q", "qb", "k", "kb", "v", "vb", "do", "dob", "lse", "delta", "dq_sums", "dq_sums_b", "dk_desc", "dkb_desc", "dv_desc", "dvb_desc", "dk", "dv",
+        "lists", "dq_order", "semaphores",
     )  # fmt: skip
     start_postprocess = postprocess.bound("dq_sums", "semaphores", "dq")
 
@@ -163,7 +177,8 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
         dk, dv, dq = new_dk(), new_dv(), new_dq()
         semaphores = launch_cache.zeros(semaphores_of_all, device)
         start_main(
-            q, k, v, dO, lse, delta, sums, dk, dv, dk, dv, block_mask.for_launch(BM, BN, None), dq_order_for_launch(block_mask, BM, BN), semaphores
+            q, q, k, k, v, v, dO, dO, lse, delta, sums, sums, dk, dk, dv, dv, dk, dv, block_mask.for_launch(BM, BN, None),
+            dq_order_for_launch(block_mask, BM, BN), semaphores,
         )  # fmt: skip
         start_postprocess(sums, semaphores, dq)
         return dq, dk, dv
@@ -189,24 +204,29 @@ def backward_arguments(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The kernel's arguments by name, and the options of its launch; `seen` (L, H, M) where a bias may hide keys."""
     (L, H, N), D, E = w.rows, w.query.shape[3], w.value.shape[3]
-    DA, EA = tile.widths(w)
+    DB = tile.second_chunk
+    DA, EA = (width - DB for width in tile.widths(w))
     BM, BN = tile.BM, tile.BN
     padded_n = -(-N // BM) * BM
     dk, dv = workspace.dk, workspace.dv
     tma_store = (tile.wide or DA == EA) and describable(dk) and describable(dv)
-    (q,), (k,), (v,), (do,) = (descriptors(x, rows, width) for x, rows, width in (
+    (q, qb), (k, kb), (v, vb), (do, dob) = (descriptors(x, rows, width, DB) for x, rows, width in (
         (w.query, BM, DA), (w.key, ROWS, DA), (w.value, ROWS, EA), (s.dO, BM, EA)))
-    (dk_desc,), (dv_desc,) = (descriptors(x, ROWS, width) if tma_store else (None,) for x, width in ((dk, DA), (dv, EA)))
+    (dk_desc, dkb_desc), (dv_desc, dvb_desc) = (descriptors(x, ROWS, width, DB) if tma_store else (None, None) for x, width in ((dk, DA), (dv, EA)))
     lse, delta, g_entropy = (vector_descriptor(x, BM) for x in _padded_row_stats(w, s, tile))
     arguments = {
-        "q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "g_entropy": g_entropy, "dq_sums": matrix_descriptor(workspace.dq_sums, 2 * DA // tile.parts),
+        "q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "g_entropy": g_entropy,
+        "dq_sums": matrix_descriptor(workspace.dq_sums, 2 * DA // tile.parts),
         "dk_desc": dk_desc, "dv_desc": dv_desc, "dk": dk, "dv": dv, "dk_strides": (0, 0, 0) if tma_store else dk.stride()[:3], "dv_strides": (0, 0, 0) if tma_store else dv.stride()[:3],
         "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "bias": w.bias, "lists": w.block_mask.by_keys(BM, BN),
         "dq_order": dq_order(w.block_mask, BM, BN), "drop": w.drop, "seen": seen, "semaphores": workspace.semaphores,
         "n": N, "M": w.m, "D": D, "E": E, "padded_n": padded_n, "key_blocks": cdiv(w.m, BN), "batch_kv_heads": L * H // w.groups,
         "num_heads": H, "heads_per_kv": w.groups, "swizzle": _swizzle(w, tile),
         "DA": DA, "EA": EA, "BM": BM, "STAGES": tile.stages, "REGISTERS": tile.registers,
-        **({} if tile.wide else {"SPLIT": tile.split}),
+        **({} if tile.wide else {
+            "qb": qb, "kb": kb, "vb": vb, "dob": dob, "dq_sums_b": matrix_descriptor(workspace.dq_sums, 2 * DB // tile.parts) if DB else None,
+            "dkb_desc": dkb_desc, "dvb_desc": dvb_desc, "DB": DB, "SPLIT": tile.split,
+        }),
         **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": s.g_entropy is not None,
         "DROP": w.drop.keys is not None, "TMA_STORE": tma_store,
     }  # fmt: skip
@@ -238,7 +258,8 @@ def postprocess_dq(w: KernelArgs, workspace: BackwardWorkspace, tile: BackwardTi
         return dq
     arguments = {
         **tensors, "scale": 1.0 if unscaled else w.scale, "n": N, "D": D,
-        "BM": tile.BM, "PARTS": tile.parts, "C": tile.widths(w)[0] // tile.parts, "SEMAPHORES": tile.semaphores,
+        "BM": tile.BM, "PARTS": tile.parts, "C": (tile.widths(w)[0] - tile.second_chunk) // tile.parts, "CB": tile.second_chunk // tile.parts,
+        "SEMAPHORES": tile.semaphores,
     }  # fmt: skip
     launch_cache.start(key, dq_postprocess, cdiv(N, tile.BM) * L * H, arguments, {"num_warps": 4, "enable_fp_fusion": True}, tensors)
     return dq

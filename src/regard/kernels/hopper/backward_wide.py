@@ -29,8 +29,9 @@ from .aggregates import (
     TileIndex,
     traits_of,
 )
-from .backward import compute_dS, compute_P, in_register_order, start_product, store_gradient, transposed
+from .backward import compute_dS, compute_P, start_product, store_gradient, transposed
 from .dq_semaphore import acquire, release
+from .dq_sums import in_register_order
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
@@ -301,7 +302,7 @@ def ds_consumer(params, TRAITS: gl.constexpr):
             q = flat(smem.Q.index(stage), BM, DA)
             smem.dS.store(gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True))
             dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
-            clean_queries(q, row_stats.lse.index(stage), partial, TRAITS)
+            clean_queries(q, q, row_stats.lse.index(stage), partial, TRAITS)
             fence_async_shared()
             group_barrier()
             mbarrier.arrive(barriers.s_ready)
@@ -354,12 +355,13 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     q_free = new_barriers(STAGES, 2)
     fence_async_shared()
     params = BackwardParams(
-        BackwardDescriptors(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc), BackwardSmem(Q, K, V, dO, P, dS, dQ),
+        BackwardDescriptors(q, None, k, None, v, None, do, None, lse, delta, g_entropy, dq_sums, None, dk_desc, None, dv_desc, None),
+        BackwardSmem(Q, None, K, None, V, None, dO, None, P, dS, dQ, None),
         BackwardBarriers(k_ready, q_ready, q_free, o_ready, None, o_free, p_ready, s_ready, None, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, EA=EA, BM=BM, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY, DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
+        DA=DA, DB=0, EA=EA, BM=BM, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY, DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     gl.warp_specialize([
         (p_consumer, (params, TRAITS)),
         (ds_consumer, (params, TRAITS)),

@@ -98,8 +98,8 @@ def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
 
 @gluon.jit
 def zero_unseen_keys(X, batch, kv_head, j0, params, TRAITS: gl.constexpr):
-    """Set keys X [ROWS, DA] that no row may attend to to 0, since they may be NaN. `params.seen` says what a bias hides by −inf."""
-    C: gl.constexpr = TRAITS.DA
+    """Set keys X [ROWS, C] that no row may attend to to 0, since they may be NaN. `params.seen` says what a bias hides by −inf."""
+    C: gl.constexpr = X.shape[1]
     HIDING: gl.constexpr = TRAITS.BIAS != _BIAS_NONE and TRAITS.BIAS != _BIAS_ALIBI
     if TRAITS.MASK != _NONE or HIDING:
         j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
@@ -114,8 +114,8 @@ def zero_unseen_keys(X, batch, kv_head, j0, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def clean_queries(X, lse, partial, TRAITS: gl.constexpr):
-    """`zero_empty_rows`, where the mask or the bias may hide all keys from a row."""
+def clean_queries(X, XB, lse, partial, TRAITS: gl.constexpr):
+    """`zero_empty_rows` of both chunks, where the mask or the bias may hide all keys from a row."""
     BIAS: gl.constexpr = TRAITS.BIAS
     if TRAITS.MASK != _NONE or BIAS != _BIAS_NONE:
         empty = partial
@@ -123,3 +123,5 @@ def clean_queries(X, lse, partial, TRAITS: gl.constexpr):
             empty = partial | has_empty_row(lse, TRAITS.BM)
         if empty:
             zero_empty_rows(X, lse, TRAITS.BM, TRAITS.DA)
+            if TRAITS.DB > 0:
+                zero_empty_rows(XB, lse, TRAITS.BM, TRAITS.DB)

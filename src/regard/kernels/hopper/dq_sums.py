@@ -1,0 +1,173 @@
+"""dQ in the Hopper backward: its product, its sums in memory, and the rows that become of them.
+
+dQ is added to memory in the order of registers, part by part. A part is the columns of dQ that one consumer group computes, or all
+of them if a third group does; of each of two chunks it has its columns, one behind the other.
+"""
+# Written for Triton's compiler, which has types of its own.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...compat.gluon import group_barrier, tma_add, tma_store
+from ..portable.tile_ops import program_tile
+from .dq_semaphore import acquire, release
+from .forward import flat
+from .key_blocks import dq_position, heads_together, key_tile, next_visit, row_block_at, row_block_range
+from .register_layouts import mma_layout
+from .tile_scheduler import ROWS, advance
+
+GROUPS = gl.constexpr(2)  # consumer groups, each with ROWS keys
+
+
+@gluon.jit
+def start_dQ(dS, K, buffer, zero, part: gl.constexpr, TRAITS: gl.constexpr):
+    """Start dQ = dS K for a chunk of the keys, a part [BM, C] of its columns."""
+    C: gl.constexpr = zero.shape[1]
+    D: gl.constexpr = C * TRAITS.PARTS
+    share = warpgroup_mma(dS.index(buffer * GROUPS).permute((1, 0)), flat(K.index(0), ROWS, D).slice(part * C, C, dim=1), zero, use_acc=False,
+                          is_async=True)
+    for g in gl.static_range(1, GROUPS):
+        share = warpgroup_mma(dS.index(buffer * GROUPS + g).permute((1, 0)), flat(K.index(g), ROWS, D).slice(part * C, C, dim=1), share,
+                              is_async=True)
+    return share
+
+
+@gluon.jit
+def in_register_order(X):
+    """X [64, C] as [2 C, 32]: four numbers of a thread side by side, eight threads in a row. No number moves.
+
+    So a thread stores 16 bytes at a time, and no two threads meet in a bank. `dq_postprocess` reads this order.
+    """
+    gl.static_assert(X.shape[0] == 64, "a warp group has 64 rows")
+    C: gl.constexpr = X.shape[1]
+    X = X.reshape([4, 2, 4, 2, C // 8, 4, 2]).permute((4, 0, 2, 3, 5, 1, 6))
+    return X.reshape([2 * C, 32])
+
+
+@gluon.jit
+def write_dQ(share, dQ, buffer, phase, params, part: gl.constexpr, TRAITS: gl.constexpr):
+    """Write a part of a chunk of dQ to shared memory, once TMA has read what was there."""
+    mbarrier.wait(params.barriers.d_free.index(buffer), phase)
+    dQ.index(buffer * TRAITS.PARTS + part).store(in_register_order(share))
+
+
+@gluon.jit
+def pass_dQ(share, dQ, buffer, phase, params, part: gl.constexpr, TRAITS: gl.constexpr):
+    """Pass a part of dQ to the dQ warp; of two chunks the first one to be computed is written already."""
+    write_dQ(share, dQ, buffer, phase, params, part, TRAITS)
+    fence_async_shared()
+    group_barrier()
+    mbarrier.arrive(params.barriers.d_ready.index(buffer))
+
+
+@gluon.jit
+def dq_group(params, TRAITS: gl.constexpr):
+    """The third group of a split program: it computes dQ = dS K, so that the consumer groups never wait for one another."""
+    smem, barriers = params.smem, params.barriers
+    DA: gl.constexpr = TRAITS.DA
+    DB: gl.constexpr = TRAITS.DB
+    MASK: gl.constexpr = TRAITS.MASK
+    zero = gl.zeros([TRAITS.BM, DA], gl.float32, mma_layout(DA))
+    block, batch, kv_head = key_tile(params)
+    mbarrier.wait(barriers.k_ready, 0)
+    ds_buffer = 0
+    ds_phase = 0
+    buffer = 0
+    phase = 1
+    heads = heads_together(params, MASK)
+    for u in range(params.heads_per_kv // heads):
+        _, count = row_block_range(params, batch, kv_head * params.heads_per_kv + u * heads, block, TRAITS.BM, MASK)
+        for _ in range(count * heads):
+            mbarrier.wait(barriers.s_ready.index(ds_buffer), ds_phase)
+            share = start_dQ(smem.dS, smem.K, ds_buffer, zero, 0, TRAITS)
+            share = warpgroup_mma_wait(0, deps=[share])
+            if DB > 0:  # one chunk after the other: the group has few registers
+                write_dQ(share, smem.dQ, buffer, phase, params, 0, TRAITS)
+                share = start_dQ(smem.dS, smem.KB, ds_buffer, gl.zeros([TRAITS.BM, DB], gl.float32, mma_layout(DB)), 0, TRAITS)
+                share = warpgroup_mma_wait(0, deps=[share])
+            mbarrier.arrive(barriers.s_free.index(ds_buffer))
+            pass_dQ(share, smem.dQB, buffer, phase, params, 0, TRAITS)
+            ds_buffer, ds_phase = advance(ds_buffer, ds_phase, TRAITS.DS_BUFFERS)
+            buffer, phase = advance(buffer, phase, 2)
+
+
+@gluon.jit
+def dq_warp(params, ODD: gl.constexpr, TRAITS: gl.constexpr):
+    """One of two warps that add dQ to memory, once the semaphore allows it: this one takes every other row block."""
+    dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
+    dq_sums_b, dQB = params.descriptors.dq_sums_b, params.smem.dQB
+    BM: gl.constexpr = TRAITS.BM
+    DB: gl.constexpr = TRAITS.DB
+    SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory, of its first chunk
+    BOTH: gl.constexpr = SIZE + 2 * DB // TRAITS.PARTS  # of both chunks
+    block, batch, kv_head = key_tile(params)
+    phase = 0
+    buffer = 0  # of dQ's two (Triton 3.6 loses a count that both loops carry; a bit that flips survives)
+    heads = heads_together(params, TRAITS.MASK)
+    for u in range(params.heads_per_kv // heads):
+        first_head = kv_head * params.heads_per_kv + u * heads
+        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
+        t, h = count - 1, first_head
+        for _ in range(count * heads):
+            if buffer == ODD:
+                b, slot = row_block_at(params, t, first, TRAITS.MASK)
+                position = dq_position(params, t, b, first, batch, h, block, TRAITS.MASK)
+                at = (batch * params.num_heads + h) * gl.cdiv(params.n, BM) + b
+                acquire(params.semaphores + at, position)
+                mbarrier.wait(d_ready.index(ODD), phase)
+                phase ^= 1
+                for part in gl.static_range(TRAITS.PARTS):
+                    if position == 0:
+                        tma_store(dq_sums, [(at * TRAITS.PARTS + part) * BOTH, 0], dQ.index(ODD * TRAITS.PARTS + part))
+                        if DB > 0:
+                            tma_store(dq_sums_b, [(at * TRAITS.PARTS + part) * BOTH + SIZE, 0], dQB.index(ODD * TRAITS.PARTS + part))
+                    else:
+                        tma_add(dq_sums, [(at * TRAITS.PARTS + part) * BOTH, 0], dQ.index(ODD * TRAITS.PARTS + part))
+                        if DB > 0:
+                            tma_add(dq_sums_b, [(at * TRAITS.PARTS + part) * BOTH + SIZE, 0], dQB.index(ODD * TRAITS.PARTS + part))
+                tma.store_wait(0)  # shared memory has been read
+                mbarrier.arrive(d_free.index(ODD))
+                release(params.semaphores + at, position)
+            buffer ^= 1
+            t, h = next_visit(t, h, first_head, heads)
+
+
+@triton.jit
+def dq_columns(sums, out, some, scale, i, n, first: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BM: tl.constexpr):
+    """Scale and round the sums of C columns, and store them from column `first` on."""
+    X = tl.load(sums + tl.arange(0, BM * C))
+    X = (tl.where(some, X, 0.0) * scale).to(out.dtype.element_ty)
+    X = X.reshape([C // 8, 4, 4, 2, 4, 2, 2]).permute(1, 5, 2, 3, 0, 4, 6).reshape([BM, C])  # undoes `in_register_order`
+    c = first + tl.arange(0, C)
+    if first + C <= D:
+        tl.store(out + c[None, :], X, mask=(i < n)[:, None])
+    else:
+        tl.store(out + c[None, :], X, mask=(i < n)[:, None] & (c < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["n"])
+def dq_postprocess(dq_sums, semaphores, dq, scale, n, D: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, CB: tl.constexpr,
+                   SEMAPHORES: tl.constexpr):
+    """A row block of dQ from its sums, in PARTS of C columns, and CB of a second chunk; zeros if no key block added to it."""
+    block, batch_head = program_tile(tl.cdiv(n, BM))
+    at = tl.program_id(0)
+    some = tl.load(semaphores + at * SEMAPHORES) > 0
+    i = block * BM + tl.arange(0, BM)
+    out = dq + (batch_head.to(tl.int64) * n + i)[:, None] * D  # [BM, 1]
+    for g in tl.static_range(PARTS):
+        part = dq_sums + (at.to(tl.int64) * PARTS + g) * (BM * (C + CB))
+        dq_columns(part, out, some, scale, i, n, g * C, D, C, BM)
+        if CB > 0:
+            dq_columns(part + BM * C, out, some, scale, i, n, PARTS * C + g * CB, D, CB, BM)
