@@ -35,14 +35,18 @@ DIMS = (64, 80, 96, 128, 192, 256)
 BIASES = {"alibi": BIAS_ALIBI, "tensor": BIAS_TENSOR, "relative": BIAS_RELATIVE}
 KINDS = ("plain", "spans", "bits", *BIASES)
 # What each run compiles, some 10 s each.
-EVERY_DAY = [("spans", 128, False), ("bits", 64, True), ("tensor", 256, False)]
-# Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9: for dims up to 64, 128 or 256, without and
-# with the gradient of entropy.
+EVERY_DAY = [("spans", 96, False), ("spans", 128, False), ("bits", 64, True), ("tensor", 256, False)]
+# Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9: for dims up to 64, 96, 128 or 256, without
+# and with the gradient of entropy.
 SPILLED = {
     ("plain", 64, False): (0, 0), ("spans", 64, False): (0, 0), ("bits", 64, False): (24, 0),
     ("alibi", 64, False): (16, 0), ("tensor", 64, False): (24, 8), ("relative", 64, False): (24, 0),
     ("plain", 64, True): (0, 0), ("spans", 64, True): (16, 0), ("bits", 64, True): (24, 0),
     ("alibi", 64, True): (16, 0), ("tensor", 64, True): (24, 8), ("relative", 64, True): (24, 0),
+    ("plain", 96, False): (32, 104), ("spans", 96, False): (152, 168), ("bits", 96, False): (152, 176),
+    ("alibi", 96, False): (64, 168), ("tensor", 96, False): (136, 184), ("relative", 96, False): (152, 176),
+    ("plain", 96, True): (72, 104), ("spans", 96, True): (136, 152), ("bits", 96, True): (144, 152),
+    ("alibi", 96, True): (64, 168), ("tensor", 96, True): (152, 192), ("relative", 96, True): (152, 176),
     ("plain", 128, False): (48, 88), ("spans", 128, False): (144, 200), ("bits", 128, False): (136, 176),
     ("alibi", 128, False): (96, 168), ("tensor", 128, False): (184, 248), ("relative", 128, False): (216, 248),
     ("plain", 128, True): (48, 96), ("spans", 128, True): (144, 192), ("bits", 128, True): (144, 184),
@@ -54,6 +58,8 @@ SPILLED = {
 }  # fmt: skip
 SPLIT_WAITS = 2 * 3 + 1  # of each consumer group three for a block of rows, and one of the group that computes dQ
 WAITS = 2 * 5  # of each group four, and one behind the last
+CHUNKED_WAITS = 2 * 6  # one more behind the last
+CHUNKED_SPLIT_WAITS = SPLIT_WAITS + 1  # the group that computes dQ waits for each chunk
 WIDE_WAITS = 2 * 6  # four, and two behind the last, for the parts of dQ
 
 
@@ -96,13 +102,15 @@ def test_a_backward_compiles_for_hopper_and_spills_no_more_than_is_pinned(
     kind: str, dim: int, entropy: bool, hopper: None
 ) -> None:
     kernel = compiled(kind, dim, entropy)
-    fits(kernel, SPILLED[kind, min(size for size in (64, 128, 256) if size >= dim), entropy][RECENT])
+    fits(kernel, SPILLED[kind, min(size for size in (64, 96, 128, 256) if size >= dim), entropy][RECENT])
     assert "cp.reduce.async.bulk.tensor" in kernel.asm["ptx"]
 
 
-def waits_as_written(kernel: Any, dim: int) -> None:
+def waits_as_written(kernel: Any, tile: chip.BackwardTile) -> None:
     """The assembler waits for products where the kernel does; one that cannot have them in flight waits for each."""
-    written = SPLIT_WAITS if dim <= 64 else WAITS if dim <= 128 else WIDE_WAITS
+    written = WIDE_WAITS if tile.wide else SPLIT_WAITS if tile.split else WAITS
+    if tile.chunked:
+        written = CHUNKED_SPLIT_WAITS if tile.split else CHUNKED_WAITS
     assert kernel.asm["ptx"].count("wgmma.wait_group") == written
     waits = machine_code(kernel).count("WARPGROUP.DEPBAR")
     assert waits <= 2 * written, f"{waits} waits, {written} are written"
@@ -111,17 +119,18 @@ def waits_as_written(kernel: Any, dim: int) -> None:
 @compiles
 @every_kernel
 def test_products_run_beside_what_comes_after_them(kind: str, dim: int, entropy: bool, hopper: None) -> None:
-    waits_as_written(compiled(kind, dim, entropy), dim)
+    waits_as_written(compiled(kind, dim, entropy), chip.tile_for(work(dim)))
 
 
 SPLIT, WHOLE, WIDE = chip.SPLIT, chip.BackwardTile(), chip.BackwardTile(wide=True)
+CHUNKED, CHUNKED_SPLIT = chip.CHUNKED, chip.CHUNKED._replace(split=True, registers=208)
 OPERANDS: list[Any] = [
     ("spans", {"scales": torch.ones(4)}, SPLIT),
     *(
         pytest.param(kind, more, tile, marks=pytest.mark.slow)
         for kind in ("none", "spans", "bits")
         for more in ({}, {"softcap": 9.0}, {"scales": torch.ones(4)})
-        for tile in (SPLIT, WHOLE, WIDE)
+        for tile in (SPLIT, WHOLE, WIDE, CHUNKED, CHUNKED_SPLIT)
         if (kind, "scales" in more, tile) != ("spans", True, SPLIT)
     ),
 ]
@@ -133,7 +142,7 @@ def test_no_product_finds_its_operand_overwritten(
     kind: str, more: dict[str, Any], tile: chip.BackwardTile, hopper: None
 ) -> None:
     """The assembler of Triton 3.6 does so to operands in registers that a loop does not change."""
-    kernel = made_for(work(256 if tile.wide else 64, kind, **more), tile=tile)
+    kernel = made_for(work(256 if tile.wide else 96 if tile.chunked else 64, kind, **more), tile=tile)
     code = machine_code(kernel)
     assert any("HGMMA" in line for loop in inner_loops(code) for line in loop)  # else nothing was looked at
     assert lost_operands(code) == []
@@ -173,7 +182,20 @@ def test_the_two_warps_that_add_take_every_other_block_of_rows_over_all_heads(
 @pytest.mark.slow
 def test_products_that_have_too_few_registers_are_found_by_their_waits(hopper: None) -> None:
     with pytest.raises(AssertionError, match="waits"):
-        waits_as_written(made_for(work(128), tile=chip.BackwardTile(registers=152)), 128)
+        waits_as_written(made_for(work(128), tile=(tile := chip.BackwardTile(registers=152))), tile)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "stack"), [("none", (48, 40)), ("spans", (136, 88)), ("bits", (136, 88))])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_two_chunks_leave_room_for_a_third_group_and_a_third_stage(
+    kind: str, stack: tuple[int, int], stages: int, hopper: None
+) -> None:
+    tile = CHUNKED_SPLIT._replace(stages=stages)
+    kernel = made_for(work(96, kind), tile=tile)
+    fits(kernel, stack[RECENT])
+    waits_as_written(kernel, tile)
 
 
 DROPPED = DropoutArgs(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
@@ -186,25 +208,35 @@ MORE = {"softcap": 9.0, "scales": torch.ones(4)}
     ("w", "stack"),
     [
         (work(64, "spans", drop=DROPPED), (48, 32)),
+        (work(96, "spans", drop=DROPPED), (232, 328)),
         (work(128, "spans", drop=DROPPED), (200, 400)),
         (work(256, "spans", drop=DROPPED), (152, 312)),
         (work(64, "spans", drop=DROPPED, **MORE, **biased(BIAS_ALIBI)), (248, 272)),
+        (work(96, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (440, 608)),
         (work(128, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (520, 672)),
         (work(256, "bits", drop=DROPPED, **MORE, **biased(BIAS_RELATIVE)), (432, 568)),
     ],
-    ids=["dropout at 64", "dropout at 128", "dropout at 256", "all at 64", "all at 128", "all at 256"],
+    ids=[f"{what} at {dim}" for what in ("dropout", "all") for dim in (64, 96, 128, 256)],
 )
 def test_all_else_compiles_for_hopper_together(w: KernelArgs, stack: tuple[int, int], hopper: None) -> None:
     kernel = made_for(w, entropy=w.softcap is not None)
     fits(kernel, stack[RECENT])
-    waits_as_written(kernel, w.query.shape[3])
+    waits_as_written(kernel, chip.tile_for(w))
 
 
 @compiles
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "of_values", "stack"),
-    [(64, 128, (24, 8)), (128, 64, (16, 40)), (192, 128, (104, 128)), (64, 256, (120, 192)), (256, 64, (104, 96))],
+    [
+        (64, 128, (24, 8)),
+        (80, 96, (152, 168)),
+        (96, 64, (16, 40)),
+        (128, 64, (16, 40)),
+        (192, 128, (104, 128)),
+        (64, 256, (120, 192)),
+        (256, 64, (104, 96)),
+    ],
 )
 def test_keys_and_values_may_have_dims_of_their_own(
     dim: int, of_values: int, stack: tuple[int, int], hopper: None
@@ -213,7 +245,7 @@ def test_keys_and_values_may_have_dims_of_their_own(
     w.value = torch.zeros(2, 2, N, of_values, dtype=torch.bfloat16)
     kernel = made_for(w)
     fits(kernel, stack[RECENT])
-    waits_as_written(kernel, max(dim, of_values))
+    waits_as_written(kernel, chip.tile_for(w))
 
 
 def test_as_many_heads_are_scheduled_together_as_fill_the_chip_and_under_a_mask_with_eight_programs_each() -> None:
@@ -262,6 +294,8 @@ def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
 
     assert long(2**29 - 127)
     assert not long(2**29 - 128)
+    assert long(2**30 // 3 - 126, dim=96)
+    assert not long(2**30 // 3 - 127, dim=96)
     assert long(2**27 - 127, dim=256)
     assert not long(2**27 - 128, dim=256)
     assert long(1, 2**30 - 15)
@@ -272,6 +306,7 @@ def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
     "w",
     [
         work(8),
+        work(72),
         work(128, "bits"),
         work(128, "spans", drop=DROPPED),
         work(256, **MORE, **biased(BIAS_ALIBI)),
@@ -285,7 +320,7 @@ def test_all_else_is_taken(w: KernelArgs) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 def test_the_postprocess_of_dq_moves_16_bytes_at_a_time(
     dim: int, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +379,7 @@ def test_one_kernel_makes_all_gradients_and_the_portable_ones_those_of_one_side(
     ("more", "kernels"),
     [
         ({"dim": 136}, WIDE_OURS),
+        ({"dim": 96, "dropout": 0.1}, OURS),
         ({"dim": 128, "dropout": 0.1}, OURS),
         ({"bias": torch.zeros(300, 200)}, {*OURS, HIDDEN}),  # whose −inf may hide keys
         ({"dim": 256, "bias": torch.zeros(300, 200)}, {*WIDE_OURS, HIDDEN}),
