@@ -63,6 +63,12 @@ CHUNKED_SPLIT_WAITS = SPLIT_WAITS + 1  # the group that computes dQ waits for ea
 WIDE_WAITS = 2 * 6  # four, and two behind the last, for the parts of dQ
 
 
+@pytest.fixture(autouse=True)
+def two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take two chunks where they fit."""
+    monkeypatch.setattr(chip, "TWO_CHUNKS", True)
+
+
 def rows_of(w: KernelArgs, entropy: bool = False, dO: Tensor | None = None) -> BackwardRows:
     """The row statistics of a backward pass."""
     dO = w.value.new_zeros(*w.rows, w.value.shape[3]) if dO is None else dO

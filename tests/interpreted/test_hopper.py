@@ -25,6 +25,12 @@ SEEN[:, :70, :64] = True
 SLOPES, TABLE = torch.tensor([0.1, 0.2]), torch.linspace(-1, 1, 66).view(2, 33)
 
 
+@pytest.fixture(autouse=True)
+def two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take two chunks where they fit."""
+    monkeypatch.setattr(backward_launch, "TWO_CHUNKS", True)
+
+
 def everything(s: Shape) -> dict[str, Any]:
     return {
         "mask": SEEN,
