@@ -330,6 +330,7 @@ ASSEMBLY: dict[str, Callable[..., Tile]] = {
     ptx.MASK_SPAN: hidden_if(lambda c, first, end: (c < first) | (c >= end)),
     ptx.MASK_END: hidden_if(lambda c, end: c >= end),
     ptx.MASK_BIT: hidden_if(lambda word, bit: (word & bit) == 0),
+    ptx.EXP2: lambda x: unary(np.exp2)(x),
     ptx.LOG2: lambda x: unary(np.log2)(x),
     ptx.TANH: lambda x: Tile(np.tanh(x.x.astype(np.float64) * np.log(2) / 2), FP32),
     ptx.COUNT: count_up,
@@ -363,6 +364,7 @@ def allocate(dtype: Dtype, shape: Sequence[int], layout: Any) -> Any:
 
 
 def assembly(code: Any, constraints: str, args: Sequence[Any], dtype: Dtype, is_pure: bool, pack: int) -> Tile:
+    assert not any(isinstance(x, Product) for x in args), "a product is used before it is waited for"
     return ASSEMBLY[getattr(code, "value", code)](*args)
 
 

@@ -50,7 +50,7 @@ from .key_blocks import (
     row_block_range,
 )
 from .nonfinite import clean_queries, zero_unseen_keys
-from .online_softmax import capped_tanh, log2
+from .online_softmax import capped_tanh, exp2, log2
 from .register_layouts import mma_layout, transposed_layout
 from .tile_scheduler import ROWS, advance, new_barriers
 
@@ -120,7 +120,7 @@ def compute_P(S, lse, tile, scale, unit, partial, params, TRAITS: gl.constexpr):
     if partial:
         S = apply_mask(S, tile, params, TRAITS)
     T = S * unit - lse[:, None] if TRAITS.FAST else (S - lse[:, None]) * LOG2E
-    return gl.exp2(T)
+    return exp2(T)
 
 
 @gluon.jit

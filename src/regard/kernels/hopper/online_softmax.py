@@ -17,8 +17,14 @@ WARPS = gl.constexpr(4)
 OUTLIER = gl.constexpr((127 + OUTLIER_BITS) << 23)  # 2^OUTLIER_BITS as the bits of float32
 ONE = gl.constexpr(127 << 23)  # 1.0 as the bits of float32
 MASK_END, MASK_BIT = gl.constexpr(ptx.MASK_END), gl.constexpr(ptx.MASK_BIT)
-LOG2, TANH = gl.constexpr(ptx.LOG2), gl.constexpr(ptx.TANH)
+EXP2, LOG2, TANH = gl.constexpr(ptx.EXP2), gl.constexpr(ptx.LOG2), gl.constexpr(ptx.TANH)
 BF16, FP16 = gl.constexpr(ptx.pair("bf16")), gl.constexpr(ptx.pair("f16"))
+
+
+@gluon.jit
+def exp2(X):
+    """2^X by the chip's own unit; 0 for −inf."""
+    return gl.inline_asm_elementwise(EXP2, "=f,f", [X], gl.float32, True, 1)
 
 
 @gluon.jit
@@ -81,7 +87,7 @@ def has_outlier(top):
 def softmax_fixed_max(S, m, l, e, top, unit, ENTROPY: gl.constexpr):
     """Weights P of logits S [ROWS, BN], and l, e, top [ROWS, 8] with them added; the row max m [ROWS] stays as it is."""
     T = S * unit - m[:, None]  # [ROWS, BN]
-    P = gl.exp2(T)
+    P = exp2(T)
     if ENTROPY:
         e = e + partial_sums(P * T)
     return P, l + partial_sums(P), e, running_top(top, P)
@@ -101,7 +107,7 @@ def online_softmax(S, m, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, 
         row_max = high * unit  # log2 units; else natural ones
     m_new = gl.maximum(m, row_max)
     if LAZY:
-        m_new = gl.where(gl.exp2(high * unit - m).to(gl.int32, bitcast=True) > OUTLIER, row_max, m)
+        m_new = gl.where(exp2(high * unit - m).to(gl.int32, bitcast=True) > OUTLIER, row_max, m)
     if FAST:
         T = S * unit - m_new[:, None]  # [ROWS, BN]
         down = m - m_new  # [ROWS]
@@ -111,8 +117,8 @@ def online_softmax(S, m, l, e, unit, ENTROPY: gl.constexpr, FAST: gl.constexpr, 
     if HIDES and ENTROPY:
         T = clamp_exponent(T)  # finite, so that P·T is 0 and not NaN
     down = clamp_exponent(down)
-    P = gl.exp2(T)  # [ROWS, BN]
-    a = gl.exp2(down)  # [ROWS]
+    P = exp2(T)  # [ROWS, BN]
+    a = exp2(down)  # [ROWS]
     each = beside(a, l)  # [ROWS, 1]
     if ENTROPY:
         e = each * (e + beside(down, l) * l) + partial_sums(P * T)
@@ -134,6 +140,16 @@ def bits_below(x):
 
 
 @gluon.jit
+def partial_words(lo, hi, S):
+    """The keys lo ≤ c < hi of rows, [ROWS] each, as one word of bits for each thread and row: [ROWS, 1, 8], for S as [ROWS, BN / 8, 8]."""
+    L: gl.constexpr = gl.SliceLayout(1, S.reshape([ROWS, S.shape[1] // EIGHT, EIGHT]).type.layout)
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    begin = (gl.arange(0, EIGHT, gl.SliceLayout(0, L)) & 6)[None, :]  # [1, 8]
+    word = bits_below(gl.convert_layout(hi, R)[:, None] - begin) & ~bits_below(gl.convert_layout(lo, R)[:, None] - begin)
+    return word[:, None, :]
+
+
+@gluon.jit
 def apply_mask(S, lists, lo, hi, slot, i, j0, MASK: gl.constexpr):
     """S [ROWS, BN], −inf where the mask hides; slot −1 hides all.
 
@@ -142,10 +158,12 @@ def apply_mask(S, lists, lo, hi, slot, i, j0, MASK: gl.constexpr):
     become one word of bits. The selection is inline PTX, so that the compiler cannot hoist the comparisons of a whole tile.
     """
     BN: gl.constexpr = S.shape[1]
-    c = gl.arange(0, BN, gl.SliceLayout(0, S.type.layout))  # [BN]
+    SL: gl.constexpr = S.type.layout
+    c = gl.arange(0, BN, gl.SliceLayout(0, SL))  # [BN]
     begin = j0 + (c & 6)  # [BN]
-    c = gl.broadcast(S, (c & -7)[None, :])[1]  # [ROWS, BN]
+    c = c & -7  # [BN]
     if MASK == _BITS:
+        c = gl.broadcast(S, c[None, :])[1]  # [ROWS, BN]
         row = lists.bits + gl.maximum(slot, 0).to(gl.int64) * 512 + (i % 128) * 4  # [ROWS]
         first = j0 % 128 // 32
         word = c * 0
@@ -156,10 +174,14 @@ def apply_mask(S, lists, lo, hi, slot, i, j0, MASK: gl.constexpr):
         bit = (c * 0 + 1) << (c % 32)
         S = gl.inline_asm_elementwise(MASK_BIT, "=f,f,r,r", [S, word, bit], gl.float32, True, 1)
     elif MASK == _NONE:
-        S = gl.inline_asm_elementwise(MASK_END, "=f,f,r,r", [S, c, hi[:, None] - begin[None, :]], gl.float32, True, 1)
+        S = gl.inline_asm_elementwise(MASK_END, "=f,f,r,r", [S, c[None, :], hi[:, None] - begin[None, :]], gl.float32, True, 1)
     else:
-        word = bits_below(hi[:, None] - begin[None, :]) & ~bits_below(lo[:, None] - begin[None, :])  # [ROWS, BN]: one per row of a thread
-        S = gl.inline_asm_elementwise(MASK_BIT, "=f,f,r,r", [S, word, (c * 0 + 1) << (c // 8 * 2 + c % 2)], gl.float32, True, 1)
+        word = partial_words(lo - j0, hi - j0, S)  # [ROWS, 1, 8]
+        bit = (c * 0 + 1) << (c // 8 * 2 + c % 2)  # [BN]
+        T = S.reshape([ROWS, BN // EIGHT, EIGHT])
+        bit = gl.convert_layout(bit.reshape([BN // EIGHT, EIGHT]), gl.SliceLayout(0, T.type.layout))
+        T = gl.inline_asm_elementwise(MASK_BIT, "=f,f,r,r", [T, word, bit[None, :, :]], gl.float32, True, 1)
+        S = gl.convert_layout(T.reshape([ROWS, BN]), SL, assert_trivial=True)
     return S
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BROADCAST", "COUNT", "LOAD_BIAS", "LOG2", "MASK_BIT", "MASK_END", "MASK_SPAN", "TANH", "pair"]
+__all__ = ["BROADCAST", "COUNT", "EXP2", "LOAD_BIAS", "LOG2", "MASK_BIT", "MASK_END", "MASK_SPAN", "TANH", "pair"]
 
 
 # $1, or −inf: unless $3 ≤ $2 < $4 (MASK_SPAN); unless $2 < $3 (MASK_END); unless $2 has one of the bits $3 (MASK_BIT).
@@ -18,7 +18,9 @@ LOAD_BIAS = {
     "bf16": _LOAD_BIAS.format(size=2, load="ld.global.nc.b16 x, [at]; mov.b32 $0, {0, x};"),
 }
 
-# log2 x; and tanh(x) from x · 2 log2 e, to 3e−7.
+# 2^x and log2 x; and tanh(x) from x · 2 log2 e, to 3e−7. `gl.exp2` becomes the same instruction, but only after LLVM has inlined a library
+# function with two branches, once for each number of a tile.
+EXP2 = "ex2.approx.ftz.f32 $0, $1;"
 LOG2 = "lg2.approx.ftz.f32 $0, $1;"
 TANH = (
     "{.reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 e, e; fma.rn.f32 $0, e, 0fC0000000, 0f3F800000;}"

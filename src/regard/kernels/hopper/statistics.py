@@ -36,7 +36,7 @@ from ..portable.tile_ops import (
 )
 from .aggregates import ForwardDescriptors, ForwardSmem, KeyBlocks, traits_of
 from .forward import flat
-from .online_softmax import score
+from .online_softmax import exp2, score
 from .register_layouts import mma_layout
 from .statistics_params import Barriers, Grid, Head, MapPart, MapState, Params
 from .tile_scheduler import ROWS, advance, entry_at, new_barriers, work_tile
@@ -118,7 +118,7 @@ def exponentials(S, row_max, log_row_sum, unit, FAST: gl.constexpr):
         T = S * unit - level[:, None]
     else:
         T = (S - level[:, None]) * LOG2E
-    return gl.exp2(T), gl.exp2(log_row_sum * -LOG2E)
+    return exp2(T), exp2(log_row_sum * -LOG2E)
 
 
 @gluon.jit
