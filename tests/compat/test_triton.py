@@ -21,6 +21,7 @@ GLUON_NEEDED_FOR = {
     "tma_add": "dQ is added up across programs by TMA",
     "tma_load": "the producer warp loads tiles by TMA",
     "tma_store": "outputs are stored by TMA",
+    "warp_specialize": "the code of the consumer groups is generated once",
 }
 
 
@@ -69,6 +70,7 @@ def test_interpreted_is_what_triton_reads_from_the_environment(value: str) -> No
         ("tma_store", ["tensor_desc", "coord", "src"]),
         ("tma_add", ["tensor_desc", "coord", "src"]),
         ("group_barrier", []),
+        ("warp_specialize", ["functions_and_args", "worker_num_warps", "worker_num_regs"]),
     ],
 )
 def test_an_operation_of_gluon_is_a_builtin_with_the_arguments_that_kernels_pass(

@@ -387,6 +387,7 @@ LANGUAGE: dict[str, Any] = {
         no_layout,
     ),
     "constexpr": lambda x: x,
+    "to_tensor": lambda x: tile(x),
     "allocate_shared_memory": allocate,
     "inline_asm_elementwise": assembly,
 }
@@ -436,9 +437,9 @@ class Interpreted:
                 **LANGUAGE,
                 program_id=lambda axis: tile(at[0]),
                 num_programs=lambda axis: tile(grid[0]),
-                warp_specialize=lambda *args: specialize(*args, chance=self._chance),
             )
-            function = in_python(self._kernel, {**HOPPER, "gl": language, "tl": language})
+            known = {**HOPPER, "warp_specialize": partial(specialize, chance=self._chance)}
+            function = in_python(self._kernel, {**known, "gl": language, "tl": language})
             arguments = {
                 name: given[name] if name in self._constant else argument(given[name]) for name in self.arg_names
             }

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "group_barrier", "tma_add", "tma_load", "tma_store"]
+__all__ = ["TensorDescriptor", "group_barrier", "tma_add", "tma_load", "tma_store", "warp_specialize"]
 
 # Triton 3.6 has these under longer names.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -32,3 +34,24 @@ def _reduce_add():
 
 
 tma_add = _reduce_add()
+
+
+class _OneContext:
+    """A code generator for which the default partition is called like a worker with as many warps."""
+
+    def __init__(self, generator, num_warps):
+        self._generator, self._default = generator, GluonCallerContext(num_warps=num_warps)
+
+    def call_JitFunction(self, fn, args, kwargs, caller_context=None):
+        return self._generator.call_JitFunction(fn, args, kwargs, caller_context=caller_context or self._default)
+
+
+@builtin
+def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs, _semantic=None, _generator=None):
+    """`gl.warp_specialize`, but a function that the default partition and a worker call is generated once.
+
+    Triton generates a function once for each number of warps, and again for the default partition.
+    """
+    generator = _OneContext(_generator, _semantic.num_warps(_generator).value)
+    warps, registers = ([getattr(x, "value", x) for x in given] for given in (worker_num_warps, worker_num_regs))
+    return _semantic.warp_specialize(functions_and_args, warps, registers, generator)

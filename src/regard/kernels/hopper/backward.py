@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import group_barrier, tma_load, tma_store
+from ...compat.gluon import group_barrier, tma_load, tma_store, warp_specialize
 from ..portable.tile_ops import _BIAS_ALIBI, _BIAS_NONE, DEEP, LN2, LOG2E
 from .aggregates import (
     BackwardBarriers,
@@ -177,7 +177,7 @@ def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale
 
 
 @gluon.jit
-def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
+def consumer(params, G, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS keys against all rows that see the block. Its part of dQ, if it has one, is one iteration late."""
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     q_ready, o_ready, free, s_ready, s_free = barriers.q_ready, barriers.o_ready, barriers.free, barriers.s_ready, barriers.s_free
@@ -334,6 +334,15 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
         store_gradient(dKB, descriptors.dkb, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, TRAITS.TMA_STORE, DA)
 
 
+@gluon.jit
+def group(params, G: gl.constexpr, TRAITS: gl.constexpr):
+    """The partition of consumer group G: `forward.group`. Where a group's columns of K are a slice, G must be a constant."""
+    if TRAITS.SPLIT:
+        consumer(params, gl.to_tensor(G), TRAITS)
+    else:
+        consumer(params, G, TRAITS)
+
+
 @gluon.jit(do_not_specialize=["lists", "dq_order", "drop", "n", "M", "D", "E", "padded_n", "key_blocks", "batch_kv_heads", "num_heads", "heads_per_kv",
                               "swizzle"])
 def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_desc, dkb_desc, dv_desc, dvb_desc, dk, dv,
@@ -382,18 +391,18 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
         DA=DA, DB=DB, EA=EA, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     if SPLIT:
-        gl.warp_specialize([
-            (consumer, (params, 0, TRAITS)),
-            (consumer, (params, 1, TRAITS)),
+        warp_specialize([
+            (group, (params, 0, TRAITS)),
+            (group, (params, 1, TRAITS)),
             (dq_group, (params, TRAITS)),
             (producer, (params, TRAITS)),
             (dq_warp, (params, 0, TRAITS)),
             (dq_warp, (params, 1, TRAITS)),
         ], [4, 4, 1, 1, 1], [REGISTERS, 72, 24, 24, 24])
     else:
-        gl.warp_specialize([
-            (consumer, (params, 0, TRAITS)),
-            (consumer, (params, 1, TRAITS)),
+        warp_specialize([
+            (group, (params, 0, TRAITS)),
+            (group, (params, 1, TRAITS)),
             (producer, (params, TRAITS)),
             (dq_warp, (params, 0, TRAITS)),
             (dq_warp, (params, 1, TRAITS)),

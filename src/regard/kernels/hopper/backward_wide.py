@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store
+from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store, warp_specialize
 from ..portable.tile_ops import LOG2E
 from .aggregates import (
     BackwardBarriers,
@@ -362,7 +362,7 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
         DA=DA, DB=0, EA=EA, BM=BM, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY, DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
-    gl.warp_specialize([
+    warp_specialize([
         (p_consumer, (params, TRAITS)),
         (ds_consumer, (params, TRAITS)),
         (producer, (params, TRAITS)),

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import group_barrier, tma_store
+from ...compat.gluon import group_barrier, tma_store, warp_specialize
 from ..portable.tile_ops import (
     _BIAS_NONE,
     _NONE,
@@ -46,6 +46,7 @@ from .aggregates import (
     ValueBlock,
     traits_of,
 )
+from .nonfinite import find_unseen, zero_unseen
 from .online_softmax import (
     ONE,
     apply_mask,
@@ -82,7 +83,6 @@ from .tile_scheduler import (
     write_info,
 )
 
-CLEANED = gl.constexpr(16)  # values that are cleaned together
 producer_registers = gluon.constexpr_function(configs.producer_registers)
 
 
@@ -108,46 +108,7 @@ def masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS: gl.constexpr, MA
 
 
 @gluon.jit
-def seen_offset(lists, rows):
-    """Where `lists.seen` begins for the rows' head: which keys are visible to some row."""
-    return (rows.batch // gl.load(lists.inner)).to(gl.int64) * lists.seen_item + rows.h * lists.seen_head
-
-
-@gluon.jit
-def find_unseen(show, rows, j0, params, TRAITS: gl.constexpr, MASKED: gl.constexpr):
-    """Whether a block has a key that no row may attend to (with a bias, no row of the group), whose value may be NaN."""
-    seen = 0
-    dirty = 0
-    if TRAITS.BIAS != _BIAS_NONE:
-        seen = gl.max(show.to(gl.int32), 0)
-        dirty = 1 - gl.min(seen, 0)
-    elif MASKED and TRAITS.MASK != _NONE:
-        if rows.all_seen == 0:
-            j = j0 + gl.arange(0, TRAITS.BN, gl.BlockedLayout([TRAITS.BN // 32], [32], [4], [0]))  # each warp has them all
-            at = seen_offset(params.lists, rows)
-            dirty = (gl.min(gl.load(params.lists.seen + at + j, mask=j < params.M, other=1).to(gl.int32), 0) == 0).to(gl.int32)
-    return seen, dirty
-
-
-@gluon.jit
-def zero_unseen(X, into, seen, rows, j0, params, C: gl.constexpr, TRAITS: gl.constexpr):
-    """Set the values X [BN, C] of unseen keys to 0: with a bias in a copy, the group's own block, else in place.
-
-    Without a bias every group writes the same numbers to the same place, and reads them after its own writes.
-    """
-    VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    if TRAITS.BIAS != _BIAS_NONE:
-        into.store(gl.where((gl.convert_layout(seen, gl.SliceLayout(1, VL)) > 0)[:, None], X.load(VL), 0.0))
-    else:
-        at = seen_offset(params.lists, rows)
-        for r in gl.static_range(0, TRAITS.BN, CLEANED):
-            j = j0 + r + gl.arange(0, CLEANED, gl.SliceLayout(1, VL))
-            part = X.slice(r, CLEANED)
-            part.store(gl.where((gl.load(params.lists.seen + at + j, mask=j < params.M, other=1) != 0)[:, None], part.load(VL), 0.0))
-
-
-@gluon.jit
-def clean_values(values, rows, stage, params, G: gl.constexpr, TRAITS: gl.constexpr, MASKED: gl.constexpr):
+def clean_values(values, rows, stage, params, G, TRAITS: gl.constexpr, MASKED: gl.constexpr):
     """The index of a block's values after cleaning: their stage, or with a bias the group's own block. They are loaded."""
     V, VB = params.smem.V, params.smem.VB
     at = stage
@@ -198,7 +159,7 @@ def wait_PV(O, R, EB: gl.constexpr):
 
 
 @gluon.jit
-def mma_one_block(t, O, R, P, softmax, values, stage, phase, rows, zero, params, G: gl.constexpr, TRAITS: gl.constexpr,
+def mma_one_block(t, O, R, P, softmax, values, stage, phase, rows, zero, params, G, TRAITS: gl.constexpr,
                   MASKED: gl.constexpr, FIXED_MAX: gl.constexpr):
     """One iteration: the softmax of the t-th key block, beside P V of the previous one. FIXED_MAX: m stays, whatever the logits."""
     barriers, lists = params.barriers, params.lists
@@ -308,7 +269,7 @@ def epilogue(O, R, softmax, i, row, rows, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
+def consumer(params, G, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS rows of a row block against all key blocks that the row block visits."""
     barriers, lists, n, M, row_blocks, batch_heads = params.barriers, params.lists, params.n, params.M, params.row_blocks, params.batch_heads
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
@@ -447,6 +408,12 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
         tma.store_wait(0)
 
 
+@gluon.jit
+def group(params, G: gl.constexpr, TRAITS: gl.constexpr):
+    """The partition of consumer group G. `consumer` takes G as a number of the program, so that its code is generated once for all groups."""
+    consumer(params, gl.to_tensor(G), TRAITS)
+
+
 @gluon.jit(do_not_specialize=["lists", "drop", "n", "M", "E", "row_blocks", "batch_heads", "num_heads", "heads_per_kv", "swizzle"])
 def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entropy, strides, scale, scales, cap, sinks, bias, lists, drop,
             n, M, E, row_blocks, batch_heads, num_heads, heads_per_kv, swizzle, counters,
@@ -486,15 +453,15 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
         Q_BUFFERS=Q_BUFFERS, TMA_STORE=TMA_STORE)
     PRODUCER: gl.constexpr = producer_registers(GROUPS, REGISTERS)
     if GROUPS == 2:
-        gl.warp_specialize([
-            (consumer, (params, 0, TRAITS)),
-            (consumer, (params, 1, TRAITS)),
+        warp_specialize([
+            (group, (params, 0, TRAITS)),
+            (group, (params, 1, TRAITS)),
             (producer, (params, TRAITS)),
         ], [4, 1], [REGISTERS, PRODUCER])
     else:
-        gl.warp_specialize([
-            (consumer, (params, 0, TRAITS)),
-            (consumer, (params, 1, TRAITS)),
-            (consumer, (params, 2, TRAITS)),
+        warp_specialize([
+            (group, (params, 0, TRAITS)),
+            (group, (params, 1, TRAITS)),
+            (group, (params, 2, TRAITS)),
             (producer, (params, TRAITS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER])

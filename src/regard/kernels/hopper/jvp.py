@@ -25,10 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import group_barrier, tma_load, tma_store
+from ...compat.gluon import group_barrier, tma_load, tma_store, warp_specialize
 from ..portable.tile_ops import _BIAS_NONE, _NONE, DEEP, LN2, LOG2E, LOWEST, row_max_residual, row_spans
 from .aggregates import ForwardBarriers, ForwardParams, KeyBlocks, RowBlock, traits_of
-from .forward import find_unseen, flat, producer_registers, zero_unseen
+from .forward import flat, producer_registers
+from .nonfinite import find_unseen, zero_unseen
 from .online_softmax import (
     apply_mask,
     beside,
@@ -95,7 +96,7 @@ class JvpState(NamedTuple):
 
 
 @gluon.jit
-def start_T(smem, G: gl.constexpr, stage, zero, TRAITS: gl.constexpr):
+def start_T(smem, G, stage, zero, TRAITS: gl.constexpr):
     """Start T = dQ Kᵀ + Q dKᵀ."""
     BN: gl.constexpr = TRAITS.BN
     D: gl.constexpr = TRAITS.D
@@ -156,7 +157,7 @@ def add_tangent(P, Pt, u, c, m, m_new, a, ENTROPY: gl.constexpr):
 
 
 @gluon.jit
-def jvp_one_block(t, state, dirty, j0, stage, phase, rows, zero, params, G: gl.constexpr, TRAITS: gl.constexpr, MASKED: gl.constexpr):
+def jvp_one_block(t, state, dirty, j0, stage, phase, rows, zero, params, G, TRAITS: gl.constexpr, MASKED: gl.constexpr):
     """One iteration: the softmax and its tangent of the t-th key block, beside the products of the previous one with its values."""
     barriers, lists, smem = params.barriers, params.lists, params.smem
     O, A, P, Pt, m, l, e, u, c = state
@@ -195,7 +196,7 @@ def jvp_one_block(t, state, dirty, j0, stage, phase, rows, zero, params, G: gl.c
 
 
 @gluon.jit
-def epilogue(state, row, rows, params, G: gl.constexpr, TRAITS: gl.constexpr):
+def epilogue(state, row, rows, params, G, TRAITS: gl.constexpr):
     """Store the output, the statistics and their tangents; past the end nothing is stored."""
     outputs, smem, n = params.outputs, params.smem, params.n
     O, A, P, Pt, m, l, e, u, c = state
@@ -230,7 +231,7 @@ def epilogue(state, row, rows, params, G: gl.constexpr, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
+def consumer(params, G, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS rows of the program's row block against all key blocks that the row block visits."""
     barriers, lists, smem, n, M = params.barriers, params.lists, params.smem, params.n, params.M
     k_ready, k_free, v_ready, v_free = barriers.k_ready, barriers.k_free, barriers.v_ready, barriers.v_free
@@ -339,6 +340,12 @@ def producer(params, TRAITS: gl.constexpr):
         stage, phase = advance(stage, phase, TRAITS.STAGES)
 
 
+@gluon.jit
+def group(params, G: gl.constexpr, TRAITS: gl.constexpr):
+    """The partition of consumer group G: `forward.group`."""
+    consumer(params, gl.to_tensor(G), TRAITS)
+
+
 @gluon.jit(do_not_specialize=["lists", "n", "M", "row_blocks", "batch_heads", "num_heads", "heads_per_kv", "swizzle"])
 def jvp(q, k, v, dq, dk, dv, o, do, lse, row_max, log_row_sum, entropy, d_lse, d_entropy, scale, lists, n, M, row_blocks, batch_heads,
         num_heads, heads_per_kv, swizzle, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
@@ -368,8 +375,8 @@ def jvp(q, k, v, dq, dk, dv, o, do, lse, row_max, log_row_sum, entropy, d_lse, d
         D=D, BN=BN, STAGES=STAGES, GROUPS=GROUPS, MASK=MASK, BIAS=_BIAS_NONE, ENTROPY=ENTROPY, MOVES_Q=MOVES_Q, MOVES_K=MOVES_K, MOVES_V=MOVES_V)
     PRODUCER: gl.constexpr = producer_registers(GROUPS, REGISTERS)
     gl.static_assert(GROUPS == 2, "no tile has more")
-    gl.warp_specialize([
-        (consumer, (params, 0, TRAITS)),
-        (consumer, (params, 1, TRAITS)),
+    warp_specialize([
+        (group, (params, 0, TRAITS)),
+        (group, (params, 1, TRAITS)),
         (producer, (params, TRAITS)),
     ], [4, 1], [REGISTERS, PRODUCER])

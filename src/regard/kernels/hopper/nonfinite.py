@@ -1,4 +1,4 @@
-"""Hidden keys and rows that hold NaN or inf, in the Hopper backward: which keys a bias hides from every row, and zeros in their place.
+"""Hidden keys and rows that hold NaN or inf in the Hopper kernels: which keys a bias hides from every row, and zeros in their place.
 
 A weight of 0 times NaN is NaN, so they must be known.
 """
@@ -29,8 +29,9 @@ from ..portable.tile_ops import (
     program_tile,
     row_spans,
 )
-from .forward import CLEANED
 from .tile_scheduler import ROWS
+
+CLEANED = gl.constexpr(16)  # rows that are cleaned together
 
 
 @triton.jit
@@ -125,3 +126,42 @@ def clean_queries(X, XB, lse, partial, TRAITS: gl.constexpr):
             zero_empty_rows(X, lse, TRAITS.BM, TRAITS.DA)
             if TRAITS.DB > 0:
                 zero_empty_rows(XB, lse, TRAITS.BM, TRAITS.DB)
+
+
+@gluon.jit
+def seen_offset(lists, rows):
+    """Where `lists.seen` begins for the rows' head: which keys are visible to some row."""
+    return (rows.batch // gl.load(lists.inner)).to(gl.int64) * lists.seen_item + rows.h * lists.seen_head
+
+
+@gluon.jit
+def find_unseen(show, rows, j0, params, TRAITS: gl.constexpr, MASKED: gl.constexpr):
+    """Whether a block has a key that no row may attend to (with a bias, no row of the group), whose value may be NaN."""
+    seen = 0
+    dirty = 0
+    if TRAITS.BIAS != _BIAS_NONE:
+        seen = gl.max(show.to(gl.int32), 0)
+        dirty = 1 - gl.min(seen, 0)
+    elif MASKED and TRAITS.MASK != _NONE:
+        if rows.all_seen == 0:
+            j = j0 + gl.arange(0, TRAITS.BN, gl.BlockedLayout([TRAITS.BN // 32], [32], [4], [0]))  # each warp has them all
+            at = seen_offset(params.lists, rows)
+            dirty = (gl.min(gl.load(params.lists.seen + at + j, mask=j < params.M, other=1).to(gl.int32), 0) == 0).to(gl.int32)
+    return seen, dirty
+
+
+@gluon.jit
+def zero_unseen(X, into, seen, rows, j0, params, C: gl.constexpr, TRAITS: gl.constexpr):
+    """Set the values X [BN, C] of unseen keys to 0: with a bias in a copy, the group's own block, else in place.
+
+    Without a bias every group writes the same numbers to the same place, and reads them after its own writes.
+    """
+    VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
+    if TRAITS.BIAS != _BIAS_NONE:
+        into.store(gl.where((gl.convert_layout(seen, gl.SliceLayout(1, VL)) > 0)[:, None], X.load(VL), 0.0))
+    else:
+        at = seen_offset(params.lists, rows)
+        for r in gl.static_range(0, TRAITS.BN, CLEANED):
+            j = j0 + r + gl.arange(0, CLEANED, gl.SliceLayout(1, VL))
+            part = X.slice(r, CLEANED)
+            part.store(gl.where((gl.load(params.lists.seen + at + j, mask=j < params.M, other=1) != 0)[:, None], part.load(VL), 0.0))

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import tma_load
+from ...compat.gluon import tma_load, warp_specialize
 from ..portable.tile_ops import (
     _BIAS_NONE,
     _BITS,
@@ -248,7 +248,7 @@ def received(q, qb, k, kb, out, row_max, log_row_sum, scale, scales, cap, bias, 
     params = Params(ForwardDescriptors(q, qb, k, kb, None, None, None, None), ForwardSmem(*smem, None, None), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
                     blocks, batch_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST)
-    gl.warp_specialize([(received_consumer, (params, TRAITS)), (received_producer, (params, TRAITS))], [1], [PRODUCER])
+    warp_specialize([(received_consumer, (params, TRAITS)), (received_producer, (params, TRAITS))], [1], [PRODUCER])
 
 
 @gluon.jit
@@ -461,4 +461,4 @@ def pooled(q, qb, k, kb, out, row_max, log_row_sum, scale, scales, cap, bias, li
     params = Params(ForwardDescriptors(q, qb, k, kb, None, None, None, None), ForwardSmem(*smem, None, None), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
                     columns, batch_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST, BY_BANDS=BY_BANDS)
-    gl.warp_specialize([(pooled_consumer, (params, grid, TRAITS)), (pooled_producer, (params, grid, TRAITS))], [1], [PRODUCER])
+    warp_specialize([(pooled_consumer, (params, grid, TRAITS)), (pooled_producer, (params, grid, TRAITS))], [1], [PRODUCER])

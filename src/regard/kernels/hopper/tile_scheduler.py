@@ -43,7 +43,7 @@ def new_barriers(NUMBER: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def first_row(block, n, row_blocks, G: gl.constexpr, GROUPS: gl.constexpr):
+def first_row(block, n, row_blocks, G, GROUPS: gl.constexpr):
     """The first row of group G of a row block.
 
     If the rows do not fill all groups of the last row block, the groups without rows are the first ones of the first block
@@ -133,7 +133,7 @@ def entry_at(lists, t, key_blocks, MASK: gl.constexpr):
 
 
 @gluon.jit
-def block_at(lists, t, key_blocks, G: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr):
+def block_at(lists, t, key_blocks, G, GROUPS: gl.constexpr, MASK: gl.constexpr):
     """The t-th visited block, and the slot of group G's bits, −1 where all of it is hidden; block 0 for rows that visit none."""
     b, at, partial = entry_at(lists, t, key_blocks, MASK)
     slot = 0
