@@ -115,7 +115,7 @@ def flex(
     batch: int | None = None,
     size: tuple[int, int] | None = None,
     score: Callable[..., Tensor] | None = None,
-    **options: str,
+    **options: str | int,
 ) -> Peer:
     """FlexAttention, with its block mask built at the first call and kept; `score` is its score_mod."""
     given: dict[str, Any] = {"kernel_options": options} if options else {}

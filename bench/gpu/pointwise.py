@@ -35,6 +35,7 @@ class Function(NamedTuple):
 
     f: Mod
     learnt: tuple[Tensor, ...] = ()
+    flex: tuple[tuple[str, int], ...] = ()  # kernel options of FlexAttention
 
 
 def alibi() -> Function:
@@ -49,7 +50,9 @@ def softcap() -> Function:
 def relative(learnt: bool = False) -> Function:
     table = (0.1 * random(HEADS, 2 * FAR + 1, dtype=torch.float32)).requires_grad_(learnt)
     return Function(
-        lambda score, b, h, i, j: score + table[h, (i - j).clamp(-FAR, FAR) + FAR], (table,) if learnt else ()
+        lambda score, b, h, i, j: score + table[h, (i - j).clamp(-FAR, FAR) + FAR],
+        (table,) if learnt else (),
+        (("num_stages", 2),),  # with its own three it asks for more shared memory than the chip has
     )
 
 
@@ -116,7 +119,7 @@ def peers(d: int, function: Function, way: str) -> dict[str, Peer | None]:
     found: dict[str, Peer | None] = {
         "regard": ours(x, function.f, entropy=False),
         "with entropy": ours(x, function.f, entropy=True),
-        "FlexAttention": flex(*x, before, score=function.f),
+        "FlexAttention": flex(*x, before, score=function.f, **dict(function.flex)),
     }
     if not back:
         return {name: Peer(partial(without_gradients, peer)) for name, peer in found.items() if peer is not None}
