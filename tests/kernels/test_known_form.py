@@ -10,6 +10,7 @@ from torch import Tensor
 
 import regard
 from regard.biases import Alibi, Relative
+from regard.kernels import known_form as module
 from regard.kernels.known_form import Size, known_form
 from regard.scores import Pointwise
 
@@ -33,6 +34,7 @@ OTHERS: dict[str, Function] = {
     "the score twice": lambda s, b, h, i, j: s + s.sin(),
     "taken from something": lambda s, b, h, i, j: (i - j) - s,
     "another cap within": lambda s, b, h, i, j: 5.0 * torch.tanh(s / 4.0),
+    "rounded towards 0": lambda s, b, h, i, j: s + ((i - 0.5).long() - j),
     "a negative cap": lambda s, b, h, i, j: -5.0 * torch.tanh(s / -5.0),
 }
 
@@ -78,3 +80,27 @@ def test_a_form_is_found_again_only_if_something_has_changed() -> None:
     assert known_form(score, SIZE._replace(rows=7)) is not changed
     table.requires_grad_()
     assert known_form(score, SIZE) is None
+
+
+def test_what_inference_mode_found_may_be_saved_for_a_backward_pass() -> None:
+    with torch.inference_mode():
+        slopes = SLOPES.clone()
+    score, sloped = (Pointwise(BIASES[name][0]) for name in ("relative table", "alibi, the other way"))
+    with torch.inference_mode():
+        for one in (score, sloped):
+            known_form(one, SIZE)
+    given = Pointwise(lambda s, b, h, i, j: s - slopes[h] * (i - j).abs())
+    for one in (score, sloped, given):
+        form = known_form(one, SIZE)
+        assert form is not None
+        assert form.bias is not None
+        assert not form.bias.tensors[0].is_inference()
+
+
+def test_a_captured_graph_reads_the_tables_at_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    score = Pointwise(BIASES["relative table"][0])
+    kept = known_form(score, SIZE)
+    monkeypatch.setattr(module, "is_capturing", lambda: True)
+    assert known_form(score, SIZE) is not kept
+    monkeypatch.undo()
+    assert known_form(score, SIZE) is kept

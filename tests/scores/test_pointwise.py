@@ -206,6 +206,15 @@ def test_what_is_not_elementwise_gets_one_clear_sentence(name: str) -> None:
         regard.attention(query, query, query, score=Pointwise(wrong))
 
 
+def test_a_parameter_may_have_any_name_that_is_free() -> None:
+    table = torch.randn(2)
+    score = Pointwise(lambda s, b, h, i, j, form: s + form[h], parameters={"form": table})
+    q = torch.randn(1, 2, 3, 4)
+    torch.testing.assert_close(score(q, q), Scaled()(q, q) + table[:, None, None])
+    with pytest.raises(ArgumentError, match="'_known' cannot be the name of a parameter"):
+        Pointwise(lambda s, b, h, i, j, _known: s, parameters={"_known": table})
+
+
 def test_wrong_arguments_are_refused() -> None:
     query = torch.randn(1, 5, 50, 4)
     with pytest.raises(ArgumentError, match=r"f must take f\(score, batch, head, i, j\).*got f\(s\)"):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..biases import Alibi, Relative
-from ..compat.torch import versions_of
+from ..compat.torch import is_capturing, versions_of
+from ..masks.transfer import Arrival
 from ..scores.elementwise import Pairs, apply
 from ..scores.expression import SCORE, Expression
 from ..scores.pointwise import Pointwise
@@ -46,6 +47,7 @@ class _Known(NamedTuple):
     tables: list[Tensor]
     versions: list[int]
     form: KnownForm | None
+    arrival: Arrival  # other streams wait for the tensor of a bias
 
     def holds(self, traced: Traced, size: Size, tables: list[Tensor]) -> bool:
         """Whether nothing has changed since; tensors of inference mode do not tell."""
@@ -65,13 +67,23 @@ def known_form(score: Pointwise, size: Size) -> KnownForm | None:
     tables = [*score.given.values(), *(x for x in traced.captured if isinstance(x, Tensor))]
     if any(x.requires_grad for x in tables):
         return None
-    known = score.form
+    if is_capturing():  # found inside the graph, so that replays follow the tables
+        return _found(score, size)
+    known = score.known_form
     if not isinstance(known, _Known) or not known.holds(traced, size, tables):
-        with torch.no_grad():
-            known = score.form = _Known(traced, size, tables, versions_of(tables), _found(score, size))
+        form = _found(score, size)
+        known = _Known(traced, size, tables, versions_of(tables), form, Arrival.of(_tensors(form)))
+        score.known_form = known
+    known.arrival.wait(_tensors(known.form))
     return known.form
 
 
+def _tensors(form: KnownForm | None) -> tuple[Tensor, ...]:
+    return () if form is None or form.bias is None else form.bias.tensors
+
+
+@torch.inference_mode(False)  # what it makes is kept, and a later call may need gradients
+@torch.no_grad()
 def _found(score: Pointwise, size: Size) -> KnownForm | None:
     traced = score.traced(torch.float32)
     e, value = traced.expression, traced.value
@@ -85,6 +97,7 @@ def _found(score: Pointwise, size: Size) -> KnownForm | None:
     table = _slopes(e, rest)
     if table is not None and bound.shapes[table] == (size.heads,):
         slopes = bound.tables(floating)[table].to(size.device)
+        slopes = slopes.clone() if slopes.is_inference() else slopes  # which autograd cannot save
         return KnownForm(bias=Alibi(slopes if e.nodes[value].op == "sub" else -slopes, 0))
     reach = max(size.rows, size.keys) - 1
     distance = torch.arange(reach, -reach - 1, -1, device=size.device).clamp(1 - size.keys, size.rows - 1)  # i − j

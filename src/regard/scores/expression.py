@@ -237,7 +237,7 @@ class Expression:
                 return pairs[0][0] + sign * pairs[1][0], pairs[0][1] + sign * pairs[1][1]
             if node.op == "neg":
                 return -pairs[0][0], -pairs[0][1]
-            if node.op in ("float", "int"):
+            if node.op == "float" or (node.op == "int" and pairs[0] == (0, 0)):  # int rounds towards 0
                 return pairs[0]
         return all(x if isinstance(x, bool) else x[0] == -x[1] for x in inner)
 

@@ -40,6 +40,8 @@ class Pointwise(Score):
     """
 
     pairwise = True
+    _known: tuple[Any, dict[torch.dtype, Traced]] | None = None
+    known_form: object = None  # what `regard.kernels.known_form` found last
 
     def __init__(
         self, f: Callable[..., Tensor], base: Score | None = None, parameters: Mapping[str, Tensor] | None = None
@@ -60,8 +62,6 @@ class Pointwise(Score):
         for name, x in ({} if parameters is None else parameters).items():
             self._register(name, x)
         _check_signature(f, self.names)
-        self._known: tuple[Any, dict[torch.dtype, Traced]] | None = None
-        self.form: object = None  # what `known_form` found last
 
     def _register(self, name: str, x: Tensor) -> None:
         if not isinstance(x, Tensor):
@@ -161,7 +161,7 @@ class Pointwise(Score):
         return f"f={getattr(self.f, '__name__', type(self.f).__name__)}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None, "form": None}
+        return {**self.__dict__, "_known": None, "known_form": None}
 
 
 def _check_signature(f: Callable[..., Any], names: tuple[str, ...]) -> None:
