@@ -206,6 +206,16 @@ def test_what_is_not_elementwise_gets_one_clear_sentence(name: str) -> None:
         regard.attention(query, query, query, score=Pointwise(wrong))
 
 
+def test_a_function_may_make_tensors_in_inference_mode() -> None:
+    score = Pointwise(lambda s, b, h, i, j: s + torch.tensor([0.5, 2.0])[h])
+    q = torch.randn(1, 2, 3, 4, requires_grad=True)
+    with torch.inference_mode():
+        found = regard.attention(q, q, q, score=score)
+    again = regard.attention(q, q, q, score=score)
+    torch.testing.assert_close(found, again.detach())
+    again.sum().backward()
+
+
 def test_a_parameter_may_have_any_name_that_is_free() -> None:
     table = torch.randn(2)
     score = Pointwise(lambda s, b, h, i, j, form: s + form[h], parameters={"form": table})

@@ -112,6 +112,7 @@ def trace(f: Callable[..., Any], parameters: Mapping[str, Tensor], dtype: torch.
     tracer = _Tracer(dtype)
     with ExitStack() as stack:
         stack.enter_context(outside_transforms())
+        stack.enter_context(torch.inference_mode(False))  # `torch.tensor` works in place there
         stack.enter_context(torch.no_grad())
         stack.enter_context(no_autocast(torch.device("cpu")))
         stack.enter_context(torch.device("cpu"))
