@@ -17,7 +17,7 @@ class StoppedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", launch.__all__)
+@pytest.mark.parametrize("name", [name for name in launch.__all__ if name != "on_hopper"])  # which starts none
 def test_kernels_are_started_on_the_device_of_their_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
