@@ -148,6 +148,6 @@ def test_findings_run_few_kinds_of_operations_on_a_gpu(monkeypatch: pytest.Monke
         seen.heads
         single = [rule for rule in findings.RULES if rule.name not in ("duplicate", "induction")]
         seen.findings(single)
-        assert mode.names == {"aten::gt.Scalar", "aten::_to_copy"}  # smaller numbers to read back
+        assert mode.names == set()  # all are computed on the host
         seen.findings()
     assert 8 <= len(mode.names) <= 15, mode.names
