@@ -38,7 +38,7 @@ class MaskBits(NamedTuple):
 class BlockLists(NamedTuple):
     """A block mask for the blocks of one kernel; None where its kind has no such field. Kernels read by strides, so tensors may be flat.
 
-    Strides are multiples of 16, and other numbers are in tensors: Triton compiles once more for integers that are, or are
+    Integers are multiples of 16, and other numbers are in tensors: Triton compiles once more for integers that are, or are
     not, multiples of 16, and must not compile for a mask.
     """
 
@@ -55,7 +55,6 @@ class BlockLists(NamedTuple):
     bits: Tensor | None = None
     table: Tensor | None = None  # int32 (items, heads, row blocks · key blocks) of SIDE: the slot of each, −1 where hidden
     seen: Tensor | None = None  # int8 (items, heads, m): whether some row may attend to the key
-    inner: Tensor | None = None  # int32 (1,): batch items that share one item of the mask
     all_keys_visible: Tensor | None = None  # int32 (1,): whether some row may attend to every key
     item: int = 0  # strides of lo, hi in items and heads
     head: int = 0
@@ -65,6 +64,7 @@ class BlockLists(NamedTuple):
     table_head: int = 0
     seen_item: int = 0
     seen_head: int = 0
+    inner: int = 16  # 16 times the batch items that share one item of the mask
 
 
 def lists_of_bits(
@@ -133,7 +133,7 @@ def _of_keys(seen: Tensor, m: int, inner: int) -> BlockLists:
     item, head = strides_of(seen)
     return BlockLists(
         seen=seen,
-        inner=torch.full((1,), inner, dtype=torch.int32, device=seen.device),
+        inner=MULTIPLE * inner,
         all_keys_visible=seen[..., :m].all().to(torch.int32).view(1),
         seen_item=item,
         seen_head=head,

@@ -80,7 +80,7 @@ def dq_position(params, t, b, first, batch, h, block, MASK: gl.constexpr):
     if MASK == _NONE:
         position = block
     elif MASK == _SPANS:
-        mask_item = batch // gl.load(params.lists.inner)
+        mask_item = batch // (params.lists.inner // 16)
         position = gl.load(order.rank + mask_item * order.key_item + h * order.key_head + block)
         position -= gl.load(order.base + mask_item * order.row_item + h * order.row_head + b)
     else:
@@ -102,7 +102,7 @@ def common_rows(params, batch, h, key, MASK: gl.constexpr):
     begin, end = 0, params.n
     if MASK == _SPANS:
         order = params.dq_order
-        at = (batch // gl.load(params.lists.inner)) * order.span_item + h * order.span_head
+        at = (batch // (params.lists.inner // 16)) * order.span_item + h * order.span_head
         begin = gl.load(order.begin + at + (gl.minimum(key + ROWS, params.M) - 1))
         end = gl.load(order.end + at + gl.minimum(key, params.M - 1))
     return begin, end
@@ -137,7 +137,7 @@ def apply_mask(S, tile, params, TRAITS: gl.constexpr):
     elif TRAITS.MASK == _NONE:
         S = gl.where((j < M)[None, :], S, float("-inf"))
     else:
-        at = (tile.batch // gl.load(params.lists.inner)) * order.span_item + tile.h * order.span_head + j  # [ROWS]
+        at = (tile.batch // (params.lists.inner // 16)) * order.span_item + tile.h * order.span_head + j  # [ROWS]
         begin += tile.b * BM
         first = gl.load(order.begin + at, mask=j < M, other=0)[None, :] - begin[:, None]
         end = gl.load(order.end + at, mask=j < M, other=0)[None, :] - begin[:, None]

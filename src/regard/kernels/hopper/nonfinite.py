@@ -92,7 +92,7 @@ def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
         if HIDING:
             at = params.seen + (batch * params.num_heads + h).to(gl.int64) * params.M
         else:
-            at = lists.seen + (batch // gl.load(lists.inner)).to(gl.int64) * lists.seen_item + h * lists.seen_head
+            at = lists.seen + (batch // (lists.inner // 16)).to(gl.int64) * lists.seen_item + h * lists.seen_head
         some = some | gl.load(at + j, mask=j < params.M, other=1).to(gl.int32)
     return some
 
@@ -131,7 +131,7 @@ def clean_queries(X, XB, lse, partial, TRAITS: gl.constexpr):
 @gluon.jit
 def seen_offset(lists, rows):
     """Where `lists.seen` begins for the rows' head: which keys are visible to some row."""
-    return (rows.batch // gl.load(lists.inner)).to(gl.int64) * lists.seen_item + rows.h * lists.seen_head
+    return (rows.batch // (lists.inner // 16)).to(gl.int64) * lists.seen_item + rows.h * lists.seen_head
 
 
 @gluon.jit

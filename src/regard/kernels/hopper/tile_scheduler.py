@@ -82,7 +82,7 @@ def group_range(lists, batch, h, row, key_blocks, n, BN: gl.constexpr, MASK: gl.
     start, unmasked = 0, partial
     none = total == 0
     if MASK == _SPANS:
-        at = (batch // gl.load(lists.inner)).to(gl.int64) * lists.item + h * lists.head
+        at = (batch // (lists.inner // 16)).to(gl.int64) * lists.item + h * lists.head
         last = gl.minimum(row + ROWS, n) - 1
         begin, end_of_first, end = gl.load(lists.lo + at + last), gl.load(lists.hi + at + gl.minimum(row, n - 1)), gl.load(lists.hi + at + last)
         seen = gl.maximum(gl.cdiv(end, BN) - first, 0)  # blocks up to there

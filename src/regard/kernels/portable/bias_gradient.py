@@ -37,7 +37,7 @@ _PAIRS, _ROWS, _KEYS, _TABLE = tl.constexpr(PAIRS), tl.constexpr(ROWS), tl.const
 @triton.jit
 def mask_slot(blocks, batch, index, ib, jb, key_blocks, PER: tl.constexpr):
     """The slot of the bits of tile (ib, jb) in blocks of 128 / PER; −1 where all is hidden."""
-    at = (batch // tl.load(blocks.inner)).to(tl.int64) * blocks.table_item + index * blocks.table_head
+    at = (batch // (blocks.inner // 16)).to(tl.int64) * blocks.table_item + index * blocks.table_head
     return tl.load(blocks.table + at + (ib // PER) * key_blocks + jb // PER)
 
 

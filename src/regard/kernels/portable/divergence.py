@@ -122,7 +122,7 @@ def slot_at(head, i0, j0, C: tl.constexpr):
     slot = 0
     if C.MASK == _BITS:
         blocks = head.blocks
-        at = (head.batch // tl.load(blocks.inner)).to(tl.int64) * blocks.table_item + head.index * blocks.table_head
+        at = (head.batch // (blocks.inner // 16)).to(tl.int64) * blocks.table_item + head.index * blocks.table_head
         slot = tl.load(blocks.table + at + (i0 // 128) * tl.cdiv(head.sizes.m, 128) + j0 // 128)
     return slot
 

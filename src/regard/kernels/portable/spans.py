@@ -15,11 +15,10 @@ import triton.language as tl
 
 from ..span_terms import ENDS, FAR, LENGTHS, NO_TABLE, SORTED_IDS, SPAN_TABLE
 
-__all__ = ["CHUNK", "INNER", "Terms", "spans"]
+__all__ = ["CHUNK", "Terms", "spans"]
 
 CHUNK = 128  # rows or keys of a program
-INNER = 8  # how far `inner` is from the flag, in int32
-_SIZE, _INNER = tl.constexpr(CHUNK), tl.constexpr(INNER)
+_SIZE = tl.constexpr(CHUNK)
 _PAIRS = tl.constexpr(CHUNK // 2)  # blocks of a program: it evaluates the first and the last row or key of each
 _NOWHERE = tl.constexpr(2**31 - 1)
 _FAR = tl.constexpr(FAR)
@@ -215,14 +214,14 @@ def _store_seen(seen, ticket, flag, lead, j, m, visible, programs):
 @triton.jit(do_not_specialize=[
     "out", "lo", "hi", "bounds", "seen", "flag", "begin", "end", "rank", "base", "ticket", "least", "most", "until", "offset", "offset_step",
     "offset_least", "offset_most", "length", "length_step", "size", "block_offset", "block_offsets", "block_step", "table", "rows", "rows_step", "keys",
-    "keys_step", "count", "wide", "n", "m", "steps", "inner", "BM", "BN", "before", "leads", "row_programs", "key_programs", "bound_programs",
+    "keys_step", "count", "wide", "n", "m", "steps", "BM", "BN", "before", "leads", "row_programs", "key_programs", "bound_programs",
     "order_programs"])
 def spans(
     out: tl.int64, lo: tl.int64, hi: tl.int64, bounds: tl.int64, seen: tl.int64, flag: tl.int64, begin: tl.int64, end: tl.int64, rank: tl.int64, base: tl.int64,
     ticket: tl.int64, least: tl.int64, most: tl.int64, until: tl.int64, offset: tl.int64, offset_step: tl.int64, offset_least: tl.int64,
     offset_most: tl.int64, length: tl.int64, length_step: tl.int64, size: tl.int64, block_offset: tl.int64, block_offsets: tl.int64,
     block_step: tl.int64, table: tl.int64, rows: tl.int64, rows_step: tl.int64, keys: tl.int64, keys_step: tl.int64, count: tl.int64, wide: tl.int64,
-    n: tl.int64, m: tl.int64, steps: tl.int64, inner: tl.int64, BM: tl.int32, BN: tl.int32, before: tl.int32, leads: tl.int64,
+    n: tl.int64, m: tl.int64, steps: tl.int64, BM: tl.int32, BN: tl.int32, before: tl.int32, leads: tl.int64,
     row_programs: tl.int32, key_programs: tl.int32, bound_programs: tl.int32, order_programs: tl.int32, BY_KEYS: tl.constexpr,
 ):
     """Each program computes one part for one item and head: spans of rows, the rows of keys, bounds of blocks, or the order of key blocks.
@@ -241,8 +240,6 @@ def spans(
     x = part * _SIZE + e
     start = (part - row_programs - key_programs) * _PAIRS  # the first block of a program for bounds
     block = start + tl.arange(0, _PAIRS)
-    if (tl.program_id(0) == 0) & (seen >= 0):
-        tl.store((out + flag * 4).to(tl.pointer_type(tl.int32)) + _INNER, inner.to(tl.int32))
     if BY_KEYS:
         key_blocks, row_blocks = _up(m, BN), _up(n, BM)
         b = x - (row_programs + key_programs + bound_programs) * _SIZE  # for the order: key blocks first, then row blocks

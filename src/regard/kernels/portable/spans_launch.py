@@ -15,7 +15,7 @@ from ...compat.triton import INTERPRETED
 from .. import ahead
 from ..block_lists import MULTIPLE, BlockLists
 from ..span_terms import ENDS, LENGTHS, Sizes, SpanTerms
-from .spans import CHUNK, INNER, spans
+from .spans import CHUNK, spans
 
 __all__ = ["KeyOrder", "SpanLists", "launch_spans"]
 
@@ -45,7 +45,7 @@ class _Plan(NamedTuple):
     """A launch for some sizes, whatever the mask. Places are counted in int32; −1 for what is not wanted."""
 
     size: int
-    counts: list[int]  # of lo, hi, bounds, seen, the flag, `inner`, begin, end, rank and base; 0 for what is not wanted
+    counts: list[int]  # of lo, hi, bounds, seen, the flag, begin, end, rank and base; 0 for what is not wanted
     places: tuple[int, ...]  # of lo, hi, bounds, seen, the flag, begin, end, rank and base
     programs: tuple[int, int, int, int]
     strides: dict[str, int]  # fields of BlockLists
@@ -59,7 +59,7 @@ def _plan(sizes: Sizes, needs_spans: bool, needs_seen: bool) -> _Plan:
     blocks = key_blocks if by_keys else row_blocks
     N, M, B, K, R = (-(-x // MULTIPLE) * MULTIPLE for x in (n, m, 4 * blocks, key_blocks, row_blocks))
     counts = [
-        *([leads * N] * 2 if needs_spans else [0] * 2), leads * B, *([-(-leads * M // 64) * MULTIPLE, INNER, INNER] if needs_seen else [0] * 3),
+        *([leads * N] * 2 if needs_spans else [0] * 2), leads * B, *([-(-leads * M // 64) * MULTIPLE, MULTIPLE] if needs_seen else [0] * 2),
         *([leads * M, leads * M, leads * K, leads * R] if by_keys else [0] * 4),
     ]
     *places, size = accumulate(counts, initial=0)
@@ -70,7 +70,7 @@ def _plan(sizes: Sizes, needs_spans: bool, needs_seen: bool) -> _Plan:
     strides |= {"item": item * heads * N, "head": head * N} if needs_spans else {}
     strides |= {"seen_item": item * heads * M, "seen_head": head * M} if needs_seen else {}
     return _Plan(
-        size, counts, (*wanted[:5], *wanted[6:]),
+        size, counts, tuple(wanted),
         (programs[0], programs[1], programs[2], programs[3] + programs[4] if by_keys else 0), strides,
     )
 
@@ -90,15 +90,15 @@ def launch_spans(terms: SpanTerms, sizes: Sizes, device: torch.device, known: Bl
     kept, numbers = _numbers(terms)
     _launch(items * heads * sum(programs), device, (
         memory.data_ptr(), *places, 0 if ticket is None else ticket.data_ptr(), *numbers,
-        n, m, max(n, m, numbers[-2]).bit_length(), inner, BM, BN, before or 0, items * heads, *programs, by_keys,
+        n, m, max(n, m, numbers[-2]).bit_length(), BM, BN, before or 0, items * heads, *programs, by_keys,
     ))
     del kept, ticket  # the kernel is in the queue, and memory is used again in the order of the queue
-    lo, hi, bounds, seen, flag, inner_, begin, end, rank, base = memory.split_with_sizes(counts)
+    lo, hi, bounds, seen, flag, begin, end, rank, base = memory.split_with_sizes(counts)
     new: dict[str, Any] = {"bounds": bounds, **strides}
     if needs_spans:
         new |= {"lo": lo, "hi": hi}
     if needs_seen:
-        new |= {"seen": seen.view(torch.int8), "inner": inner_, "all_keys_visible": flag}
+        new |= {"seen": seen.view(torch.int8), "inner": MULTIPLE * inner, "all_keys_visible": flag}
     return SpanLists(known._replace(**new), KeyOrder(begin, end, rank, base) if by_keys else None)
 
 

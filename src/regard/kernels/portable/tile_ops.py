@@ -103,7 +103,7 @@ def logits(S, scale, cap, bias, at, i, j, n, m, CAP: tl.constexpr, BIAS: tl.cons
 def row_spans(blocks, batch, head, i, n, m, MASK: tl.constexpr):
     """The spans of keys [BM] that rows i attend to; no keys for rows beyond the last."""
     if MASK == _SPANS:
-        at = (batch // tl.load(blocks.inner)).to(tl.int64) * blocks.item + head * blocks.head + i
+        at = (batch // (blocks.inner // 16)).to(tl.int64) * blocks.item + head * blocks.head + i
         lo, hi = tl.load(blocks.lo + at, mask=i < n, other=0), tl.load(blocks.hi + at, mask=i < n, other=0)
     else:
         lo, hi = i * 0, tl.where(i < n, m, 0)
@@ -128,7 +128,7 @@ def mask_tile(blocks, lo, hi, slot, i, j, MASK: tl.constexpr):
 def unaligned_mask_tile(blocks, batch, head, lo, hi, i, j, key_blocks, MASK: tl.constexpr):
     """Which pairs the mask shows, for tiles that are not aligned to the blocks of the lists: bool [BM, BN]."""
     if MASK == _BITS:
-        at = (batch // tl.load(blocks.inner)).to(tl.int64) * blocks.table_item + head * blocks.table_head + (i // 128) * key_blocks  # [BM]
+        at = (batch // (blocks.inner // 16)).to(tl.int64) * blocks.table_item + head * blocks.table_head + (i // 128) * key_blocks  # [BM]
         inside = (hi > 0)[:, None] & (j < key_blocks * 128)[None, :]
         slot = tl.load(blocks.table + at[:, None] + (j // 128)[None, :], mask=inside, other=-1)  # [BM, BN]
         at = tl.maximum(slot, 0).to(tl.int64) * 512 + (i % 128)[:, None] * 4 + ((j % 128) // 32)[None, :]
@@ -147,7 +147,7 @@ def zero_hidden_keys(X, show, blocks, batch, head, j, m, MASK: tl.constexpr, BIA
     if BIAS != _BIAS_NONE:
         X = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], X, 0.0)
     elif MASK != _NONE:
-        at = (batch // tl.load(blocks.inner)).to(tl.int64) * blocks.seen_item + head * blocks.seen_head
+        at = (batch // (blocks.inner // 16)).to(tl.int64) * blocks.seen_item + head * blocks.seen_head
         X = tl.where((tl.load(blocks.seen + at + j, mask=j < m, other=0) != 0)[:, None], X, 0.0)
     return X
 
@@ -157,7 +157,7 @@ def block_list_start(blocks, batch, head, MASK: tl.constexpr):
     """Where the lists of a batch item and head begin in `bounds` or `start`."""
     at = 0
     if MASK != _NONE:
-        at = (batch // tl.load(blocks.inner)) * blocks.block_item + head * blocks.block_head
+        at = (batch // (blocks.inner // 16)) * blocks.block_item + head * blocks.block_head
     return at
 
 
