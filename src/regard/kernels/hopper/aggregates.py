@@ -244,4 +244,5 @@ class TileIndex(NamedTuple):
     h: Any
     b: Any  # row block
     j: Any  # [ROWS] keys
-    slot: Any  # of the mask's bits
+    low: Any  # [ROWS] what the mask says of them: `key_blocks.load_mask`
+    high: Any

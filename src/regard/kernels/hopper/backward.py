@@ -45,11 +45,12 @@ from .key_blocks import (
     is_partial,
     key_tile,
     load_bias,
+    load_mask,
     next_visit,
     row_block_at,
     row_block_range,
 )
-from .nonfinite import clean_queries, zero_unseen_keys
+from .nonfinite import clean_queries, some_empty, some_unseen, zero_unseen_keys
 from .online_softmax import capped_tanh, exp2, log2
 from .register_layouts import mma_layout, transposed_layout
 from .tile_scheduler import ROWS, advance, new_barriers
@@ -202,14 +203,18 @@ def consumer(params, G, TRAITS: gl.constexpr):
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
     zero_dQ = gl.zeros([BM, SHARE], gl.float32, mma_layout(SHARE))
+    heads = heads_together(params, MASK)
+    first, count = row_block_range(params, batch, kv_head * params.heads_per_kv, block, BM, MASK)
+    begin, end = common_rows(params, batch, kv_head * params.heads_per_kv, key, MASK)
+    unseen = some_unseen(batch, kv_head, key, params, TRAITS)
     mbarrier.wait(barriers.k_ready, 0)
-    zero_unseen_keys(flat(smem.K.index(G), ROWS, DA), batch, kv_head, key, params, TRAITS)
+    zero_unseen_keys(flat(smem.K.index(G), ROWS, DA), unseen, batch, kv_head, key, params, TRAITS)
     K = flat(smem.K.index(G), ROWS, DA)
     V = flat(smem.V.index(G), ROWS, EA)
     if DB > 0:
         KB = flat(smem.KB.index(G), ROWS, DB)
         VB = flat(smem.VB.index(G), ROWS, DB)
-        zero_unseen_keys(KB, batch, kv_head, key, params, TRAITS)
+        zero_unseen_keys(KB, unseen, batch, kv_head, key, params, TRAITS)
         dKB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
         dVB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
         zero_dQB = gl.zeros([BM, SHARE_B], gl.float32, mma_layout(SHARE_B))
@@ -219,11 +224,11 @@ def consumer(params, G, TRAITS: gl.constexpr):
     ds_phase = 1  # of the previous dS
     late = False  # whether there is a previous dS
     scale = params.scale
-    heads = heads_together(params, MASK)
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
-        first, count = row_block_range(params, batch, first_head, block, BM, MASK)
-        begin, end = common_rows(params, batch, first_head, key, MASK)
+        if u > 0:
+            first, count = row_block_range(params, batch, first_head, block, BM, MASK)
+            begin, end = common_rows(params, batch, first_head, key, MASK)
         t, h = count - 1, first_head
         for _ in range(count * heads):
             if TRAITS.SCALES:
@@ -238,7 +243,8 @@ def consumer(params, G, TRAITS: gl.constexpr):
                 qb = flat(smem.QB.index(stage), BM, DB)
                 dob = flat(smem.dOB.index(stage), BM, DB)
             j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
-            tile = TileIndex(batch, h, b, j, slot)
+            low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
+            tile = TileIndex(batch, h, b, j, low, high)
             if DROP:
                 bits = keep_bits(tile, params, BM)
             if not SPLIT:
@@ -263,6 +269,7 @@ def consumer(params, G, TRAITS: gl.constexpr):
             dP = start_product(V, do, zero)
             if DB > 0:
                 dP = add_product(VB, dob, dP)
+            empty = some_empty(row_stats.lse.index(stage), partial, TRAITS)
             lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             S = transposed(warpgroup_mma_wait(CHUNKS, deps=[S]), BM)
             P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
@@ -294,7 +301,7 @@ def consumer(params, G, TRAITS: gl.constexpr):
                 mbarrier.wait(s_free.index(buffer), ds_phase)
             smem.dS.index(buffer * GROUPS + G).store(dS)
             dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
-            clean_queries(q, qb, row_stats.lse.index(stage), partial, TRAITS)
+            clean_queries(q, qb, row_stats.lse.index(stage), empty, TRAITS)
             fence_async_shared()
             group_barrier()
             mbarrier.arrive(s_ready.index(buffer))
@@ -357,24 +364,25 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
     dO = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, EA], do.layout)
     DS_BUFFERS: gl.constexpr = 3 if SPLIT else 2
+    DQ_WARPS: gl.constexpr = 3 if SPLIT else 2
     PARTS: gl.constexpr = 1 if SPLIT else 2  # of dQ's columns, one per group that computes it
     dS = gl.allocate_shared_memory(q.dtype, [DS_BUFFERS * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
-    dQ = gl.allocate_shared_memory(gl.float32, [2 * PARTS, dq_sums.block_shape[0], dq_sums.block_shape[1]], dq_sums.layout)
+    dQ = gl.allocate_shared_memory(gl.float32, [DQ_WARPS * PARTS, dq_sums.block_shape[0], dq_sums.block_shape[1]], dq_sums.layout)
     KB, VB, QB, dOB, dQB = K, V, Q, dO, dQ
     if DB > 0:
         KB = gl.allocate_shared_memory(k.dtype, [GROUPS, 1, 1, ROWS, DB], kb.layout)
         VB = gl.allocate_shared_memory(v.dtype, [GROUPS, 1, 1, ROWS, DB], vb.layout)
         QB = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DB], qb.layout)
         dOB = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, DB], dob.layout)
-        dQB = gl.allocate_shared_memory(gl.float32, [2 * PARTS, dq_sums_b.block_shape[0], dq_sums_b.block_shape[1]], dq_sums_b.layout)
+        dQB = gl.allocate_shared_memory(gl.float32, [DQ_WARPS * PARTS, dq_sums_b.block_shape[0], dq_sums_b.block_shape[1]], dq_sums_b.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     g_smem = delta_smem
     if ENTROPY:
         g_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     k_ready = new_barriers(1, 1).index(0)
-    d_ready = new_barriers(2, PARTS)
-    d_free = new_barriers(2, 1)
+    d_ready = new_barriers(DQ_WARPS, PARTS)
+    d_free = new_barriers(DQ_WARPS, 1)
     s_ready = new_barriers(DS_BUFFERS, GROUPS)
     s_free = new_barriers(DS_BUFFERS, 1)
     q_ready = new_barriers(STAGES, 1)
@@ -388,7 +396,7 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, DB=DB, EA=EA, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DA=DA, DB=DB, EA=EA, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, DQ_WARPS=DQ_WARPS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     if SPLIT:
         warp_specialize([
@@ -398,7 +406,8 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
             (producer, (params, TRAITS)),
             (dq_warp, (params, 0, TRAITS)),
             (dq_warp, (params, 1, TRAITS)),
-        ], [4, 4, 1, 1, 1], [REGISTERS, 72, 24, 24, 24])
+            (dq_warp, (params, 2, TRAITS)),
+        ], [4, 4, 1, 1, 1, 1], [REGISTERS, 72, 24, 24, 24, 24])
     else:
         warp_specialize([
             (group, (params, 0, TRAITS)),

@@ -36,15 +36,16 @@ from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
     common_rows,
-    dq_position,
+    dq_visit,
     heads_together,
     is_partial,
     key_tile,
+    load_mask,
     next_visit,
     row_block_at,
     row_block_range,
 )
-from .nonfinite import clean_queries, zero_unseen_keys
+from .nonfinite import clean_queries, some_empty, some_unseen, zero_unseen_keys
 from .register_layouts import mma_layout, transposed_layout
 from .tile_scheduler import ROWS, advance, new_barriers
 
@@ -103,22 +104,21 @@ def dq_warp(params, G: gl.constexpr, TRAITS: gl.constexpr):
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        t, h = count - 1, first_head
-        for _ in range(count * heads):
-            b, slot = row_block_at(params, t, first, TRAITS.MASK)
-            position = dq_position(params, t, b, first, batch, h, block, TRAITS.MASK)
-            at = ((batch * params.num_heads + h) * gl.cdiv(params.n, BM) + b) * HALVES + G
-            acquire(params.semaphores + at, position)
-            for part in gl.static_range(PARTS):
-                mbarrier.wait(d_ready.index(G), part)
-                if position == 0:
-                    tma_store(dq_sums, [(at * PARTS + part) * SIZE, 0], dQ.index(G))
-                else:
-                    tma_add(dq_sums, [(at * PARTS + part) * SIZE, 0], dQ.index(G))
-                tma.store_wait(0)  # shared memory has been read
-                mbarrier.arrive(d_free.index(G))
-            release(params.semaphores + at, position)
-            t, h = next_visit(t, h, first_head, heads)
+        if count > 0:
+            next_at, next_position = dq_visit(params, 0, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
+            for visit in range(count * heads):
+                at, position = next_at * HALVES + G, next_position
+                next_at, next_position = dq_visit(params, visit + 1, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
+                acquire(params.semaphores + at, position)
+                for part in gl.static_range(PARTS):
+                    mbarrier.wait(d_ready.index(G), part)
+                    if position == 0:
+                        tma_store(dq_sums, [(at * PARTS + part) * SIZE, 0], dQ.index(G))
+                    else:
+                        tma_add(dq_sums, [(at * PARTS + part) * SIZE, 0], dQ.index(G))
+                    tma.store_wait(0)  # shared memory has been read
+                    mbarrier.arrive(d_free.index(G))
+                release(params.semaphores + at, position)
 
 
 @gluon.jit
@@ -168,8 +168,9 @@ def p_consumer(params, TRAITS: gl.constexpr):
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
     zero_dQ = gl.zeros([BM, PART], gl.float32, QL)
+    unseen = some_unseen(batch, kv_head, key, params, TRAITS)
     mbarrier.wait(barriers.k_ready, 0)
-    zero_unseen_keys(flat(smem.K, ROWS, DA), batch, kv_head, key, params, TRAITS)
+    zero_unseen_keys(flat(smem.K, ROWS, DA), unseen, batch, kv_head, key, params, TRAITS)
     stage = 0
     phase = 0
     ds_phase = 1  # of the previous dS
@@ -189,7 +190,8 @@ def p_consumer(params, TRAITS: gl.constexpr):
             b, slot = row_block_at(params, t, first, MASK)
             partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
             j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
-            tile = TileIndex(batch, h, b, j, slot)
+            low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
+            tile = TileIndex(batch, h, b, j, low, high)
             if DROP:
                 bits = keep_bits(tile, params, BM)
             mbarrier.wait(barriers.s_ready, ds_phase, pred=late)
@@ -295,14 +297,14 @@ def ds_consumer(params, TRAITS: gl.constexpr):
             lse = g
             if TRAITS.CAP:
                 lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))
-            dS = compute_dS(P, dP, lse, g, TileIndex(batch, h, b, j, slot), partial, params, TRAITS)
+            dS = compute_dS(P, dP, lse, g, TileIndex(batch, h, b, j, j, j), partial, params, TRAITS)
             dS_of_keys = dS
             if TRAITS.SCALES:
                 dS_of_keys = dS * scale
             q = flat(smem.Q.index(stage), BM, DA)
             smem.dS.store(gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True))
             dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
-            clean_queries(q, q, row_stats.lse.index(stage), partial, TRAITS)
+            clean_queries(q, q, row_stats.lse.index(stage), some_empty(row_stats.lse.index(stage), partial, TRAITS), TRAITS)
             fence_async_shared()
             group_barrier()
             mbarrier.arrive(barriers.s_ready)

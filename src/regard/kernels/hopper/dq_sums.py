@@ -24,7 +24,7 @@ from ...compat.gluon import group_barrier, tma_add, tma_store
 from ..portable.tile_ops import program_tile
 from .dq_semaphore import acquire, release
 from .forward import flat
-from .key_blocks import dq_position, heads_together, key_tile, next_visit, row_block_at, row_block_range
+from .key_blocks import dq_visit, heads_together, key_tile, row_block_range
 from .register_layouts import mma_layout
 from .tile_scheduler import ROWS, advance
 
@@ -100,12 +100,15 @@ def dq_group(params, TRAITS: gl.constexpr):
             mbarrier.arrive(barriers.s_free.index(ds_buffer))
             pass_dQ(share, smem.dQB, buffer, phase, params, 0, TRAITS)
             ds_buffer, ds_phase = advance(ds_buffer, ds_phase, TRAITS.DS_BUFFERS)
-            buffer, phase = advance(buffer, phase, 2)
+            buffer, phase = advance(buffer, phase, TRAITS.DQ_WARPS)
 
 
 @gluon.jit
-def dq_warp(params, ODD: gl.constexpr, TRAITS: gl.constexpr):
-    """One of two warps that add dQ to memory, once the semaphore allows it: this one takes every other row block."""
+def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
+    """One of DQ_WARPS warps that add dQ to memory, once the semaphore allows it: they take turns, and each has a buffer of dQ.
+
+    What a visit needs to know is loaded one visit early.
+    """
     dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
     dq_sums_b, dQB = params.descriptors.dq_sums_b, params.smem.dQB
     BM: gl.constexpr = TRAITS.BM
@@ -114,34 +117,33 @@ def dq_warp(params, ODD: gl.constexpr, TRAITS: gl.constexpr):
     BOTH: gl.constexpr = SIZE + 2 * DB // TRAITS.PARTS  # of both chunks
     block, batch, kv_head = key_tile(params)
     phase = 0
-    buffer = 0  # of dQ's two (Triton 3.6 loses a count that both loops carry; a bit that flips survives)
+    before = 0  # visits of earlier heads, modulo DQ_WARPS
     heads = heads_together(params, TRAITS.MASK)
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        t, h = count - 1, first_head
-        for _ in range(count * heads):
-            if buffer == ODD:
-                b, slot = row_block_at(params, t, first, TRAITS.MASK)
-                position = dq_position(params, t, b, first, batch, h, block, TRAITS.MASK)
-                at = (batch * params.num_heads + h) * gl.cdiv(params.n, BM) + b
+        own = (W + TRAITS.DQ_WARPS - before) % TRAITS.DQ_WARPS  # the first visit of this warp
+        if own < count * heads:
+            next_at, next_position = dq_visit(params, own, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
+            for visit in range(own, count * heads, TRAITS.DQ_WARPS):
+                at, position = next_at, next_position
+                next_at, next_position = dq_visit(params, visit + TRAITS.DQ_WARPS, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
                 acquire(params.semaphores + at, position)
-                mbarrier.wait(d_ready.index(ODD), phase)
+                mbarrier.wait(d_ready.index(W), phase)
                 phase ^= 1
                 for part in gl.static_range(TRAITS.PARTS):
                     if position == 0:
-                        tma_store(dq_sums, [(at * TRAITS.PARTS + part) * BOTH, 0], dQ.index(ODD * TRAITS.PARTS + part))
+                        tma_store(dq_sums, [(at * TRAITS.PARTS + part) * BOTH, 0], dQ.index(W * TRAITS.PARTS + part))
                         if DB > 0:
-                            tma_store(dq_sums_b, [(at * TRAITS.PARTS + part) * BOTH + SIZE, 0], dQB.index(ODD * TRAITS.PARTS + part))
+                            tma_store(dq_sums_b, [(at * TRAITS.PARTS + part) * BOTH + SIZE, 0], dQB.index(W * TRAITS.PARTS + part))
                     else:
-                        tma_add(dq_sums, [(at * TRAITS.PARTS + part) * BOTH, 0], dQ.index(ODD * TRAITS.PARTS + part))
+                        tma_add(dq_sums, [(at * TRAITS.PARTS + part) * BOTH, 0], dQ.index(W * TRAITS.PARTS + part))
                         if DB > 0:
-                            tma_add(dq_sums_b, [(at * TRAITS.PARTS + part) * BOTH + SIZE, 0], dQB.index(ODD * TRAITS.PARTS + part))
+                            tma_add(dq_sums_b, [(at * TRAITS.PARTS + part) * BOTH + SIZE, 0], dQB.index(W * TRAITS.PARTS + part))
                 tma.store_wait(0)  # shared memory has been read
-                mbarrier.arrive(d_free.index(ODD))
+                mbarrier.arrive(d_free.index(W))
                 release(params.semaphores + at, position)
-            buffer ^= 1
-            t, h = next_visit(t, h, first_head, heads)
+        before = (before + count * heads) % TRAITS.DQ_WARPS
 
 
 @triton.jit

@@ -89,6 +89,16 @@ def dq_position(params, t, b, first, batch, h, block, MASK: gl.constexpr):
 
 
 @gluon.jit
+def dq_visit(params, visit, first, count, batch, first_head, heads, block, BM: gl.constexpr, MASK: gl.constexpr):
+    """Where dQ of a key block's visit is in memory, counted in row blocks, and its position; past the last visit, that of the last."""
+    visit = gl.minimum(visit, count * heads - 1)
+    t, h = count - 1 - visit // heads, first_head + visit % heads
+    b, slot = row_block_at(params, t, first, MASK)
+    position = dq_position(params, t, b, first, batch, h, block, MASK)
+    return (batch * params.num_heads + h) * gl.cdiv(params.n, BM) + b, position
+
+
+@gluon.jit
 def key_tile(params):
     """A program's key block, batch item and key head. `swizzle` heads are scheduled together; their first keys come first."""
     from_last, batch_head = work_tile(gl.program_id(0), params.key_blocks, params.batch_kv_heads, params.swizzle)
@@ -118,29 +128,39 @@ def is_partial(b, slot, begin, end, n, BM: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
+def load_mask(batch, h, b, j, slot, partial, params, TRAITS: gl.constexpr):
+    """What the mask says of keys j [ROWS] in a partial block: the first row that sees a key and one past the last, or 64 bits in two words."""
+    order = params.dq_order
+    some = (j < params.M) & partial
+    low, high = j, j
+    if TRAITS.MASK == _BITS:
+        gl.static_assert(TRAITS.BM == 64, "two words have the bits of 64 rows")
+        at = order.bits + gl.maximum(slot, 0).to(gl.int64) * 512 + (j % 128) * 4 + b * TRAITS.BM % 128 // 32  # slot 0 shows all
+        low, high = gl.load(at, mask=some, other=0), gl.load(at + 1, mask=some, other=0)
+    elif TRAITS.MASK == _SPANS:
+        at = (batch // (params.lists.inner // 16)) * order.span_item + h * order.span_head + j
+        low, high = gl.load(order.begin + at, mask=some, other=0), gl.load(order.end + at, mask=some, other=0)
+    return low, high
+
+
+@gluon.jit
 def apply_mask(S, tile, params, TRAITS: gl.constexpr):
     """S [BM, ROWS], −inf where the mask hides, and for keys past the end: `online_softmax.apply_mask`, by keys.
 
     A thread has two of eight neighbouring rows. So a row is where the thread begins plus a constant.
     """
-    order, M, j = params.dq_order, params.M, tile.j
     BM: gl.constexpr = TRAITS.BM
     c = gl.arange(0, BM, gl.SliceLayout(1, transposed_layout(BM)))  # [BM]
     begin = c & 6
     c = gl.broadcast(S, (c & -7)[:, None])[1]  # [BM, ROWS]
     if TRAITS.MASK == _BITS:
-        at = order.bits + gl.maximum(tile.slot, 0).to(gl.int64) * 512 + (j % 128) * 4 + tile.b * BM % 128 // 32  # [ROWS]; slot 0 shows all
-        word = c * 0
-        for k in gl.static_range(BM // 32):
-            word = gl.where(c // 32 == k, gl.load(at + k, mask=j < M, other=0)[None, :], word)
+        word = gl.where(c < 32, tile.low[None, :], tile.high[None, :])
         S = gl.inline_asm_elementwise(MASK_BIT, "=f,f,r,r", [S, word >> begin[:, None], (c * 0 + 1) << (c % 32)], gl.float32, True, 1)
     elif TRAITS.MASK == _NONE:
-        S = gl.where((j < M)[None, :], S, float("-inf"))
+        S = gl.where((tile.j < params.M)[None, :], S, float("-inf"))
     else:
-        at = (tile.batch // (params.lists.inner // 16)) * order.span_item + tile.h * order.span_head + j  # [ROWS]
         begin += tile.b * BM
-        first = gl.load(order.begin + at, mask=j < M, other=0)[None, :] - begin[:, None]
-        end = gl.load(order.end + at, mask=j < M, other=0)[None, :] - begin[:, None]
+        first, end = tile.low[None, :] - begin[:, None], tile.high[None, :] - begin[:, None]
         S = gl.inline_asm_elementwise(MASK_SPAN, "=f,f,r,r,r", [S, c, first, end], gl.float32, True, 1)
     return S
 

@@ -98,13 +98,23 @@ def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
 
 
 @gluon.jit
-def zero_unseen_keys(X, batch, kv_head, j0, params, TRAITS: gl.constexpr):
-    """Set keys X [ROWS, C] that no row may attend to to 0, since they may be NaN. `params.seen` says what a bias hides by −inf."""
+def some_unseen(batch, kv_head, j0, params, TRAITS: gl.constexpr):
+    """Whether one of ROWS keys must be set to 0: no row may attend to it, so it may be NaN. `params.seen` says what a bias hides by −inf."""
+    HIDING: gl.constexpr = TRAITS.BIAS != _BIAS_NONE and TRAITS.BIAS != _BIAS_ALIBI
+    unseen = j0 < 0
+    if TRAITS.MASK != _NONE or HIDING:
+        j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
+        unseen = gl.min(seen_by_some(params, batch, kv_head, j, HIDING), 0) == 0
+    return unseen
+
+
+@gluon.jit
+def zero_unseen_keys(X, unseen, batch, kv_head, j0, params, TRAITS: gl.constexpr):
+    """Set keys X [ROWS, C] that no row may attend to to 0, if `some_unseen`."""
     C: gl.constexpr = X.shape[1]
     HIDING: gl.constexpr = TRAITS.BIAS != _BIAS_NONE and TRAITS.BIAS != _BIAS_ALIBI
     if TRAITS.MASK != _NONE or HIDING:
-        j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
-        if gl.min(seen_by_some(params, batch, kv_head, j, HIDING), 0) == 0:
+        if unseen:
             L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
             for r in gl.static_range(0, ROWS, CLEANED):
                 some = j0 + r + gl.arange(0, CLEANED, gl.SliceLayout(1, L))
@@ -115,13 +125,22 @@ def zero_unseen_keys(X, batch, kv_head, j0, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def clean_queries(X, XB, lse, partial, TRAITS: gl.constexpr):
-    """`zero_empty_rows` of both chunks, where the mask or the bias may hide all keys from a row."""
+def some_empty(lse, partial, TRAITS: gl.constexpr):
+    """Whether queries of a block must be set to 0: a row sees nothing, since the mask or the bias hides all keys from it."""
     BIAS: gl.constexpr = TRAITS.BIAS
-    if TRAITS.MASK != _NONE or BIAS != _BIAS_NONE:
-        empty = partial
-        if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
-            empty = partial | has_empty_row(lse, TRAITS.BM)
+    empty = partial
+    if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
+        empty = has_empty_row(lse, TRAITS.BM)
+    elif TRAITS.MASK != _NONE:
+        if partial:
+            empty = has_empty_row(lse, TRAITS.BM)
+    return empty
+
+
+@gluon.jit
+def clean_queries(X, XB, lse, empty, TRAITS: gl.constexpr):
+    """`zero_empty_rows` of both chunks, if `some_empty`."""
+    if TRAITS.MASK != _NONE or TRAITS.BIAS != _BIAS_NONE:
         if empty:
             zero_empty_rows(X, lse, TRAITS.BM, TRAITS.DA)
             if TRAITS.DB > 0:
