@@ -13,7 +13,10 @@ import regard
 
 
 class Number(int):
-    """A number that was loaded: what it divides has a type, as in a kernel."""
+    """A number of a structure, or one that was loaded: what it divides has a type, as in a kernel."""
+
+    def __floordiv__(self, other: int) -> Number:
+        return Number(int(self) // int(other))
 
     def __rfloordiv__(self, other: int) -> Number:
         return Number(int(other) // int(self))
@@ -42,7 +45,11 @@ def load(pointer: Pointer, mask: bool = True, other: int = 0) -> Number:
 def pointed(parts: Any) -> Any:
     """A structure of tensors and numbers as a kernel gets it."""
     return parts._replace(
-        **{name: Pointer(x.flatten().tolist()) for name, x in parts._asdict().items() if isinstance(x, Tensor)}
+        **{
+            name: Pointer(x.flatten().tolist()) if isinstance(x, Tensor) else Number(x)
+            for name, x in parts._asdict().items()
+            if x is not None
+        }
     )
 
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...compat.gluon import group_barrier, tma_load, tma_store, warp_specialize
-from ..portable.tile_ops import _BIAS_ALIBI, _BIAS_NONE, DEEP, LN2, LOG2E
+from ..portable.tile_ops import _BIAS_NONE, DEEP, LN2, LOG2E
 from .aggregates import (
     BackwardBarriers,
     BackwardDescriptors,
@@ -51,7 +51,7 @@ from .key_blocks import (
     row_block_range,
 )
 from .nonfinite import clean_queries, some_empty, some_unseen, zero_unseen_keys
-from .online_softmax import capped_tanh, exp2, log2
+from .online_softmax import capped_tanh, exp2, log2, may_hide
 from .register_layouts import mma_layout, transposed_layout
 from .tile_scheduler import ROWS, advance, new_barriers
 
@@ -127,8 +127,7 @@ def compute_P(S, lse, tile, scale, unit, partial, params, TRAITS: gl.constexpr):
 @gluon.jit
 def compute_dS(P, dP, lse, g, tile, partial, params, TRAITS: gl.constexpr):
     """dS [BM, ROWS] of the scaled products, from dP − δ. The slope of a cap is computed from P."""
-    BIAS: gl.constexpr = TRAITS.BIAS
-    if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
+    if may_hide(TRAITS.BIAS):
         dP = gl.where(P > 0.0, dP, 0.0)
     else:
         if partial:
@@ -138,7 +137,7 @@ def compute_dS(P, dP, lse, g, tile, partial, params, TRAITS: gl.constexpr):
     dS = P * dP
     if TRAITS.CAP:
         S = log2(P) * LN2 + lse[:, None]
-        if BIAS != _BIAS_NONE:
+        if TRAITS.BIAS != _BIAS_NONE:
             S -= load_bias(tile, params, TRAITS)
         t = S * (1.0 / params.cap)
         dS = gl.where(P > 0.0, dS * (1.0 - t * t), 0.0)

@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...compat.gluon import group_barrier, tma_store, warp_specialize
 from ..portable.tile_ops import (
-    _BIAS_NONE,
     _NONE,
     LN2,
     LOG2E,
@@ -52,6 +51,7 @@ from .online_softmax import (
     apply_mask,
     beside,
     has_outlier,
+    may_hide,
     online_softmax,
     pack_P,
     partial_sums,
@@ -94,11 +94,11 @@ def flat(X, R: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS: gl.constexpr, MASKED: gl.constexpr):
-    """Products [ROWS, BN] to logits, −inf where hidden; and with a bias, which pairs are visible."""
+    """Products [ROWS, BN] to logits, −inf where hidden; and with a bias that may hide, which pairs are visible."""
     show = j
     if not TRAITS.FAST:
-        S, show = score(S, rows.scale, params.cap, params.bias, rows.bias_at, rows.i, j, params.n, params.M, TRAITS.CAP, TRAITS.BIAS)
-    if TRAITS.BIAS != _BIAS_NONE:
+        S, show = score(S, rows.scale, params.cap, params.bias, rows.bias_at, rows.i, j, j0, params.n, params.M, TRAITS.CAP, TRAITS.BIAS)
+    if may_hide(TRAITS.BIAS):
         if MASKED:
             show = show & mask_tile(params.lists, lo, hi, gl.maximum(slot, 0), rows.i, j, TRAITS.MASK) & (slot >= 0)
         S = gl.where(show, S, float("-inf"))
@@ -112,9 +112,9 @@ def clean_values(values, rows, stage, params, G, TRAITS: gl.constexpr, MASKED: g
     """The index of a block's values after cleaning: their stage, or with a bias the group's own block. They are loaded."""
     V, VB = params.smem.V, params.smem.VB
     at = stage
-    if TRAITS.BIAS != _BIAS_NONE or (MASKED and TRAITS.MASK != _NONE):
+    if may_hide(TRAITS.BIAS) or (MASKED and TRAITS.MASK != _NONE):
         if values.dirty != 0:
-            if TRAITS.BIAS != _BIAS_NONE:
+            if may_hide(TRAITS.BIAS):
                 at = TRAITS.STAGES + G
             zero_unseen(flat(V.index(stage), TRAITS.BN, TRAITS.EA), flat(V.index(at), TRAITS.BN, TRAITS.EA), values.seen, rows, values.j0, params,
                         TRAITS.EA, TRAITS)
@@ -166,7 +166,7 @@ def mma_one_block(t, O, R, P, softmax, values, stage, phase, rows, zero, params,
     m, l, e, top = softmax
     BN: gl.constexpr = TRAITS.BN
     EB: gl.constexpr = TRAITS.EB
-    HIDES: gl.constexpr = MASKED or TRAITS.BIAS != _BIAS_NONE
+    HIDES: gl.constexpr = MASKED or may_hide(TRAITS.BIAS)
     LAZY: gl.constexpr = TRAITS.FAST and TRAITS.PERSISTENT
     values_at = clean_values(values, rows, stage, params, G, TRAITS, MASKED)
     j0 = values.j0
@@ -288,7 +288,7 @@ def consumer(params, G, TRAITS: gl.constexpr):
     Q_BUFFERS: gl.constexpr = TRAITS.Q_BUFFERS
     tile = gl.program_id(0)
     all_seen = 1
-    if MASK != _NONE and BIAS == _BIAS_NONE:
+    if MASK != _NONE and not may_hide(BIAS):
         all_seen = gl.load(lists.all_keys_visible)
     stored = False  # whether there is a previous row block
     if PERSISTENT:
@@ -342,8 +342,8 @@ def consumer(params, G, TRAITS: gl.constexpr):
         hi = gl.where(key_blocks.total > 0, hi, 0)
         S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
-        S, show = masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS, BIAS != _BIAS_NONE)
-        if BIAS == _BIAS_NONE:
+        S, show = masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS, may_hide(BIAS))
+        if not may_hide(BIAS):
             if begin < unmasked:
                 S = apply_mask(S, lists, lo, hi, slot, i, j0, MASK)
         seen, dirty = find_unseen(show, rows, j0, params, TRAITS, True)
@@ -359,7 +359,7 @@ def consumer(params, G, TRAITS: gl.constexpr):
             for t in range(begin + 1, unmasked):
                 O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
                     t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, True, False)
-        if BIAS == _BIAS_NONE:  # the values of full blocks are clean
+        if not may_hide(BIAS):  # the values of full blocks are clean
             clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, True)
         unmasked = gl.maximum(begin + 1, unmasked)
         fixed = count
@@ -422,7 +422,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
             ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr,
             PERSISTENT: gl.constexpr, Q_BUFFERS: gl.constexpr, TMA_STORE: gl.constexpr):
     """A program takes one row block of one head, or in a persistent grid one after the other."""
-    CLEANED_BLOCKS: gl.constexpr = GROUPS if BIAS != _BIAS_NONE else 0
+    CLEANED_BLOCKS: gl.constexpr = GROUPS if may_hide(BIAS) else 0
     Q = gl.allocate_shared_memory(q.dtype, [Q_BUFFERS * GROUPS, 1, 1, ROWS, DA], q.layout)
     K = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BN, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [STAGES + CLEANED_BLOCKS, 1, 1, BN, EA], v.layout)

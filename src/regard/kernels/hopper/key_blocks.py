@@ -14,7 +14,6 @@ from ..portable.tile_ops import (
     _NONE,
     _SPANS,
     bias_row_pointers,
-    bias_tile,
     block_list_start,
 )
 from . import ptx
@@ -175,7 +174,9 @@ def load_bias(tile, params, TRAITS: gl.constexpr):
     BM: gl.constexpr = TRAITS.BM
     i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, transposed_layout(BM)))  # [BM]
     if TRAITS.BIAS == _BIAS_ALIBI:
-        X = bias_tile(bias, bias_row_pointers(bias, tile.batch, tile.h, i, TRAITS.BIAS), i, j, params.n, params.M, TRAITS.BIAS)
+        slope = gl.load(bias_row_pointers(bias, tile.batch, tile.h, i, TRAITS.BIAS))
+        c = gl.arange(0, BM, gl.SliceLayout(1, transposed_layout(BM))) & -7  # as in `online_softmax.distances`, by rows
+        X = -slope * gl.abs(((j - bias.offset)[None, :] - (i - c)[:, None]).to(gl.float32) - c.to(gl.float32)[:, None])
     else:
         at = bias.at + tile.h.to(gl.int64) * bias.head + tile.batch.to(gl.int64) * bias.item
         if TRAITS.BIAS == _BIAS_TENSOR:

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...compat.gluon import group_barrier
 from ..portable.tile_ops import (
-    _BIAS_ALIBI,
     _BIAS_NONE,
     _NONE,
     bias_row_pointers,
@@ -29,6 +28,7 @@ from ..portable.tile_ops import (
     program_tile,
     row_spans,
 )
+from .online_softmax import may_hide
 from .tile_scheduler import ROWS
 
 CLEANED = gl.constexpr(16)  # rows that are cleaned together
@@ -100,7 +100,7 @@ def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
 @gluon.jit
 def some_unseen(batch, kv_head, j0, params, TRAITS: gl.constexpr):
     """Whether one of ROWS keys must be set to 0: no row may attend to it, so it may be NaN. `params.seen` says what a bias hides by −inf."""
-    HIDING: gl.constexpr = TRAITS.BIAS != _BIAS_NONE and TRAITS.BIAS != _BIAS_ALIBI
+    HIDING: gl.constexpr = may_hide(TRAITS.BIAS)
     unseen = j0 < 0
     if TRAITS.MASK != _NONE or HIDING:
         j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
@@ -112,7 +112,7 @@ def some_unseen(batch, kv_head, j0, params, TRAITS: gl.constexpr):
 def zero_unseen_keys(X, unseen, batch, kv_head, j0, params, TRAITS: gl.constexpr):
     """Set keys X [ROWS, C] that no row may attend to to 0, if `some_unseen`."""
     C: gl.constexpr = X.shape[1]
-    HIDING: gl.constexpr = TRAITS.BIAS != _BIAS_NONE and TRAITS.BIAS != _BIAS_ALIBI
+    HIDING: gl.constexpr = may_hide(TRAITS.BIAS)
     if TRAITS.MASK != _NONE or HIDING:
         if unseen:
             L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
@@ -127,9 +127,8 @@ def zero_unseen_keys(X, unseen, batch, kv_head, j0, params, TRAITS: gl.constexpr
 @gluon.jit
 def some_empty(lse, partial, TRAITS: gl.constexpr):
     """Whether queries of a block must be set to 0: a row sees nothing, since the mask or the bias hides all keys from it."""
-    BIAS: gl.constexpr = TRAITS.BIAS
     empty = partial
-    if BIAS != _BIAS_NONE and BIAS != _BIAS_ALIBI:
+    if may_hide(TRAITS.BIAS):
         empty = has_empty_row(lse, TRAITS.BM)
     elif TRAITS.MASK != _NONE:
         if partial:
@@ -155,10 +154,10 @@ def seen_offset(lists, rows):
 
 @gluon.jit
 def find_unseen(show, rows, j0, params, TRAITS: gl.constexpr, MASKED: gl.constexpr):
-    """Whether a block has a key that no row may attend to (with a bias, no row of the group), whose value may be NaN."""
+    """Whether a block has a key that no row may attend to (with a bias that may hide, no row of the group), whose value may be NaN."""
     seen = 0
     dirty = 0
-    if TRAITS.BIAS != _BIAS_NONE:
+    if may_hide(TRAITS.BIAS):
         seen = gl.max(show.to(gl.int32), 0)
         dirty = 1 - gl.min(seen, 0)
     elif MASKED and TRAITS.MASK != _NONE:
@@ -176,7 +175,7 @@ def zero_unseen(X, into, seen, rows, j0, params, C: gl.constexpr, TRAITS: gl.con
     Without a bias every group writes the same numbers to the same place, and reads them after its own writes.
     """
     VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    if TRAITS.BIAS != _BIAS_NONE:
+    if may_hide(TRAITS.BIAS):
         into.store(gl.where((gl.convert_layout(seen, gl.SliceLayout(1, VL)) > 0)[:, None], X.load(VL), 0.0))
     else:
         at = seen_offset(params.lists, rows)

@@ -7,7 +7,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.tile_ops import _BITS, _NONE, LOG2E, add_sink, clamp_exponent, dropout_keep, logits
+from ..portable.tile_ops import (
+    _BIAS_ALIBI,
+    _BIAS_NONE,
+    _BITS,
+    _NONE,
+    LOG2E,
+    add_sink,
+    clamp_exponent,
+    dropout_keep,
+    logits,
+)
 from . import ptx
 from .configs import OUTLIER_BITS
 from .tile_scheduler import ROWS
@@ -39,13 +49,34 @@ def capped_tanh(S, scale, cap):
     return gl.inline_asm_elementwise(TANH, "=f,f", [S * (scale / cap * (2 * LOG2E))], gl.float32, True, 1)
 
 
+@gluon.constexpr_function
+def may_hide(BIAS):
+    """Whether a bias may be −inf. ALiBi is finite."""
+    return BIAS not in (_BIAS_NONE, _BIAS_ALIBI)
+
+
 @gluon.jit
-def score(S, scale, cap, bias, bias_at, i, j, n, M, CAP: gl.constexpr, BIAS: gl.constexpr):
-    """Products to logits: scaled, capped, biased; and which pairs the bias leaves visible, if there is one."""
+def distances(i, j0, j):
+    """|i − j| in float32 for the keys j from j0 on, [BM, BN]. A thread has two of eight neighbouring keys, so a key is where the thread begins
+    plus a constant, and only where it begins is converted: the chip converts as slowly as it exponentiates.
+    """
+    c = gl.arange(0, j.shape[0], j.type.layout)  # [BN]
+    begin = j0 + (c & 6)
+    return gl.abs((i[:, None] - begin[None, :]).to(gl.float32) - (c & -7).to(gl.float32)[None, :])
+
+
+@gluon.jit
+def score(S, scale, cap, bias, bias_at, i, j, j0, n, M, CAP: gl.constexpr, BIAS: gl.constexpr):
+    """Products to logits: scaled, capped, biased; and which pairs the bias leaves visible, if it may hide some."""
+    show = j
     if CAP:
         S = cap * capped_tanh(S, scale, cap)
         scale = 1.0
-    return logits(S, scale, cap, bias, bias_at, i, j, n, M, False, BIAS)
+    if BIAS == _BIAS_ALIBI:
+        S = S * scale - gl.load(bias_at) * distances(i + bias.offset, j0, j)
+    else:
+        S, show = logits(S, scale, cap, bias, bias_at, i, j, n, M, False, BIAS)
+    return S, show
 
 
 @gluon.jit

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...compat.gluon import tma_load, warp_specialize
 from ..portable.tile_ops import (
-    _BIAS_NONE,
     _BITS,
     _NONE,
     LOG2E,
@@ -36,7 +35,7 @@ from ..portable.tile_ops import (
 )
 from .aggregates import ForwardDescriptors, ForwardSmem, KeyBlocks, traits_of
 from .forward import flat
-from .online_softmax import exp2, score
+from .online_softmax import exp2, may_hide, score
 from .register_layouts import mma_layout
 from .statistics_params import Barriers, Grid, Head, MapPart, MapState, Params
 from .tile_scheduler import ROWS, advance, entry_at, new_barriers, work_tile
@@ -104,8 +103,8 @@ def logits_of(S, i, head, params, TRAITS: gl.constexpr):
     """Products [ROWS, BN] to logits, −inf where a bias hides them; FAST leaves them raw products."""
     if not TRAITS.FAST:
         bias_at = bias_row_pointers(params.bias, head.batch, head.h, i, TRAITS.BIAS)
-        S, show = score(S, head.scale, params.cap, params.bias, bias_at, i, head.j, params.n, params.M, TRAITS.CAP, TRAITS.BIAS)
-        if TRAITS.BIAS != _BIAS_NONE:
+        S, show = score(S, head.scale, params.cap, params.bias, bias_at, i, head.j, head.j0, params.n, params.M, TRAITS.CAP, TRAITS.BIAS)
+        if may_hide(TRAITS.BIAS):
             S = gl.where(show, S, float("-inf"))
     return S
 
@@ -204,7 +203,7 @@ def received_consumer(params, TRAITS: gl.constexpr):
     block, batch, h = key_tile(params)
     numbers = head_numbers(batch, h, params, TRAITS)
     row_blocks = KeyBlocks(*row_block_range(params.lists, batch, h, block, params.n, TRAITS.MASK))
-    head = Head(batch, h, block * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)), *numbers)
+    head = Head(batch, h, block * BN, block * BN + gl.arange(0, BN, gl.SliceLayout(0, SL)), *numbers)
     zero = gl.zeros([ROWS, BN], gl.float32, SL)
     total = column_sums(zero, BN)  # [4, 8, BN]
     stage = 0
@@ -409,7 +408,7 @@ def pooled_consumer(params, grid, TRAITS: gl.constexpr):
     x, nth, start, stop = map_keys(grid, column, params.M, TRAITS)
     begin, full, full_end, block_end, low, high = map_row_blocks(grid, batch, h, column, band, params, TRAITS.MASK)
     numbers = head_numbers(batch, h, params, TRAITS)
-    head = Head(batch, h, start + gl.arange(0, BN, gl.SliceLayout(0, SL)), *numbers)
+    head = Head(batch, h, start, start + gl.arange(0, BN, gl.SliceLayout(0, SL)), *numbers)
     zero = gl.zeros([ROWS, BN], gl.float32, SL)
     total = column_sums(zero, BN)  # [4, 8, BN]
     cells = gl.zeros([4, 32], gl.float32, gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))

@@ -56,6 +56,7 @@ class Head(NamedTuple):
 
     batch: Any
     h: Any
+    j0: Any  # the first of its keys
     j: Any  # [BN] keys
     row_offset: Any  # where the statistics of its rows begin
     scale: Any
