@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 from _device import Bars, Peer, Row, at_least, attempt, each, measured, over, random, report, start, verdict
@@ -13,9 +12,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import regard
-from regard.kernels import launch_cache
-from regard.kernels.hopper import backward_launch
-from regard.kernels.hopper.backward_launch import CHUNKED, BackwardTile
 
 N = 8192
 KERNELS = ("regard", "FA4", "cuDNN", "memory-efficient")
@@ -29,16 +25,11 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     peer: str
-    must: tuple[float | None, float | None]
-    tile: BackwardTile | None = None  # in place of the usual one
+    must: tuple[float, float | None]
 
 
 SHAPES = {
     "d96": Shape(96, 96, 16, 16, "FA4", (0.9, 0.9)),
-    "d96 in two chunks": Shape(96, 96, 16, 16, "FA4", (None, 0.9), CHUNKED),
-    "d96 in two chunks, three groups": Shape(
-        96, 96, 16, 16, "FA4", (None, 0.9), CHUNKED._replace(split=True, registers=208)
-    ),
     "d192/128": Shape(192, 128, 16, 16, "FA4", (0.9, 0.9)),
     "d128, 32 heads over 8": Shape(128, 128, 32, 8, "FA4", (1.0, 0.95)),
     "d256": Shape(256, 256, 8, 8, "cuDNN", (1.0, 1.0)),
@@ -59,14 +50,6 @@ def main() -> None:
 
 def row(name: str, backward: bool) -> Row:
     shape = SHAPES[name]
-    launch_cache.clear()
-    if shape.tile is not None:
-        with patch.object(backward_launch, "tile_for", lambda w: shape.tile):
-            return timed(name, shape, backward)
-    return timed(name, shape, backward)
-
-
-def timed(name: str, shape: Shape, backward: bool) -> Row:
     q = random(1, shape.heads, N, shape.dim, grad=backward)
     k = random(1, shape.kv_heads, N, shape.dim, grad=backward)
     v = random(1, shape.kv_heads, N, shape.values, grad=backward)
@@ -112,7 +95,7 @@ CASES = {
     f"{name}, {'backward' if backward else 'forward'}": partial(row, name, backward)
     for name, shape in SHAPES.items()
     for backward in (False, True)
-    if shape.must[backward] is not None
+    if not backward or shape.must[1] is not None
 }
 
 if __name__ == "__main__":

@@ -25,12 +25,6 @@ SEEN[:, :70, :64] = True
 SLOPES, TABLE = torch.tensor([0.1, 0.2]), torch.linspace(-1, 1, 66).view(2, 33)
 
 
-@pytest.fixture(autouse=True)
-def two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take two chunks where they fit."""
-    monkeypatch.setattr(backward_launch, "TWO_CHUNKS", True)
-
-
 def everything(s: Shape) -> dict[str, Any]:
     return {
         "mask": SEEN,
@@ -101,14 +95,11 @@ IN_CHUNKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("case", IN_CHUNKS, ids=lambda case: case.name)
-def test_gradients_in_two_chunks_agree_with_float64(case: Case, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_in_two_chunks_agree_with_float64(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     run_hopper_kernels(monkeypatch)
     tensors, kwargs = case.inputs(torch.float16)
     assert tile_of(tensors) == backward_launch.CHUNKED
-    tile = backward_launch.CHUNKED._replace(split=split)
-    monkeypatch.setattr(backward_launch, "tile_for", lambda w: tile)
     gradients_agree(tensors, kwargs)
 
 

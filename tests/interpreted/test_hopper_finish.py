@@ -13,12 +13,6 @@ from regard.kernels.hopper import backward_launch, dq_sums
 in_register_order = in_python(dq_sums.in_register_order, static_assert=lambda holds, message: None, constexpr=int)
 
 
-@pytest.fixture(autouse=True)
-def two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take two chunks where they fit."""
-    monkeypatch.setattr(backward_launch, "TWO_CHUNKS", True)
-
-
 @pytest.mark.parametrize(("dim", "n"), [(64, 64), (40, 100), (96, 70), (72, 64), (128, 130), (192, 70), (256, 65)])
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("split", [False, True])

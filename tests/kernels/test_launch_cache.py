@@ -27,12 +27,6 @@ ARG_NAMES = forward_launch.forward.arg_names
 
 
 @pytest.fixture(autouse=True)
-def two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take two chunks where they fit."""
-    monkeypatch.setattr(backward_launch, "TWO_CHUNKS", True)
-
-
-@pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     record_launches(monkeypatch, {"forward": (forward_launch, "forward")})
 

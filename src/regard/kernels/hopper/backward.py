@@ -3,7 +3,7 @@
 A program holds one key block, ROWS keys per consumer group, and loops over the row blocks that see them. A producer warp loads Q,
 dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
 they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and
-each group computes its share of dQ's columns; at dims up to 64 a third group computes dQ. Two dQ warps add dQ to memory. The key
+each group computes its share of dQ's columns; at dims up to 96 a third group computes dQ. Two dQ warps add dQ to memory. The key
 blocks that add to the same row block do so in one order, the first keys first; a program waits only for programs that were launched
 before it. Dims of 65 to 96 are two chunks, of 64 and 32 columns: a letter with a B (KB, dKB) is the second, and DB its columns or 0.
 
@@ -35,7 +35,7 @@ from .aggregates import (
     TileIndex,
     traits_of,
 )
-from .dq_sums import GROUPS, dq_group, dq_warp, pass_dQ, start_dQ, write_dQ
+from .dq_sums import DQ_WARPS, GROUPS, dq_group, dq_warp, pass_dQ, start_dQ
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
@@ -185,8 +185,7 @@ def consumer(params, G, TRAITS: gl.constexpr):
     DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
     CHUNKS: gl.constexpr = 2 if DB > 0 else 1
-    SHARE: gl.constexpr = DA // TRAITS.PARTS  # columns of dQ that the group computes, and of its second chunk
-    SHARE_B: gl.constexpr = DB // TRAITS.PARTS
+    SHARE: gl.constexpr = DA // TRAITS.PARTS  # columns of dQ that the group computes, if there is no third group
     BM: gl.constexpr = TRAITS.BM
     MASK: gl.constexpr = TRAITS.MASK
     DROP: gl.constexpr = TRAITS.DROP
@@ -216,7 +215,6 @@ def consumer(params, G, TRAITS: gl.constexpr):
         zero_unseen_keys(KB, unseen, batch, kv_head, key, params, TRAITS)
         dKB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
         dVB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
-        zero_dQB = gl.zeros([BM, SHARE_B], gl.float32, mma_layout(SHARE_B))
     stage = 0
     phase = 0
     buffer = 0  # of dS; if the group computes dQ, then of dQ, too
@@ -249,20 +247,13 @@ def consumer(params, G, TRAITS: gl.constexpr):
             if not SPLIT:
                 mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
                 share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
-                if DB > 0:
-                    share_b = start_dQ(smem.dS, smem.KB, buffer ^ 1, zero_dQB, G, TRAITS)
             mbarrier.wait(q_ready.index(stage), phase)
             S = start_product(K, q, zero)
             if DB > 0:
                 S = add_product(KB, qb, S)
             if not SPLIT:
-                if DB > 0:
-                    share, share_b = warpgroup_mma_wait(CHUNKS, deps=[share, share_b])
-                else:
-                    share = warpgroup_mma_wait(CHUNKS, deps=[share])
+                share = warpgroup_mma_wait(1, deps=[share])
                 if late:
-                    if DB > 0:
-                        write_dQ(share_b, smem.dQB, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
                     pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
             mbarrier.wait(o_ready.index(stage), phase)
             dP = start_product(V, do, zero)
@@ -322,10 +313,6 @@ def consumer(params, G, TRAITS: gl.constexpr):
     if not SPLIT:
         if late:
             mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase)
-            if DB > 0:
-                share_b = start_dQ(smem.dS, smem.KB, buffer ^ 1, zero_dQB, G, TRAITS)
-                share_b = warpgroup_mma_wait(0, deps=[share_b])
-                write_dQ(share_b, smem.dQB, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
             share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
             share = warpgroup_mma_wait(0, deps=[share])
             pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
@@ -363,7 +350,6 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
     dO = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, EA], do.layout)
     DS_BUFFERS: gl.constexpr = 3 if SPLIT else 2
-    DQ_WARPS: gl.constexpr = 3 if SPLIT else 2
     PARTS: gl.constexpr = 1 if SPLIT else 2  # of dQ's columns, one per group that computes it
     dS = gl.allocate_shared_memory(q.dtype, [DS_BUFFERS * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
     dQ = gl.allocate_shared_memory(gl.float32, [DQ_WARPS * PARTS, dq_sums.block_shape[0], dq_sums.block_shape[1]], dq_sums.layout)
@@ -395,7 +381,7 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, DB=DB, EA=EA, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, DQ_WARPS=DQ_WARPS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DA=DA, DB=DB, EA=EA, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     if SPLIT:
         warp_specialize([
@@ -405,8 +391,7 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
             (producer, (params, TRAITS)),
             (dq_warp, (params, 0, TRAITS)),
             (dq_warp, (params, 1, TRAITS)),
-            (dq_warp, (params, 2, TRAITS)),
-        ], [4, 4, 1, 1, 1, 1], [REGISTERS, 72, 24, 24, 24, 24])
+        ], [4, 4, 1, 1, 1], [REGISTERS, 72, 24, 24, 24])
     else:
         warp_specialize([
             (group, (params, 0, TRAITS)),

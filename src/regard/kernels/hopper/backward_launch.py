@@ -49,7 +49,7 @@ class BackwardTile(NamedTuple):
     stages: int = 2
     registers: int = 240
     split: bool = False  # whether a third group computes dQ
-    chunked: bool = False  # whether dims, at most 96, are two chunks, of 64 and 32 columns
+    chunked: bool = False  # whether dims, at most 96, are two chunks, of 64 and 32 columns; with a third group only
     wide: bool = False  # whether both groups work on the same keys: one computes P, the other dS
     swizzle: int = 0  # key heads that are scheduled together; 0: as many as `_swizzle` says
 
@@ -81,8 +81,7 @@ class BackwardTile(NamedTuple):
 
 
 SPLIT = BackwardTile(registers=208, split=True)
-CHUNKED = BackwardTile(chunked=True)
-TWO_CHUNKS = False  # for dims of 65 to 96: right by the interpreter, and not yet run on a chip, so they are padded to 128
+CHUNKED = SPLIT._replace(chunked=True)
 
 
 class BackwardWorkspace(NamedTuple):
@@ -109,9 +108,9 @@ def refuses(w: KernelArgs, s: BackwardRows) -> list[str]:
 
 
 def tile_for(w: KernelArgs) -> BackwardTile:
-    """By the dims: up to 64, there are registers for a third group; above 128, a group's do not hold both dK and dV."""
+    """By the dims: up to 96, there are registers for a third group; above 128, a group's do not hold both dK and dV."""
     smaller, dim = sorted((w.query.shape[3], w.value.shape[3]))
-    if TWO_CHUNKS and smaller > _CHUNKS[0] and dim <= sum(_CHUNKS):
+    if smaller > _CHUNKS[0] and dim <= sum(_CHUNKS):
         return CHUNKED
     return SPLIT if dim <= 64 else BackwardTile(wide=dim > _NARROW)
 

@@ -29,6 +29,7 @@ from .register_layouts import mma_layout
 from .tile_scheduler import ROWS, advance
 
 GROUPS = gl.constexpr(2)  # consumer groups, each with ROWS keys
+DQ_WARPS = gl.constexpr(2)  # warps that add dQ to memory, each with a buffer
 
 
 @gluon.jit
@@ -100,12 +101,12 @@ def dq_group(params, TRAITS: gl.constexpr):
             mbarrier.arrive(barriers.s_free.index(ds_buffer))
             pass_dQ(share, smem.dQB, buffer, phase, params, 0, TRAITS)
             ds_buffer, ds_phase = advance(ds_buffer, ds_phase, TRAITS.DS_BUFFERS)
-            buffer, phase = advance(buffer, phase, TRAITS.DQ_WARPS)
+            buffer, phase = advance(buffer, phase, DQ_WARPS)
 
 
 @gluon.jit
 def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
-    """One of DQ_WARPS warps that add dQ to memory, once the semaphore allows it: they take turns, and each has a buffer of dQ.
+    """One of the warps that add dQ to memory, once the semaphore allows it: they take turns.
 
     What a visit needs to know is loaded one visit early.
     """
@@ -122,12 +123,12 @@ def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        own = (W + TRAITS.DQ_WARPS - before) % TRAITS.DQ_WARPS  # the first visit of this warp
+        own = (W + DQ_WARPS - before) % DQ_WARPS  # the first visit of this warp
         if own < count * heads:
             next_at, next_position = dq_visit(params, own, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
-            for visit in range(own, count * heads, TRAITS.DQ_WARPS):
+            for visit in range(own, count * heads, DQ_WARPS):
                 at, position = next_at, next_position
-                next_at, next_position = dq_visit(params, visit + TRAITS.DQ_WARPS, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
+                next_at, next_position = dq_visit(params, visit + DQ_WARPS, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
                 acquire(params.semaphores + at, position)
                 mbarrier.wait(d_ready.index(W), phase)
                 phase ^= 1
@@ -143,7 +144,7 @@ def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(d_free.index(W))
                 release(params.semaphores + at, position)
-        before = (before + count * heads) % TRAITS.DQ_WARPS
+        before = (before + count * heads) % DQ_WARPS
 
 
 @triton.jit

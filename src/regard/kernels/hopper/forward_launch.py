@@ -15,7 +15,7 @@ from ...compat.torch import cuda_allocator, is_current_device
 from ...compat.triton import INTERPRETED
 from ...core.rows import Rows
 from .. import launch_cache
-from ..arguments import BIAS_NONE, KernelArgs
+from ..arguments import BIAS_ALIBI, BIAS_NONE, KernelArgs
 from ..block_lists import BITS, MASK_BLOCK, BlockLists
 from ..block_mask import BlockMask
 from .configs import ROWS, Tile, cdiv, chunks, config
@@ -62,7 +62,7 @@ def refuses(w: KernelArgs, widest: int = _WIDEST) -> list[str]:
 
 def tile_for(w: KernelArgs) -> Tile:
     """The tile: by the dims, by whether there is a bias or dropout, and by whether the mask is narrow."""
-    bias_or_dropout = w.kind != BIAS_NONE or w.drop.keys is not None
+    bias_or_dropout = w.kind not in (BIAS_NONE, BIAS_ALIBI) or w.drop.keys is not None
     return config(w.query.shape[3], w.value.shape[3], bias_or_dropout, w.block_mask.narrow)
 
 
