@@ -153,7 +153,7 @@ def adding(kernel: Any) -> list[str]:
 
 
 def first_visits(code: str) -> list[int]:
-    """What visits of earlier heads are subtracted from, if the loop over heads hands their number on: 2, and a warp's own number."""
+    """From what a warp subtracts the visits of earlier heads, if the loop over heads hands their number on."""
     (args,) = re.findall(r"scf\.for %u = .*? iter_args\((.*?)\)", code)
     names, handed_on = re.findall(r"(%\w+) = ", args), re.findall(r"scf\.yield (.*?) :", code)[-1].split(", ")
     counted = [name for name, last in zip(names, handed_on, strict=True) if re.search(rf"{last} = arith\.remsi", code)]
