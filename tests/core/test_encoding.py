@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import regard
 from mask_cases import CASES
+from regard.core import encoding
 from regard.core.encoding import decode, encode
 from regard.core.spec import Spec
 from regard.masks import Mask
@@ -63,6 +65,18 @@ def test_memory_keeps_no_tensor_alive() -> None:
     del mask, table
     gc.collect()
     assert alive() is None
+
+
+def test_a_tensor_that_outlives_the_module_is_forgotten_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[object] = []
+    ids = torch.tensor([0, 0, 1])
+    again(regard.documents(ids))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", said.append)
+        patch.setattr(encoding, "_MEMORIES", None)  # as when the interpreter exits
+        del ids
+        gc.collect()
+    assert said == []
 
 
 def captures(far: int, ids: Tensor) -> Mask:

@@ -226,7 +226,8 @@ def _memory(key: tuple[Hashable, ...], tensors: tuple[Tensor, ...]) -> dict[Hash
     where = (*key, *map(id, tensors))
     found = _MEMORIES.pop(where, None)
     if found is None or any(then() is not t for then, t in zip(found[0], tensors, strict=True)):
-        found = [weakref.ref(t, lambda _: _MEMORIES.pop(where, None)) for t in tensors], {}
+        memories = _MEMORIES  # when the interpreter exits, tensors may outlive the names of this module
+        found = [weakref.ref(t, lambda _: memories.pop(where, None)) for t in tensors], {}
     _keep(_MEMORIES, where, found)
     return found[1]
 
