@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
 
 import regard
 from contract_cases import BY_NAME, Case, leaves
@@ -15,7 +16,7 @@ from derivative_cases import BY_ROWS, CHECKED, SMALL, checkable, small
 from regard.autograd.engine import MaybeTensors, Needs, attend
 from regard.backends import Backend
 from regard.chunked.engine import ChunkedEngine
-from regard.core.rows import stacked, unstacked
+from regard.core.rows import Rows, stacked, unstacked
 from regard.core.spec import Spec
 from regard.core.tiling import TileSizes
 from regard.core.validation import pose
@@ -96,6 +97,36 @@ def test_statistics_in_one_tensor_give_the_same_derivatives(short: bool, monkeyp
     for found, expected in zip(derivatives(), true, strict=True):
         torch.testing.assert_close(found, expected)
     assert asked == ["forward", "vjp", "vjp"]  # the first and the last; gradients with a graph need the rows apart
+
+
+def test_a_first_call_saves_as_many_tensors_as_its_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of an engine finds the statistics apart; from then on they come in one tensor."""
+    calls: list[int] = []
+
+    def forward_stacked(self: ChunkedEngine, x: MaybeTensors) -> tuple[Tensor, Tensor] | None:
+        calls.append(len(calls))
+        return stacked(self.forward(x), 3) if calls[-1] else None
+
+    inner = ChunkedEngine.vjp
+
+    def vjp(self: ChunkedEngine, x: MaybeTensors, rows: Rows, g: MaybeTensors, needs: Needs) -> Any:
+        return inner(self, x, rows._replace(entropy=torch.zeros_like(rows.lse)), g, needs)  # which is not saved
+
+    monkeypatch.setattr(ChunkedEngine, "output_alone", True)
+    monkeypatch.setattr(ChunkedEngine, "stacks", True)
+    monkeypatch.setattr(ChunkedEngine, "vjp", vjp)
+    monkeypatch.setattr(ChunkedEngine, "forward_stacked", forward_stacked)
+    x = [t.requires_grad_() for t in torch.randn(3, 1, 2, 5, 4).unbind()]
+    engine = ChunkedEngine(Spec.of(pose(*x, softcap=2.0)), TileSizes(), False)
+
+    def output(*x: Tensor) -> Tensor:
+        return attend(engine, (x[0].unsqueeze(2), *x[1:], None)).output
+
+    again = checkpoint(output, *x, use_reentrant=False)
+    found = torch.autograd.grad(again, x, torch.ones_like(again))
+    assert calls == [0, 1]
+    true = output(*x)
+    torch.testing.assert_close(found, torch.autograd.grad(true, x, torch.ones_like(true)))
 
 
 def test_forward_mode_over_a_recorded_graph_keeps_the_tangent_of_the_gradient() -> None:

@@ -36,7 +36,7 @@ from ..compat.torch import (
     not_compiled,
     transforms_are_active,
 )
-from ..core.rows import Rows, unstacked
+from ..core.rows import Rows, stacked, unstacked
 from ..errors import ArgumentError
 from .batching import apply_batched
 from .strip_map import filled, jvp_of, vjp_of
@@ -76,6 +76,8 @@ class Engine(ABC):
 
     output_alone: bool = False
     """Whether nobody reads the statistics of the rows apart from the engine's own passes."""
+    stacks: bool = False
+    """Whether `forward_stacked` has a result by now: then every call saves one tensor, as checkpoints need it."""
 
     def expect_vjp(self, x: MaybeTensors, needs: Needs) -> None:  # noqa: B027  (most engines need not)
         """Get ready for `vjp`, which may be asked for after the forward pass."""
@@ -216,7 +218,7 @@ class EagerForward(torch.autograd.Function):
             ctx.save_for_backward(*x, *found)
             return found[0]
         rows = engine.forward(x)
-        ctx.save_for_backward(*x, *rows)
+        ctx.save_for_backward(*x, *(stacked(rows, 3) if engine.stacks else rows))
         if engine.output_alone:
             return rows.output
         ctx.mark_non_differentiable(rows.max_logit, rows.log_row_sum)

@@ -119,6 +119,10 @@ class TritonEngine(Engine):
         """The output, and the statistics in one tensor, as `core.rows.unstacked` reads it; None without a shortcut to it."""
         return self._short_forward(x, apart=False)
 
+    @property
+    def stacks(self) -> bool:  # type: ignore[override]
+        return not self.observed and self.shortcuts is not None and self.shortcuts.forward is not None
+
     def _short_forward(self, x: MaybeTensors, apart: bool) -> tuple[Tensor, Any] | None:
         short = self.shortcuts
         if short is None or short.forward is None:
