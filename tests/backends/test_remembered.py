@@ -118,6 +118,16 @@ def test_intervals_made_anew_are_the_same_if_their_tensors_differ_by_values_alon
     assert key_of(**call(mask=wrong)) is None  # the whole road ends in an error
 
 
+def test_sorted_documents_made_anew_are_the_same_too() -> None:
+    ids = torch.tensor([0, 0, 1, 1, 2, 2])
+    first, second = (regard.documents(x) & regard.causal() for x in (ids, ids // 2))
+    key = remembered_key(call(mask=first))
+    assert is_recalled_by(key, call(mask=second))
+    assert not is_recalled_by(key, call(mask=regard.documents(ids.int()) & regard.causal()))
+    ids[0] = 4  # now they are no intervals
+    assert not is_recalled_by(key, call(mask=first))
+
+
 def test_other_masks_are_the_same_while_their_tensors_are_not_changed() -> None:
     ids = torch.tensor([0, 0, 1, 0, 2, 2])
     mask, other = regard.documents(ids), regard.documents(ids)

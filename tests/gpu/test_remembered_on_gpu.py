@@ -79,6 +79,45 @@ def test_without_a_derivative_too(monkeypatch: pytest.MonkeyPatch) -> None:
             assert same_bits([regard.attention(*x, mask=mask)], [expected])
 
 
+def test_masks_made_anew_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.arange(512, device=DEVICE) // 100
+    masks = {
+        "lengths": lambda: regard.packed(torch.tensor([100, 412], device=DEVICE)),
+        "list": lambda: regard.packed([100, 412]),
+        "ids": lambda: regard.documents(ids),
+        "ids of 32 bits": lambda: regard.documents(ids.int()),
+        "ids on the CPU": lambda: regard.documents(torch.arange(512) // 100),
+    }
+    for make in masks.values():
+        x = tensors(0, torch.bfloat16)
+        expected = results(x, False, {"mask": make() & regard.causal()})
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "pose", None)
+            assert same_bits(results(x, False, {"mask": make() & regard.causal()}), expected)
+        true = regard.attention(*x, mask=make() & regard.causal(), backend="reference")
+        torch.testing.assert_close(expected[0], true.detach(), atol=1e-2, rtol=1e-2)
+
+
+def test_a_list_that_does_not_fit_is_refused_each_time() -> None:
+    x = [t.detach() for t in tensors(0, torch.bfloat16)]
+    for _ in range(2):
+        regard.attention(*x, mask=regard.packed([100, 412]))
+        with pytest.raises(regard.errors.MaskError, match="sum to 511"):
+            regard.attention(*x, mask=regard.packed([100, 411]))
+
+
+def test_ids_that_are_no_longer_sorted_are_read_again() -> None:
+    x = [t.detach() for t in tensors(0, torch.bfloat16)]
+    ids = torch.arange(512, device=DEVICE) // 100
+    kept = regard.documents(ids)
+    for _ in range(2):
+        regard.attention(*x, mask=kept)
+    ids.copy_(torch.arange(512, device=DEVICE) % 3)
+    expected = regard.attention(*x, mask=kept, backend="reference")
+    for mask in (kept, regard.documents(ids)):
+        torch.testing.assert_close(regard.attention(*x, mask=mask), expected, atol=1e-2, rtol=1e-2)
+
+
 def test_a_mask_changed_in_place_is_read_again() -> None:
     lengths = torch.tensor([300, 500], device=DEVICE)
     mask = regard.padding(lengths)

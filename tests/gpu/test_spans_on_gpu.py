@@ -59,6 +59,18 @@ def test_the_host_does_not_wait_for_a_new_mask(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_the_host_waits_once_for_the_ids_of_many_masks() -> None:
+    q = torch.randn(2, 2, N, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.arange(N, device="cuda") // 90
+    for _ in range(2):
+        regard.attention(q, q, q, mask=regard.documents(ids) & regard.causal(), backend="triton").sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        regard.attention(q, q, q, mask=regard.documents(ids) & regard.causal(), backend="triton").sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_graph_follows_lengths_that_change() -> None:
     q = torch.randn(1, 2, N, 64, device="cuda", dtype=torch.bfloat16)
     lengths = ints(300, 400)

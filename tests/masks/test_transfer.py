@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 import regard
+from regard.masks import transfer
 from regard.masks.transfer import Arrival, copy_to
 
 
@@ -27,6 +30,41 @@ def test_another_stream_waits_and_keeps_the_copies_alive(current: int, monkeypat
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, used: told.append(used))
     Arrival(1, "copied").wait([torch.zeros(1)])  # type: ignore[arg-type]
     assert told == ([] if current == 1 else ["copied", stream])
+
+
+def test_equal_numbers_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_COPIES", {})
+    monkeypatch.setattr(transfer, "_pinned_copy", lambda x, device: x.clone())
+    device = torch.device("cpu")
+    first = transfer._copied_by_value(torch.tensor([3, 5]), device)
+    assert transfer._copied_by_value(torch.tensor([3, 5]), device) is first
+    for other in (torch.tensor([5, 3]), torch.tensor([[3, 5]]), torch.tensor([3, 5], dtype=torch.int32)):
+        found = transfer._copied_by_value(other, device)
+        assert found is not first
+        assert torch.equal(found, other)
+    first[0] = 4  # which no other mask may see
+    assert transfer._copied_by_value(torch.tensor([3, 5]), device).tolist() == [3, 5]
+    for n in range(2 * transfer._MOST_COPIES):
+        transfer._copied_by_value(torch.tensor([n]), device)
+    assert len(transfer._COPIES) == transfer._MOST_COPIES
+
+
+def test_ids_on_a_gpu_are_read_once_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Tensor] = []
+    module = sys.modules["regard.masks.documents"]
+    inner = module._never_falls
+    monkeypatch.setattr(module, "_never_falls", lambda ids: (read.append(ids), inner(ids))[1])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    ids = torch.tensor([0, 0, 1])
+    assert [regard.documents(ids).is_sorted() for _ in range(3)] == [True] * 3  # type: ignore[attr-defined]
+    assert len(read) == 1
+    ids[0] = 2
+    assert [regard.documents(ids).is_sorted() for _ in range(2)] == [False] * 2  # type: ignore[attr-defined]
+    assert len(read) == 2
+    read.clear()
+    del ids
+    gc.collect()
+    assert not [known for known in module._SORTED.values() if known[0]() is None]
 
 
 def test_documents_that_move_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compat.torch import call_modes, likeness, operations_are_plain, versions_of
+from ..compat.torch import call_modes, is_capturing, likeness, operations_are_plain, versions_of
 from ..core.problem import Problem
-from ..kernels.block_mask import traceable
+from ..kernels.block_mask import on_device, traceable
 from ..masks import Mask
+from ..masks.base import And
 from ..masks.causal import Causal
+from ..masks.documents import Documents
 from ..masks.everything import Everything
 from .base import Backend, Prepared, PreparedSurvey
 
@@ -50,6 +52,7 @@ class Remembered(NamedTuple):
     def problem(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sink: Tensor | None) -> Problem:
         """The problem of an observed call with the same key."""
         sink = None if sink is None else sink.expand(query.shape[1])
+        mask = None if mask is None else on_device(mask, query.device)
         softcap, lead = self.softcap, self.lead
         return Problem(query, key, value, mask, None, None, self.scale, softcap, sink, 0.0, lead, True, "observe")
 
@@ -75,8 +78,8 @@ def _mask_key(mask: Mask, n: int, m: int) -> object:
     memory = mask.__dict__.setdefault("_memory", {})
     known = memory.get("key")
     if known is None:
-        name = _by_value(mask) if mask.constant else _structure(mask) if traceable(mask) else None
-        known = memory["key"] = name, mask.sources
+        name = _by_value(mask) if mask.constant else _structure(mask)
+        known = memory["key"] = name, mask.sources if name is None else mask.tensors
         if name is None:  # many such masks are made for one call; this one counts from its second call on
             memory["key"] = object(), mask.sources
             return None
@@ -89,22 +92,39 @@ def _mask_key(mask: Mask, n: int, m: int) -> object:
     if not isinstance(name, tuple):
         return name, *versions
     if memory.get("fits") != (n, m, versions):
-        if mask.misfit(n, m) is not None:
+        if mask.misfit(n, m) is not None or not _is_interval(mask):
             return None
         memory["fits"] = (n, m, versions)
     return name
 
 
-def _structure(mask: Mask) -> tuple[object, ...]:
-    """A mask without the values of its tensors."""
+def _structure(mask: Mask) -> tuple[object, ...] | None:
+    """A mask without the values of its tensors, if it is an interval per row whatever they are, or has sorted ids."""
+    if type(mask) is And:
+        left = _structure(mask.left)
+        right = None if left is None else _structure(mask.right)
+        return None if right is None else (And, left, right)
+    if not _is_interval(mask):
+        return None
     made: list[object] = [type(mask)]
-    for field in fields(mask):
-        part = getattr(mask, field.name)
+    for name in _fields_of(type(mask)):
+        part = getattr(mask, name)
         if isinstance(part, Tensor):
             made += [part.shape, part.dtype, part.device]
         else:
-            made.append(_structure(part) if isinstance(part, Mask) else part)
+            made.append(part)
     return tuple(made)
+
+
+def _is_interval(mask: Mask) -> bool:
+    if type(mask) is And:
+        return _is_interval(mask.left) and _is_interval(mask.right)
+    return traceable(mask) or (type(mask) is Documents and not is_capturing() and mask.is_sorted())
+
+
+@lru_cache(maxsize=_SIZE)
+def _fields_of(kind: type[Mask]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def key_of(
@@ -165,7 +185,8 @@ def remember(key: Key, given: Given, p: Problem, backend: Backend) -> Remembered
     """
     if not operations_are_plain():
         return None
-    same = all(x is y for x, y in zip(given, (p.query, p.key, p.value, p.mask), strict=True))
+    same = all(x is y for x, y in zip(given, (p.query, p.key, p.value), strict=False))
+    same = same and (given[3] is p.mask or (isinstance(given[3], Mask) and on_device(given[3], p.device) is p.mask))
     if not same or isinstance(p.scale, Tensor) or (prepared := backend.prepare(p)) is None:
         return None
     if len(_CALLS) >= _SIZE:

@@ -46,7 +46,7 @@ from ..kernels.attend_by_lists import (
     top_by_lists,
 )
 from ..kernels.block_lists import NONE
-from ..kernels.block_mask import BlockMask, block_mask, most_bytes, traceable
+from ..kernels.block_mask import BlockMask, block_mask, most_bytes, on_device, traceable
 from ..kernels.divergence import FusedDivergence, FusedSide, PairTensors, fused_divergence
 from ..kernels.engine import Inputs, TritonEngine
 from ..kernels.known_form import KnownForm, Size, known_form
@@ -379,6 +379,7 @@ def _engine_for(engine: TritonEngine, p: Problem) -> Callable[[Mask | None], Tri
     n, m, device, items = p.rows, p.keys, p.device, p.items_per_mask
 
     def made(mask: Mask | None) -> TritonEngine:
+        mask = None if mask is None else on_device(mask, device)
         mine = object.__new__(Spec)
         mine.__dict__.update(spec.__dict__, mask=mask, read=None if mask is None else Versions(mask.sources))
         twin = object.__new__(TritonEngine)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["INTERPRETED", "Address", "build_launcher", "hash_compiler", "load", "starter", "with_base"]
+__all__ = ["INTERPRETED", "Address", "build_launcher", "grid_starter", "hash_compiler", "load", "starter", "with_base"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels in Python; it reads this once, too
 _MOST_MAPS = 256  # addresses whose TMA descriptors are kept for each argument
@@ -131,6 +131,26 @@ def starter(compiled: Any, programs: int, arguments: Mapping[str, Any], changing
         return Starter(by_name, bound)
     again = bound(*places)
     return Starter(lambda **given: again(*[given[name] for name in places]), bound)
+
+
+def grid_starter(compiled: Any) -> Callable[[int, Sequence[Any]], None]:
+    """A function that starts a compiled kernel on so many programs, on the current stream, with all of its arguments.
+
+    Triton's own makes another function for each launch, and asks who listens to it.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    hooks, run, function, metadata = knobs.runtime, compiled.run, compiled.function, compiled.packed_metadata
+    device, stream = driver.active.get_current_device(), driver.active.get_current_stream
+
+    def start(programs: int, values: Sequence[Any]) -> None:
+        if _set(hooks.launch_enter_hook) or _set(hooks.launch_exit_hook):
+            compiled[programs, 1, 1](*values)
+        else:
+            run(programs, 1, 1, stream(device), function, metadata, None, None, None, *values)
+
+    return start
 
 
 def _holds_tensors(x: Any) -> bool:

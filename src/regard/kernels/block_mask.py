@@ -43,7 +43,7 @@ from .span_terms import Sizes, SpanTerms, span_terms
 if TYPE_CHECKING:
     from .portable.spans_launch import KeyOrder, SpanLists
 
-__all__ = ["BlockMask", "addresses", "block_mask", "most_bytes", "traceable"]
+__all__ = ["BlockMask", "addresses", "block_mask", "most_bytes", "on_device", "traceable"]
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
@@ -224,7 +224,7 @@ class BlockMask:
 def addresses(part: T) -> T:
     """A named tuple with addresses in place of its tensors."""
     kind: Any = type(part)
-    made: T = kind(*(x.data_ptr() if isinstance(x, Tensor) else x for x in part))
+    made: T = kind(*[x.data_ptr() if type(x) is Tensor else x for x in part])
     return made
 
 
@@ -251,13 +251,25 @@ def _cached_by_value(mask: Mask, n: int, m: int, device: torch.device) -> BlockM
     return found
 
 
-@torch.no_grad()
 def _compute(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> BlockMask:
     if device.type == "cuda":
-        mask = mask if all(x.device == device for x in mask.tensors) else mask.to(device)
+        mask = on_device(mask, device)
         terms = span_terms(mask, n, m)
         if terms is not None:
             return BlockMask(n, m, lead=(terms.items, 1), inner=inner, terms=terms, device=device, narrow=_narrow(mask))
+    with torch.no_grad():
+        return _of_any_mask(mask, n, m, device, inner)
+
+
+def on_device(mask: Mask, device: torch.device) -> Mask:
+    """The mask with its tensors on a device."""
+    for x in mask.tensors:
+        if x.device != device:
+            return mask.to(device)
+    return mask
+
+
+def _of_any_mask(mask: Mask, n: int, m: int, device: torch.device, inner: int) -> BlockMask:
     i = torch.arange(n, device=device)
     lo, hi, exact = mask.span(i, n, m)
     if exact and (mask.monotone or bool((_never_decreases(lo) & _never_decreases(hi)).all())):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from typing import Any, ClassVar, NoReturn, TypeVar, final
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from regard.compat.torch import is_wrapped, lacks_values, outside_transforms, versions_of
 from regard.errors import ArgumentError, MaskError
-from regard.masks.index import Index
+from regard.masks.index import Index, broadcast_sizes
 from regard.masks.lists import Lists, joined, narrower
 from regard.masks.picture import cell_edges, draw_pairs, draw_shades, html_picture
 from regard.masks.span import Span, interval
@@ -94,7 +95,7 @@ class Mask(ABC):
         for name, dims in self.items.items():
             value = getattr(self, name)
             if value is not None and type(value) is not int and isinstance(value, Tensor) and value.dim() == dims + 1:
-                batch = _broadcast(batch, value.shape[0], "batch items", self.factory)
+                batch = broadcast_sizes(batch, value.shape[0], "batch items", self.factory)
         return batch, 1
 
     def misfit(self, n: int, m: int) -> str | None:
@@ -238,12 +239,15 @@ class Mask(ABC):
 
     def _find_tensors(self, of_sources: bool = False) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
-        for name in self.__dataclass_fields__:  # the compiler of every torch release can trace this
+        # The compiler of every torch release can trace the first.
+        for name in self.__dataclass_fields__ if torch.compiler.is_compiling() else _names(type(self)):
             value = getattr(self, name, None)
-            if isinstance(value, Mask):
-                found += value.sources if of_sources else value.tensors
-            elif value is not None and type(value) is not int and isinstance(value, Tensor):
+            if value is None or type(value) is int:
+                continue
+            if isinstance(value, Tensor):
                 found.append(value)
+            elif isinstance(value, Mask):
+                found += value.sources if of_sources else value.tensors
         return tuple(found)
 
     @property
@@ -256,11 +260,14 @@ class Mask(ABC):
         """Whether the mask is the same at every call: it holds no tensor and calls no function of the user."""
         found: bool | None = None if torch.compiler.is_compiling() else self.__dict__.get("_constant")
         if found is None:
-            parts = [getattr(self, name, None) for name in self.__dataclass_fields__]
-            found = len(self.tensors) == 0 and all(part.constant for part in parts if isinstance(part, Mask))
+            found = len(self.tensors) == 0 and self._parts_are_constant()
             if not torch.compiler.is_compiling():
                 self.__dict__["_constant"] = found
         return found
+
+    def _parts_are_constant(self) -> bool:
+        parts = [getattr(self, name, None) for name in self.__dataclass_fields__]
+        return all(part.constant for part in parts if isinstance(part, Mask))
 
     def check(self, n: int, m: int) -> None:
         """Raise if the mask does not fit `n` rows and `m` keys."""
@@ -346,7 +353,13 @@ class _Binary(Mask):
     @property
     def lead(self) -> tuple[int, int]:
         (a, b), (c, d) = self.left.lead, self.right.lead
-        return _broadcast(a, c, "batch items", self.sign), _broadcast(b, d, "heads", self.sign)
+        return broadcast_sizes(a, c, "batch items", self.sign), broadcast_sizes(b, d, "heads", self.sign)
+
+    def _find_tensors(self, of_sources: bool = False) -> tuple[Tensor, ...]:
+        return self.sources if of_sources else self.left.tensors + self.right.tensors
+
+    def _parts_are_constant(self) -> bool:
+        return self.left.constant and self.right.constant
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -469,6 +482,11 @@ CONVERTERS: dict[type, Callable[[Any], Mask]] = {}
 """Other operands that `&` and `|` accept, by type, and how each becomes a mask; `masks.dense` registers tensors."""
 
 
+@cache
+def _names(kind: type[Mask]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
 def _as_mask(other: object) -> Mask | None:
     if isinstance(other, Mask):
         return other
@@ -476,14 +494,3 @@ def _as_mask(other: object) -> Mask | None:
         if isinstance(other, kind):
             return convert(other)
     return None
-
-
-def _broadcast(a: int, b: int, what: str, sign: str) -> int:
-    if a == 1:
-        return b
-    if a != b and b != 1:
-        raise MaskError(
-            f"{sign}: two masks must have the same number of {what}, or one of them 1; got {a} and {b}. "
-            f"Make both for the same batch and the same heads."
-        )
-    return a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar, final
@@ -9,13 +10,16 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from regard.compat.torch import is_batched, is_traced, lacks_values, unwrap
+from regard.compat.torch import is_batched, is_traced, is_wrapped, lacks_values, unwrap, versions_of
 from regard.errors import ArgumentError, MaskError
 from regard.masks.arguments import Integers, integers
 from regard.masks.base import HIDDEN, Mask, Span
 from regard.masks.index import Index, broadcast_shapes, indices, take
 from regard.masks.span import interval
 from regard.masks.tiles import block_indices, tile_states, uniform_cover
+
+_DTYPES = (torch.int64, torch.int32)  # these stay as they are: a converted tensor would be another one at each call
+_SORTED: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}  # by tensor: its version, and whether no id falls then
 
 __all__ = ["Documents", "Packed", "Varlen", "documents", "packed"]
 
@@ -56,8 +60,11 @@ class Documents(Mask):
         return interval(i, m, lo, hi, exact) if not lead else interval(i, m, lo[:, None], hi[:, None], exact)
 
     def is_sorted(self) -> bool:
-        """Whether no id is smaller than the one before it. Ids on a GPU are read once; until then the host waits."""
-        return self.remembered("sorted", lambda: all(map(_never_falls, self.tensors)))
+        """Whether no id is smaller than the one before it.
+
+        Ids on a GPU are read once per tensor, for all masks of it, and again after it was changed; the host waits then.
+        """
+        return self.remembered("sorted", lambda: all(map(_is_sorted, self.tensors)))
 
     def _moved(self, device: torch.device) -> Mask:
         moved = super()._moved(device)
@@ -91,6 +98,16 @@ class Documents(Mask):
             if ids.shape[-1] != length:
                 return f"documents: there are {length} {what}, but ids for {ids.shape[-1]}."
         return None
+
+
+def _is_sorted(ids: Tensor) -> bool:
+    if not ids.is_cuda or is_wrapped(ids) or lacks_values(ids) or (version := versions_of((ids,))[0]) < 0:
+        return _never_falls(ids)
+    known, key = _SORTED, id(ids)
+    found = known.get(key)
+    if found is None or found[0]() is not ids or found[1] != version:
+        found = known[key] = weakref.ref(ids, lambda _: known.pop(key, None)), version, _never_falls(ids)
+    return found[2]
 
 
 def _never_falls(ids: Tensor) -> bool:
@@ -194,10 +211,12 @@ def documents(query_ids: Integers, key_ids: Integers | None = None) -> Mask:
     ··███
     ··███
     """
-    queries = integers("documents", "query_ids", query_ids, dims=(1, 2))
+    queries = integers("documents", "query_ids", query_ids, dims=(1, 2), dtypes=_DTYPES)
     if key_ids is None:
         return Documents(queries)
-    keys = integers("documents", "key_ids", key_ids, dims=(1, 2))
+    keys = integers("documents", "key_ids", key_ids, dims=(1, 2), dtypes=(queries.dtype,))
+    if keys.dtype != queries.dtype:
+        queries, keys = queries.long(), keys.long()
     if queries.dim() == keys.dim() == 2 and queries.shape[0] != keys.shape[0] and 1 not in (len(queries), len(keys)):
         raise MaskError(
             f"documents: query_ids and key_ids must have the same number of batch items; "
@@ -256,7 +275,7 @@ def packed(
 
 def _cumulative(name: str, value: object) -> Tensor:
     """Read cumulative lengths. Those of 32 bits stay, so that the mask sees when its tensor is changed in place."""
-    found = integers("packed", name, value, dtypes=(torch.int64, torch.int32))
+    found = integers("packed", name, value, dtypes=_DTYPES)
     if found.shape[0] == 0:
         raise MaskError(f"packed: {name} must start with 0; got no entry. Without a document it is [0].")
     ends = _numbers_on_host(found)

@@ -8,9 +8,19 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from regard.errors import ShapeError
+from regard.errors import MaskError, ShapeError
 
-__all__ = ["Index", "broadcast_shapes", "diagonal_offset", "expand_to_pairs", "fits", "indices", "per_item", "take"]
+__all__ = [
+    "Index",
+    "broadcast_shapes",
+    "broadcast_sizes",
+    "diagonal_offset",
+    "expand_to_pairs",
+    "fits",
+    "indices",
+    "per_item",
+    "take",
+]
 
 Index: TypeAlias = Tensor | int
 
@@ -64,3 +74,15 @@ def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
                 raise ShapeError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} do not broadcast")
             result[-at] = result[-at] if size == 1 else size
     return torch.Size(result)
+
+
+def broadcast_sizes(a: int, b: int, what: str, sign: str) -> int:
+    """Give the common number of batch items or heads of two masks, of which one may be 1."""
+    if a == 1:
+        return b
+    if a != b and b != 1:
+        raise MaskError(
+            f"{sign}: two masks must have the same number of {what}, or one of them 1; got {a} and {b}. "
+            f"Make both for the same batch and the same heads."
+        )
+    return a

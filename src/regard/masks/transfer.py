@@ -12,12 +12,36 @@ from regard.compat.torch import is_capturing, is_wrapped, lacks_values
 
 __all__ = ["Arrival", "copy_to"]
 
+_MOST_NUMBERS = 1024  # of a tensor that is copied once for all equal ones
+_MOST_COPIES = 64
+_COPIES: dict[tuple[object, ...], tuple[Tensor, int, Arrival]] = {}  # a copy, its version, and when it is there
+
 
 def copy_to(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; from the CPU to a GPU through pinned memory, and the host does not wait."""
     queued = x.is_cpu and device.type == "cuda" and not is_wrapped(x) and not lacks_values(x) and not is_capturing()
     if not queued:
         return x.to(device)
+    if x.numel() <= _MOST_NUMBERS and not x.is_floating_point():
+        return _copied_by_value(x, device)
+    return _pinned_copy(x, device)
+
+
+def _copied_by_value(x: Tensor, device: torch.device) -> Tensor:
+    """One copy for all equal tensors, such as the same list of lengths in each layer."""
+    key = (x.dtype, x.shape, tuple(x.flatten().tolist()), device)
+    found = _COPIES.pop(key, None)
+    if found is None or found[0]._version != found[1]:
+        made = _pinned_copy(x, device)
+        found = made, made._version, Arrival.of([made])
+    found[2].wait([found[0]])
+    _COPIES[key] = found  # now the most recently used
+    if len(_COPIES) > _MOST_COPIES:
+        _COPIES.pop(next(iter(_COPIES)), None)
+    return found[0]
+
+
+def _pinned_copy(x: Tensor, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # tensors of inference mode count no changes, and nothing made of them is cached
         return x.pin_memory().to(device, non_blocking=True)
 

@@ -3,6 +3,7 @@
 # fmt: off
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...compat.torch import is_capturing
-from ...compat.triton import INTERPRETED
+from ...compat.torch import is_capturing, raw_stream
+from ...compat.triton import INTERPRETED, grid_starter
 from .. import ahead
 from ..block_lists import MULTIPLE, BlockLists
 from ..span_terms import ENDS, LENGTHS, Sizes, SpanTerms
@@ -22,7 +23,7 @@ __all__ = ["KeyOrder", "SpanLists", "launch_spans"]
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 _MOST_LENGTHS = 256  # documents whose lengths each program sums up itself
 _TICKETS: dict[tuple[int | None, int], Tensor] = {}  # by device and stream: launches on a stream follow one another
-_COMPILED: dict[tuple[int | None, bool], Any] = {}  # by device, and by whether blocks are listed by keys
+_STARTERS: dict[tuple[int | None, bool], Callable[[int, Sequence[Any]], None]] = {}  # by device, and by whether blocks are listed by keys
 
 
 class KeyOrder(NamedTuple):
@@ -137,10 +138,11 @@ def _ticket(device: torch.device) -> Tensor:
     """A counter at zero, which the kernel leaves at zero."""
     if device.type != "cuda" or is_capturing():  # a captured graph may run beside others
         return torch.zeros(1, dtype=torch.int64, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _TICKETS:
-        _TICKETS[key] = torch.zeros(1, dtype=torch.int64, device=device)
-    return _TICKETS[key]
+    key = (device.index, raw_stream(device))
+    found = _TICKETS.get(key)
+    if found is None:
+        found = _TICKETS[key] = torch.zeros(1, dtype=torch.int64, device=device)
+    return found
 
 
 def _launch(programs: int, device: torch.device, values: tuple[int, ...]) -> None:
@@ -150,12 +152,10 @@ def _launch(programs: int, device: torch.device, values: tuple[int, ...]) -> Non
             _launch(programs, torch.device("cuda", torch.cuda.current_device()), values)
         return
     key = (device.index, bool(values[-1]))
-    compiled = _COMPILED.get(key)
-    if compiled is not None:
-        if ahead.is_collecting():
-            return
-        start = compiled[programs, 1, 1]
-        start(*values)
+    start = _STARTERS.get(key)
+    if start is not None:
+        if not ahead.is_collecting():
+            start(programs, values)
         return
     named = dict(zip(spans.arg_names, values, strict=True))
     if ahead.collect(spans, named, _OPTIONS, ("spans", *key)):
@@ -163,4 +163,4 @@ def _launch(programs: int, device: torch.device, values: tuple[int, ...]) -> Non
     ahead.wait_for(spans)
     compiled = spans[(programs,)](**named, **_OPTIONS)
     if not INTERPRETED and compiled is not None:
-        _COMPILED[key] = compiled.result() if hasattr(compiled, "result") else compiled
+        _STARTERS[key] = grid_starter(compiled.result() if hasattr(compiled, "result") else compiled)
