@@ -42,6 +42,7 @@ def test_every_name_has_a_test() -> None:
         "INTERPRETED",
         "Address",
         "build_launcher",
+        "grid_starter",
         "hash_compiler",
         "load",
         "starter",
@@ -96,6 +97,32 @@ def test_load() -> None:
     kernel = SimpleNamespace(run="its launcher")
     assert compat.load(kernel) == "its launcher"
     assert compat.load(SimpleNamespace(result=lambda: kernel)) == "its launcher"
+
+
+def test_grid_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls the launcher itself, unless somebody listens to launches."""
+    pytest.importorskip("triton")
+    from triton import knobs, runtime
+
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
+    monkeypatch.setattr(runtime, "driver", SimpleNamespace(active=active))
+    started: list[tuple[Any, ...]] = []
+
+    class Compiled:
+        function, packed_metadata = "function", "metadata"
+
+        def run(self, *given: Any) -> None:
+            started.append(given)
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *given: started.append(("by grid", grid, *given))
+
+    start = compat.grid_starter(Compiled())
+    start(5, (1, 2))
+    assert started.pop() == (5, 1, 1, 7, "function", "metadata", None, None, None, 1, 2)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda _: None)
+    start(5, (1, 2))
+    assert started == [("by grid", (5, 1, 1), 1, 2)]
 
 
 def test_an_address_is_a_number_and_a_tensor_to_those_who_ask() -> None:

@@ -18,7 +18,8 @@ from recorded_launches import STARTS, record_launches
 from regard.core.rows import Rows
 from regard.kernels import launch_cache
 from regard.kernels.arguments import NO_ENTROPY, BackwardRows, DropoutArgs, KernelArgs
-from regard.kernels.block_mask import addresses, block_mask
+from regard.kernels.block_lists import addresses
+from regard.kernels.block_mask import block_mask
 from regard.kernels.hopper import backward_launch, forward_launch
 from regard.kernels.portable import launch as portable_launch
 

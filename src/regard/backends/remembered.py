@@ -77,6 +77,7 @@ def _mask_key(mask: Mask, n: int, m: int) -> object:
     """
     memory = mask.__dict__.setdefault("_memory", {})
     known = memory.get("key")
+    is_new = known is None
     if known is None:
         name = _by_value(mask) if mask.constant else _structure(mask)
         known = memory["key"] = name, mask.sources if name is None else mask.tensors
@@ -92,7 +93,7 @@ def _mask_key(mask: Mask, n: int, m: int) -> object:
     if not isinstance(name, tuple):
         return name, *versions
     if memory.get("fits") != (n, m, versions):
-        if mask.misfit(n, m) is not None or not _is_interval(mask):
+        if mask.misfit(n, m) is not None or not (is_new or _is_interval(mask)):
             return None
         memory["fits"] = (n, m, versions)
     return name

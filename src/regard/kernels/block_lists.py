@@ -12,17 +12,20 @@ backwards, then the full ones. So the result of a mask does not depend on its ki
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = [
-    "BITS", "MASK_BLOCK", "MULTIPLE", "NONE", "SPANS", "BlockLists", "MaskBits", "block_states", "bounds_by_keys", "lists_of_bits",
+    "BITS", "MASK_BLOCK", "MULTIPLE", "NONE", "SPANS", "BlockLists", "KeyOrder", "MaskBits", "SpanLists", "addresses", "block_states", "bounds_by_keys", "lists_of_bits",
     "lists_of_spans", "pad_to_multiple", "spans_alone", "strides_of", "visible_by_bits", "visible_by_spans",
 ]
 
+T = TypeVar("T", bound=tuple[Any, ...])
 NONE, SPANS, BITS = 0, 1, 2
 MULTIPLE = 16
 MASK_BLOCK = 128  # rows and keys of a block in the lists; the blocks of a kernel divide it
@@ -65,6 +68,50 @@ class BlockLists(NamedTuple):
     seen_item: int = 0
     seen_head: int = 0
     inner: int = 16  # 16 times the batch items that share one item of the mask
+
+
+class KeyOrder(NamedTuple):
+    """The rows that see each key, and the order in which key blocks add to dQ, flat; see `hopper.dq_order.DqOrder`."""
+
+    begin: Tensor  # int32 (items · heads · m, padded)
+    end: Tensor
+    rank: Tensor  # of key blocks
+    base: Tensor  # of row blocks
+
+
+class SpanLists:
+    """Lists by their addresses, which is all that most launches read; tensors are made of them when somebody asks."""
+
+    def __init__(
+        self, addresses: BlockLists, lists: Callable[[], BlockLists], order: Callable[[], KeyOrder] | None = None, memory: Tensor | None = None
+    ) -> None:
+        self.addresses, self._lists, self._order, self._memory = addresses, lists, order, memory
+
+    @cached_property
+    def lists(self) -> BlockLists:
+        return self._lists()
+
+    @cached_property
+    def order(self) -> KeyOrder | None:
+        """Where blocks are listed by keys: their order."""
+        return None if self._order is None else self._order()
+
+    @property
+    def tensors(self) -> Sequence[object]:
+        """All that must stay alive while a kernel reads the lists."""
+        return self.lists if self._memory is None else (self._memory,)
+
+    @staticmethod
+    def of(lists: BlockLists) -> SpanLists:
+        """Lists that are there as tensors."""
+        return SpanLists(addresses(lists), lambda: lists)
+
+
+def addresses(part: T) -> T:
+    """A named tuple with addresses in place of its tensors."""
+    kind: Any = type(part)
+    made: T = kind(*[x.data_ptr() if type(x) is Tensor else x for x in part])
+    return made
 
 
 def lists_of_bits(

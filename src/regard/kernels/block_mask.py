@@ -8,7 +8,7 @@ row by its kind (`span_terms`) costs one small kernel per list (`portable/spans.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ from .block_lists import (
     NONE,
     SPANS,
     BlockLists,
+    KeyOrder,
     MaskBits,
+    SpanLists,
+    addresses,
     lists_of_bits,
     lists_of_spans,
     pad_to_multiple,
@@ -40,12 +43,7 @@ from .block_lists import (
 )
 from .span_terms import Sizes, SpanTerms, span_terms
 
-if TYPE_CHECKING:
-    from .portable.spans_launch import KeyOrder, SpanLists
-
-__all__ = ["BlockMask", "addresses", "block_mask", "most_bytes", "on_device", "traceable"]
-
-T = TypeVar("T", bound=tuple[Any, ...])
+__all__ = ["BlockMask", "block_mask", "most_bytes", "on_device", "traceable"]
 
 _AT_ONCE = 2048  # partial blocks whose bits are computed together
 _MOST_CACHED = 64  # block masks of masks without tensors
@@ -54,6 +52,9 @@ _GATHER = 0x0102040810204080  # times eight bytes that are 0 or 1: their bits, i
 _INTERVALS = frozenset((Everything, Causal, Window, Padding, Prefix, Blocks, Packed, Varlen))
 _NARROW = 1024  # keys
 _APART = 64  # items times heads up to which each gets lists of its own; beyond, all share one
+
+
+_NOTHING = SpanLists.of(BlockLists())
 
 
 class BlockMask:
@@ -76,15 +77,15 @@ class BlockMask:
         narrow: bool = False,  # whether no row sees more than _NARROW keys, as the kind of mask tells
     ) -> None:
         self.n, self.m, self.mask_bits, self.lead, self.inner, self.narrow = n, m, mask_bits, lead, inner, narrow
-        self._known = BlockLists()  # lists with what all sizes of blocks share, as far as it is computed
+        self._known = _NOTHING  # lists with what all sizes of blocks share, as far as it is computed
         if terms is None and lo is not None and hi is not None and lo.is_cuda:
             terms, device = SpanTerms.of_spans(lo, hi), lo.device
-            self._known = spans_alone(lo, hi)
+            self._known = SpanLists.of(spans_alone(lo, hi))
         self._lo, self._hi, self._terms, self._device = lo, hi, terms, device
         self.kind = BITS if mask_bits is not None else SPANS if lo is not None or terms is not None else NONE
         self._cache: dict[tuple[int, int, bool, int], BlockLists] = {}
-        self._addresses: dict[tuple[int, int, int | None], tuple[BlockLists, BlockLists]] = {}  # of lists, after them
-        self._orders: dict[tuple[int, int], KeyOrder] = {}
+        self._addresses: dict[tuple[int, int, int | None], BlockLists] = {}  # of lists in the cache, or of launches
+        self._launches: dict[tuple[int, int, int | None], SpanLists] = {}
         self._seen: Tensor | None = None
         self._stream: int | None = None  # the stream that computed its last part …
         self._there: torch.cuda.Event | None = None  # … and the event after it
@@ -122,18 +123,23 @@ class BlockMask:
         """
         known = self._addresses.get((BM, BN, before))
         if known is not None and self._is_there():
-            return known[1]
+            return known
+        if self._terms is not None:
+            made = self._launched(self._terms, BM, BN, before)
+            if self._launches.get((BM, BN, before)) is not made:
+                return made.lists  # which keep the memory
+            self._addresses[BM, BN, before] = made.addresses
+            return made.addresses
         lists = self.by_keys(BM, BN) if before is None else self.by_rows(BM, BN, before)
         if self._cache.get((BM, BN, before is None, before or 0)) is lists:
-            self._addresses[BM, BN, before] = lists, addresses(lists)
+            self._addresses[BM, BN, before] = addresses(lists)
         return lists
 
     def key_order(self, BM: int, BN: int) -> KeyOrder | None:
         """The rows of each key and the order of key blocks, which the launch for `by_keys` computes too; None without one."""
         if self._terms is None:
             return None
-        known = self._orders.get((BM, BN))
-        return known if known is not None else self._launch(self._terms, BM, BN, None).order
+        return self._launched(self._terms, BM, BN, None).order
 
     def record(self) -> None:
         """Record an event on the current stream, which computed a part, so that other streams can wait for it."""
@@ -146,7 +152,8 @@ class BlockMask:
         if self._there is None or self._is_there() or (stream := self._current()) is None:
             return
         stream.wait_event(self._there)
-        for x in (self._lo, self._hi, self._seen, *self._known, *(self.mask_bits or ()), *(x for part in parts for x in part)):
+        launched = [x for lists in (self._known, *self._launches.values()) for x in lists.tensors]
+        for x in (self._lo, self._hi, self._seen, *launched, *(self.mask_bits or ()), *(x for part in parts for x in part)):
             if isinstance(x, Tensor):
                 x.record_stream(stream)
 
@@ -164,36 +171,42 @@ class BlockMask:
         if known is not None:
             self.wait(known)
             return known
-        self.wait()
         if self._terms is not None:
-            return self._launch(self._terms, BM, BN, None if turned else before).lists
+            at = BM, BN, None if turned else before
+            launched = self._launched(self._terms, *at)
+            if self._launches.get(at) is launched:
+                self._cache[BM, BN, turned, before] = launched.lists
+            return launched.lists
+        self.wait()
         made = self._compute(BM, BN, turned, before)
         if ahead.may_keep():
             self._cache[BM, BN, turned, before] = made
             self.record()
         return made
 
-    def _launch(self, terms: SpanTerms, BM: int, BN: int, before: int | None) -> SpanLists:
+    def _launched(self, terms: SpanTerms, BM: int, BN: int, before: int | None) -> SpanLists:
         """The lists by rows, or by keys if `before` is None, and all that was not computed before, in one launch."""
         from .portable.spans_launch import launch_spans
 
+        self.wait()
+        known = self._launches.get((BM, BN, before))
+        if known is not None:
+            return known
         known = self._known
-        if before is None and known.lo is None:
-            known = self._launch(terms, MASK_BLOCK, MASK_BLOCK, 0).lists
+        if before is None and known.addresses.lo is None:
+            known = self._launched(terms, MASK_BLOCK, MASK_BLOCK, 0)
         device = torch.device("cpu") if self._device is None else self._device
         made = launch_spans(terms, Sizes(self.n, self.m, self.lead, BM, BN, before, self.inner), device, known)
         if not ahead.may_keep():
             return made
-        self._cache[BM, BN, before is None, before or 0] = made.lists
-        if made.order is not None:
-            self._orders[BM, BN] = made.order
-        if self._known.seen is None:
-            self._known = made.lists
+        self._launches[BM, BN, before] = made
+        if self._known.addresses.seen is None:
+            self._known = made
         self.record()
         return made
 
     def _padded_spans(self) -> tuple[Tensor, Tensor]:
-        lists = self._known if self._known.lo is not None else self.by_rows(MASK_BLOCK, MASK_BLOCK)
+        lists = self._known.lists if self._known.addresses.lo is not None else self.by_rows(MASK_BLOCK, MASK_BLOCK)
         if lists.lo is None or lists.hi is None:
             raise RuntimeError("spans have two ends")
         return lists.lo.view(*self.lead, -1), lists.hi.view(*self.lead, -1)
@@ -219,13 +232,6 @@ class BlockMask:
                 return made
             self._seen = made
         return self._seen
-
-
-def addresses(part: T) -> T:
-    """A named tuple with addresses in place of its tensors."""
-    kind: Any = type(part)
-    made: T = kind(*[x.data_ptr() if type(x) is Tensor else x for x in part])
-    return made
 
 
 def block_mask(mask: Mask | None, n: int, m: int, device: torch.device, inner: int = 1) -> BlockMask:

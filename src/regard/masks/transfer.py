@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.compat.torch import is_capturing, is_wrapped, lacks_values
+from regard.compat.torch import is_capturing, is_wrapped, lacks_values, versions_of
 
 __all__ = ["Arrival", "copy_to"]
 
 _MOST_NUMBERS = 1024  # of a tensor that is copied once for all equal ones
 _MOST_COPIES = 64
-_COPIES: dict[tuple[object, ...], tuple[Tensor, int, Arrival]] = {}  # a copy, its version, and when it is there
+_COPIES: dict[tuple[object, ...], tuple[Tensor, list[int], Arrival]] = {}  # a copy, its version, and when it is there
 
 
 def copy_to(x: Tensor, device: torch.device) -> Tensor:
@@ -31,9 +31,9 @@ def _copied_by_value(x: Tensor, device: torch.device) -> Tensor:
     """One copy for all equal tensors, such as the same list of lengths in each layer."""
     key = (x.dtype, x.shape, tuple(x.flatten().tolist()), device)
     found = _COPIES.pop(key, None)
-    if found is None or found[0]._version != found[1]:
+    if found is None or versions_of(found[:1]) != found[1]:
         made = _pinned_copy(x, device)
-        found = made, made._version, Arrival.of([made])
+        found = made, versions_of((made,)), Arrival.of([made])
     found[2].wait([found[0]])
     _COPIES[key] = found  # now the most recently used
     if len(_COPIES) > _MOST_COPIES:

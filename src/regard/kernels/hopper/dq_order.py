@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ahead
-from ..block_lists import BITS, MASK_BLOCK, MULTIPLE, NONE, block_states, pad_to_multiple, strides_of
-from ..block_mask import BlockMask, addresses
+from ..block_lists import BITS, MASK_BLOCK, MULTIPLE, NONE, addresses, block_states, pad_to_multiple, strides_of
+from ..block_mask import BlockMask
 
 __all__ = ["DqOrder", "dq_order", "dq_order_for_launch"]
 

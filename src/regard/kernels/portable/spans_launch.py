@@ -14,32 +14,16 @@ from torch import Tensor
 from ...compat.torch import is_capturing, raw_stream
 from ...compat.triton import INTERPRETED, grid_starter
 from .. import ahead
-from ..block_lists import MULTIPLE, BlockLists
+from ..block_lists import MULTIPLE, KeyOrder, SpanLists
 from ..span_terms import ENDS, LENGTHS, Sizes, SpanTerms
 from .spans import CHUNK, spans
 
-__all__ = ["KeyOrder", "SpanLists", "launch_spans"]
+__all__ = ["launch_spans"]
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 _MOST_LENGTHS = 256  # documents whose lengths each program sums up itself
 _TICKETS: dict[tuple[int | None, int], Tensor] = {}  # by device and stream: launches on a stream follow one another
 _STARTERS: dict[tuple[int | None, bool], Callable[[int, Sequence[Any]], None]] = {}  # by device, and by whether blocks are listed by keys
-
-
-class KeyOrder(NamedTuple):
-    """The rows that see each key, and the order in which key blocks add to dQ, flat; see `hopper.dq_order.DqOrder`."""
-
-    begin: Tensor  # int32 (items · heads · m, padded)
-    end: Tensor
-    rank: Tensor  # of key blocks
-    base: Tensor  # of row blocks
-
-
-class SpanLists(NamedTuple):
-    """What one launch computes."""
-
-    lists: BlockLists
-    order: KeyOrder | None  # where blocks are listed by keys
 
 
 class _Plan(NamedTuple):
@@ -54,7 +38,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _plan(sizes: Sizes, needs_spans: bool, needs_seen: bool) -> _Plan:
-    n, m, (items, heads), BM, BN, before, _ = sizes
+    n, m, (items, heads), BM, BN, before, inner = sizes
     leads, by_keys = items * heads, before is None
     row_blocks, key_blocks = -(-(n + (before or 0)) // BM), -(-m // BN)
     blocks = key_blocks if by_keys else row_blocks
@@ -69,38 +53,53 @@ def _plan(sizes: Sizes, needs_spans: bool, needs_seen: bool) -> _Plan:
     item, head = int(items > 1), int(heads > 1)
     strides = {"block_item": item * heads * B, "block_head": head * B}
     strides |= {"item": item * heads * N, "head": head * N} if needs_spans else {}
-    strides |= {"seen_item": item * heads * M, "seen_head": head * M} if needs_seen else {}
+    strides |= {"seen_item": item * heads * M, "seen_head": head * M, "inner": MULTIPLE * inner} if needs_seen else {}
     return _Plan(
         size, counts, tuple(wanted),
         (programs[0], programs[1], programs[2], programs[3] + programs[4] if by_keys else 0), strides,
     )
 
 
-def launch_spans(terms: SpanTerms, sizes: Sizes, device: torch.device, known: BlockLists) -> SpanLists:
+def launch_spans(terms: SpanTerms, sizes: Sizes, device: torch.device, known: SpanLists) -> SpanLists:
     """The lists of these sizes, flat; what `known` lists of the same mask have already is not computed again.
 
     Lists by keys take lo and hi from there.
     """
-    n, m, (items, heads), BM, BN, before, inner = sizes
-    by_keys, needs_spans, needs_seen = before is None, known.lo is None, known.seen is None
+    n, m, (items, heads), BM, BN, before, _ = sizes
+    by_keys, needs_spans, needs_seen = before is None, known.addresses.lo is None, known.addresses.seen is None
     if by_keys and needs_spans:
         raise RuntimeError("lists by keys follow those by rows")
-    size, counts, places, programs, strides = _plan(sizes, needs_spans, needs_seen)
-    memory = torch.empty(size, dtype=torch.int32, device=device)
+    plan = _plan(sizes, needs_spans, needs_seen)
+    memory = torch.empty(plan.size, dtype=torch.int32, device=device)
     ticket = _ticket(device) if needs_seen else None
     kept, numbers = _numbers(terms)
-    _launch(items * heads * sum(programs), device, (
-        memory.data_ptr(), *places, 0 if ticket is None else ticket.data_ptr(), *numbers,
-        n, m, max(n, m, numbers[-2]).bit_length(), BM, BN, before or 0, items * heads, *programs, by_keys,
+    at = memory.data_ptr()
+    _launch(items * heads * sum(plan.programs), device, (
+        at, *plan.places, 0 if ticket is None else ticket.data_ptr(), *numbers,
+        n, m, max(n, m, numbers[-2]).bit_length(), BM, BN, before or 0, items * heads, *plan.programs, by_keys,
     ))
     del kept, ticket  # the kernel is in the queue, and memory is used again in the order of the queue
-    lo, hi, bounds, seen, flag, begin, end, rank, base = memory.split_with_sizes(counts)
-    new: dict[str, Any] = {"bounds": bounds, **strides}
+    lo, hi, bounds, seen, flag, *_ = plan.places
+    new: dict[str, Any] = {"bounds": at + 4 * bounds, **plan.strides}
+    if needs_spans:
+        new |= {"lo": at + 4 * lo, "hi": at + 4 * hi}
+    if needs_seen:
+        new |= {"seen": at + 4 * seen, "all_keys_visible": at + 4 * flag}
+    return SpanLists(
+        known.addresses._replace(**new), lambda: known.lists._replace(**_tensors(memory, plan, needs_spans, needs_seen)),
+        (lambda: KeyOrder(*memory.split_with_sizes(plan.counts)[5:])) if by_keys else None, memory,
+    )
+
+
+def _tensors(memory: Tensor, plan: _Plan, needs_spans: bool, needs_seen: bool) -> dict[str, Any]:
+    """The fields of lists that a launch has computed, as tensors."""
+    lo, hi, bounds, seen, flag, *_ = memory.split_with_sizes(plan.counts)
+    new: dict[str, Any] = {"bounds": bounds, **plan.strides}
     if needs_spans:
         new |= {"lo": lo, "hi": hi}
     if needs_seen:
-        new |= {"seen": seen.view(torch.int8), "inner": MULTIPLE * inner, "all_keys_visible": flag}
-    return SpanLists(known._replace(**new), KeyOrder(begin, end, rank, base) if by_keys else None)
+        new |= {"seen": seen.view(torch.int8), "all_keys_visible": flag}
+    return new
 
 
 def _numbers(terms: SpanTerms) -> tuple[list[Tensor], tuple[int, ...]]:
