@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import regard
-from regard.kernels.block_lists import SPANS
+from regard.kernels.block_lists import SPANS, addresses
 from regard.kernels.block_mask import BlockMask, _compute
 from regard.kernels.hopper.dq_order import dq_order
 from regard.kernels.span_terms import SpanTerms, span_terms
@@ -46,6 +46,16 @@ MASKS: dict[str, tuple[regard.Mask, int, int]] = {
     "cumulative lengths that end early": (Varlen(cu_seqlens=ints(0, 30, 50), key_cu_seqlens=ints(0, 50, 70)), 60, 100),
     "sorted ids": (regard.documents(torch.arange(50) // 20, torch.arange(2 * 90).view(2, 90) // 30 % 3), 50, 90),
 }
+
+
+@pytest.mark.parametrize("name", ["lengths", "padding and blocks"])
+def test_launches_get_the_addresses_of_the_lists(name: str) -> None:
+    mask, n, m = MASKS[name]
+    made = BlockMask(n, m, lead=mask.lead, terms=span_terms(mask, n, m), device=CPU)
+    by_rows, by_keys = made.for_launch(64, BN, 0), made.for_launch(BM, BN, None)
+    assert by_rows == addresses(made.by_rows(64, BN))
+    assert by_keys == addresses(made.by_keys(BM, BN))
+    assert made.for_launch(64, BN, 0) is by_rows
 
 
 def same(found: NamedTuple, expected: NamedTuple, what: str) -> None:
