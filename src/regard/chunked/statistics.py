@@ -65,6 +65,7 @@ class Survey(NamedTuple):
     visible: Tensor | None = None  # int64, how many keys each row may attend to; where the pass counts them
     totals: Tensor | None = None  # (…, Hq, parts, len(RowTotals._fields)): sums over parts of the rows, from kernels
     peaks: Tensor | None = None  # float64 (…, Hq, parts, 3): over parts of the keys, Σ received, the largest, its key
+    seen_from: Tensor | None = None  # int64 (L,): M less the first key that receives weight, 0 for none; from kernels
 
 
 class RowTotals(NamedTuple):

@@ -68,7 +68,7 @@ class RowRepeats(NamedTuple):
 class RowLabels(NamedTuple):
     """What is known about the rows of a batch, (L, N) each."""
 
-    first_key: Tensor  # (L,), the first key that receives weight
+    seen_from: Tensor  # (L,), the number of keys from the first that receives weight on; 0 if none does
     counted: Tensor | None  # bool, None if all rows count
     column: Tensor | None  # int64, that of the row's token in the tables
     duplicate_back: Tensor | None  # how far back the nearest key is that counts as a repeat; 0 if there is none

@@ -38,7 +38,7 @@ def survey(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, entropy: Tensor,
     else:
         bands = _received_by_bands(w, row_max, log_row_sum, height)  # (L, H, height, M)
         total, cells, peaks, first = portable.fold_bands(w, bands, width)
-    return Survey(cells, total, *portable.row_survey(w, row_max, log_row_sum, entropy, first), peaks)
+    return Survey(cells, total, *portable.row_survey(w, row_max, log_row_sum, entropy, first), peaks, first)
 
 
 def _received_by_bands(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, bands: int) -> Tensor:

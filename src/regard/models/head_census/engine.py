@@ -58,7 +58,7 @@ class Counting:
     ran: bool = False
     _calls: list[LayerPass] = field(default_factory=list)
     _tokens: BatchColumns | None = None
-    _floors: dict[torch.device, Tensor] = field(default_factory=dict)  # (behaviours, heads of all layers)
+    _floors: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict)  # (behaviours, H) of each layer
     _pending: _Pending | None = None
     _waiting: list[_Waiting] = field(default_factory=list)
 
@@ -138,13 +138,12 @@ class Counting:
 
     def _floor(self, name: str, device: torch.device) -> Tensor | None:
         """The lowest scores that are kept for a layer (behaviours, H): rows of a batch that have less are left out."""
-        heads = self.exemplars.places(name)
-        if heads is None:
-            return None
         if device not in self._floors:
-            worst = np.maximum(self.exemplars.every.worst()[:, :SAMPLE_AT].T, 0.0)
-            self._floors[device] = to_device(worst.astype(np.float32), device)
-        return self._floors[device][:, heads].contiguous()
+            worst, places = np.maximum(self.exemplars.every.worst()[:, :SAMPLE_AT], 0.0), self.exemplars.places
+            every = [worst[heads].T.astype(np.float32).reshape(-1) for heads in places.values()]
+            parts = to_device(np.concatenate(every), device).split([len(x) for x in every]) if every else ()
+            self._floors[device] = {one: x.view(SAMPLE_AT, -1) for one, x in zip(places, parts, strict=True)}
+        return self._floors[device].get(name)
 
     def _keep_exemplars(self, pending: _Pending) -> None:
         """Let the best rows of a batch compete with those that are kept; what they attend to is read a batch later."""

@@ -127,27 +127,23 @@ class ExemplarTable:
 
     def __init__(self, kept: int, layers: Mapping[str, ExemplarSet] | None = None) -> None:
         self.every = ExemplarSet.of_heads(0, kept)
-        self._heads: dict[str, slice] = {}
+        self.places: dict[str, slice] = {}  # where the heads of each layer are in the table
         for name, one in (layers or {}).items():
             self._append(name, one)
 
     def __getitem__(self, name: str) -> ExemplarSet:
-        return ExemplarSet(**{key: x[self._heads[name]] for key, x in self.every.parts()})
-
-    def places(self, name: str) -> slice | None:
-        """Where the heads of a layer are in the table; None if it is new."""
-        return self._heads.get(name)
+        return ExemplarSet(**{key: x[self.places[name]] for key, x in self.every.parts()})
 
     def heads(self, name: str, count: int) -> np.ndarray:
         """Where the heads of a layer are in the table; a layer that is new gets places."""
-        if name not in self._heads:
+        if name not in self.places:
             self._append(name, ExemplarSet.of_heads(count, self.every.kept))
-        return np.arange(self._heads[name].start, self._heads[name].stop)
+        return np.arange(self.places[name].start, self.places[name].stop)
 
     def _append(self, name: str, one: ExemplarSet) -> None:
         start = len(self.every.score)
         self.every = ExemplarSet(**{key: np.concatenate((x, getattr(one, key))) for key, x in self.every.parts()})
-        self._heads[name] = slice(start, start + len(one.score))
+        self.places[name] = slice(start, start + len(one.score))
 
 
 def _keys_of(one: ExemplarKeys) -> ExemplarKeys:

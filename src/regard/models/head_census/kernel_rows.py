@@ -45,7 +45,7 @@ def count_by_kernels(
         received = None if repeats is None else tally.token_table("received", width)
         tables = kernels.TokenTables(received, tally.token_table("active", width))
     labels = kernels.RowLabels(
-        first_keys(survey.received),
+        survey.seen_from if survey.seen_from is not None else seen.shape[-1] - first_keys(survey.received),
         None if call.counted is None else call.counted.view(torch.uint8),
         None if tokens is None else tokens.of_each,
         *copies,

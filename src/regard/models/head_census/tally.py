@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
-from .device_copies import to_device
+from .device_copies import to_device, to_host
 from .pieces import CLASSES
 from .row_values import RowValues
 from .scales import BINS, LENGTH_EDGES, SCALES
@@ -191,14 +191,15 @@ class LayerTally:
     def read(self, order: np.ndarray) -> dict[str, np.ndarray]:
         """Everything, on the host: (statistics, H, …), and (H, tokens) with their columns in this order."""
         columns = to_device(order, self.device)
-        found = {}
-        for name, x in self.parts.items():
-            if name in ("received", "active"):
-                x = torch.nn.functional.pad(x, (0, max(0, len(order) - x.shape[1]))).index_select(1, columns)
-            if x.dtype == torch.int64 and x.numel() and max(map(abs, torch.stack(x.aminmax()).tolist())) > _MOST:
-                raise ArgumentError("census: a sum exceeds 62 bits. Take several censuses of fewer tokens each.")
-            found[name] = (x[..., :BINS] if name == "histogram" else x).to("cpu", copy=True).numpy()
-        return found
+        found = dict(self.parts)
+        for name in ("received", "active"):
+            x = found[name]
+            found[name] = torch.nn.functional.pad(x, (0, max(0, len(order) - x.shape[1]))).index_select(1, columns)
+        sums = [torch.stack(x.aminmax()) for x in found.values() if x.dtype == torch.int64 and x.numel()]
+        if any(abs(x) > _MOST for x in torch.cat(sums).tolist()):
+            raise ArgumentError("census: a sum exceeds 62 bits. Take several censuses of fewer tokens each.")
+        found["histogram"] = found["histogram"][..., :BINS]
+        return dict(zip(found, to_host(list(found.values())), strict=True))
 
     @classmethod
     def stored(cls, parts: dict[str, np.ndarray], device: torch.device) -> LayerTally:
