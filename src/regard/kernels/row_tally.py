@@ -31,9 +31,11 @@ __all__ = [
 TRANSFORMS = ("linear", "log", "asinh")  # the codes of `tally_values`
 _VALUES, _SCORES = 12, 6  # statistics and scores of a row
 _ROWS = 512  # of a program that finds statistics
-_COUNTED = 1024  # of one that counts; packed sums hold no more
+_COUNTED, _STEPS = 256, 8  # of one that counts, at once and how often; packed sums hold at most 1024
 _CHOICE = 2048  # among which one chooses; more than are chosen
 _KEYS = 64  # that one multiplies with a row
+_FOUR_WARPS = {"num_warps": 4}
+_ONE_WARP = {"num_warps": 1, **({"maxnreg": 128} if torch.version.hip is None else {})}  # 16 programs share a multiprocessor
 
 
 class RowStats(NamedTuple):
@@ -126,7 +128,7 @@ def row_values(
     }  # fmt: skip
     width = 0 if tables is None else tables.active.shape[1]
     numbers = {"n": N, "m": survey.received.shape[-1], "heads": H, "items": L, "width": width, "unit": 1.0 / unit, "BR": _ROWS}
-    _start(kernels.row_values, triton.cdiv(N, _ROWS) * L * H, tensors, numbers, 4)
+    _start(kernels.row_values, triton.cdiv(N, _ROWS) * L * H, tensors, numbers, _FOUR_WARPS)
     return values, scores
 
 
@@ -136,9 +138,9 @@ def tally_values(values: Tensor, scales: Tensor, buckets: RowBuckets, tally: Tal
     tensors = {"values": values, "scales": scales, "buckets": buckets, "tally": tally}
     numbers = {
         "rows": rows, "heads": H, "lengths": tally.position_sum.shape[-1], "classes": tally.class_sum.shape[-1],
-        "BINS": tally.histogram.shape[-1] // 2, "BR": _COUNTED,
+        "BINS": tally.histogram.shape[-1] // 2, "BR": _COUNTED, "STEPS": _STEPS,
     }  # fmt: skip
-    _start(kernels.tally_values, triton.cdiv(rows, _COUNTED) * S * H, tensors, numbers, 4)
+    _start(kernels.tally_values, triton.cdiv(rows, _COUNTED * _STEPS) * S * H, tensors, numbers, _ONE_WARP)
 
 
 def best_rows(scores: Tensor, floor: Tensor, count: int) -> Tensor:
@@ -152,7 +154,7 @@ def best_rows(scores: Tensor, floor: Tensor, count: int) -> Tensor:
         blocks = triton.cdiv(size, _CHOICE)
         ranks = torch.empty(S, H, blocks * count, dtype=torch.int64, device=scores.device)
         numbers = {"size": size, "count": count, "PLACES": triton.next_power_of_2(count), "BR": _CHOICE}
-        _start(kernels.best_rows, blocks * S * H, {"given": found, "floor": floor, "out": ranks}, numbers, 4)
+        _start(kernels.best_rows, blocks * S * H, {"given": found, "floor": floor, "out": ranks}, numbers, _FOUR_WARPS)
         found = ranks
     return found
 
@@ -169,20 +171,20 @@ def row_products(query: Tensor, key: Tensor, at: Tensor) -> Tensor:
     return out
 
 
-def _start(kernel: Any, programs: int, tensors: dict[str, Any], numbers: dict[str, Any], warps: int) -> None:
+def _start(kernel: Any, programs: int, tensors: dict[str, Any], numbers: dict[str, Any], options: dict[str, int]) -> None:
     """Start a kernel on the device of its tensors, which Triton takes to be the current one."""
     found = list(_flat(tensors.values()))
     addresses = tuple(None if x is None else (x.dtype, x.data_ptr() & 15) for x in found)
     device = next(x.device for x in found if x is not None)
     if device.type == "cuda" and not is_current_device(device):
         with torch.cuda.device(device):
-            return _start(kernel, programs, tensors, numbers, warps)
+            return _start(kernel, programs, tensors, numbers, options)
     key = (kernel.fn.__name__, device, programs, *numbers.values(), addresses)
     launch = launch_cache.find(key)
     if launch is not None:
         launch.again(**tensors)
     else:
-        launch_cache.start(key, kernel, programs, {**tensors, **numbers}, {"num_warps": warps, "enable_fp_fusion": True}, tensors)
+        launch_cache.start(key, kernel, programs, {**tensors, **numbers}, {**options, "enable_fp_fusion": True}, tensors)
     return None
 
 

@@ -121,34 +121,21 @@ def row_values(stats, survey, repeats, labels, tables, sink, values, scores, n, 
 
 
 @triton.jit
-def add_by_bucket(packed, defined, bucket, sums, counts):
-    """Add packed numbers [BR] to the sum and the count of the bucket of each."""
-    first = tl.min(tl.where(defined, bucket, 0x7FFFFFFF), 0)
-    last = tl.max(tl.where(defined, bucket, -1), 0)
+def add_by_bucket(packed, bucket, sums, counts):
+    """Add packed numbers [BR], 0 for none, to the sum and the count of the bucket of each."""
+    first = tl.min(tl.where(packed != 0, bucket, 0x7FFFFFFF), 0)
+    last = tl.max(tl.where(packed != 0, bucket, -1), 0)
     for b in range(first, last + 1):
-        total = tl.sum(tl.where(defined & (bucket == b), packed, 0), 0)
-        count = (total + _HALF) // _ONE
+        total = tl.sum(tl.where(bucket == b, packed, 0), 0)
+        count = (total + _HALF) >> 48
         if count > 0:
             tl.atomic_add(counts + b, count, sem="relaxed")
-            tl.atomic_add(sums + b, total - count * _ONE, sem="relaxed")
+            tl.atomic_add(sums + b, total - (count << 48), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "lengths", "classes"])
-def tally_values(values, scales, buckets, tally, rows, heads, lengths, classes, BINS: tl.constexpr, BR: tl.constexpr):
-    """Count BR rows of one statistic of one head: program (block of rows, statistic and head).
-
-    `scales` has low, bins per unit, transform and units per 1 of each statistic.
-    """
-    block, owner = program_tile(tl.cdiv(rows, BR))
-    scale = scales + (owner // heads) * 4
-    low, step = tl.load(scale).to(tl.float32), tl.load(scale + 1).to(tl.float32)
-    transform, unit = tl.load(scale + 2).to(tl.int32), tl.load(scale + 3)
-    r = block * BR + tl.arange(0, BR)
-    inside = r < rows
-    x = tl.load(values + owner.to(tl.int64) * rows + r, mask=inside, other=float("-inf"))
-    defined = (x == x) & (tl.abs(x) != float("inf"))
-    broken = tl.sum((x != x).to(tl.int32), 0)
-    x = tl.where(defined, x, 0.0)
+@triton.jit
+def bin_of(x, low, step, transform, BINS: tl.constexpr):
+    """The bins of defined values [BR]."""
     transformed = x
     if transform == _LOG:
         transformed = tl.log(1.0 + x)
@@ -156,23 +143,49 @@ def tally_values(values, scales, buckets, tally, rows, heads, lengths, classes, 
         size = tl.abs(x)
         transformed = tl.log(size + tl.sqrt(size * size + 1.0))
         transformed = tl.where(x < 0, -transformed, transformed)
-    bins = tl.minimum(tl.maximum((transformed - low) * step, 0.0), BINS - 1.0).to(tl.int32)
-    found = tl.histogram(bins, BINS, mask=defined)
+    return tl.minimum(tl.maximum((transformed - low) * step, 0.0), BINS - 1.0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "lengths", "classes"])
+def tally_values(values, scales, buckets, tally, rows, heads, lengths, classes, BINS: tl.constexpr, BR: tl.constexpr, STEPS: tl.constexpr):
+    """Count STEPS · BR rows of one statistic of one head: program (block of rows, statistic and head).
+
+    `scales` has low, bins per unit, transform and units per 1 of each statistic. One warp does it, so that none waits for another.
+    """
+    block, owner = program_tile(tl.cdiv(rows, STEPS * BR))
+    scale = scales + (owner // heads) * 4
+    low, step = tl.load(scale).to(tl.float32), tl.load(scale + 1).to(tl.float32)
+    transform, unit = tl.load(scale + 2).to(tl.int32), tl.load(scale + 3)
+    found = tl.zeros([BINS], tl.int32)
+    broken = tl.zeros([BR], tl.int32)
+    smallest, largest = tl.full([BR], float("inf"), tl.float32), tl.full([BR], float("-inf"), tl.float32)
+    for part in range(STEPS):
+        r = (block * STEPS + part) * BR + tl.arange(0, BR)
+        inside = r < rows
+        x = tl.load(values + owner.to(tl.int64) * rows + r, mask=inside, other=float("-inf"))
+        defined = (x == x) & (tl.abs(x) != float("inf"))
+        broken += (x != x).to(tl.int32)
+        smallest = tl.minimum(smallest, tl.where(defined, x, float("inf")))
+        largest = tl.maximum(largest, tl.where(defined, x, float("-inf")))
+        x = tl.where(defined, x, 0.0)
+        found += tl.histogram(bin_of(x, low, step, transform, BINS), BINS, mask=defined)
+        units = tl.minimum(tl.maximum(x.to(tl.float64) * unit, -_LARGEST), _LARGEST)
+        packed = tl.where(defined, rounded(units) + _ONE, 0)
+        position = tl.load(buckets.position + r, mask=inside, other=0)
+        add_by_bucket(packed, position, tally.position_sum + owner * lengths, tally.position_count + owner * lengths)
+        length = tl.load(buckets.length + r, mask=inside, other=0)
+        add_by_bucket(packed, length, tally.length_sum + owner * lengths, tally.length_count + owner * lengths)
+        kind = tl.load(buckets.kind + r, mask=inside, other=0)
+        add_by_bucket(packed, kind, tally.class_sum + owner * classes, tally.class_count + owner * classes)
     b = tl.arange(0, BINS)
     tl.atomic_add(tally.histogram + owner * (2 * BINS) + b, found.to(tl.int64), mask=found > 0, sem="relaxed")
-    if broken > 0:
-        tl.atomic_add(tally.undefined + owner, broken.to(tl.int64), sem="relaxed")
-    if tl.max(defined.to(tl.int32), 0) > 0:
-        tl.atomic_min(tally.smallest + owner, tl.min(tl.where(defined, x, float("inf")), 0).to(tl.float64), sem="relaxed")
-        tl.atomic_max(tally.largest + owner, tl.max(tl.where(defined, x, float("-inf")), 0).to(tl.float64), sem="relaxed")
-    units = tl.minimum(tl.maximum(x.to(tl.float64) * unit, -_LARGEST), _LARGEST)
-    packed = rounded(units) + _ONE
-    position = tl.load(buckets.position + r, mask=inside, other=0)
-    add_by_bucket(packed, defined, position, tally.position_sum + owner * lengths, tally.position_count + owner * lengths)
-    length = tl.load(buckets.length + r, mask=inside, other=0)
-    add_by_bucket(packed, defined, length, tally.length_sum + owner * lengths, tally.length_count + owner * lengths)
-    kind = tl.load(buckets.kind + r, mask=inside, other=0)
-    add_by_bucket(packed, defined, kind, tally.class_sum + owner * classes, tally.class_count + owner * classes)
+    undefined = tl.sum(broken, 0)
+    if undefined > 0:
+        tl.atomic_add(tally.undefined + owner, undefined.to(tl.int64), sem="relaxed")
+    highest = tl.max(largest, 0)
+    if highest > float("-inf"):
+        tl.atomic_min(tally.smallest + owner, tl.min(smallest, 0).to(tl.float64), sem="relaxed")
+        tl.atomic_max(tally.largest + owner, highest.to(tl.float64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["size", "count"])
