@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import regard
 from census_by_kernels import check_census
-from regard.models.head_census.candidates import _products, best_rows
+from regard.models.head_census.candidates import best_rows, products
 from regard.models.head_census.kernel_rows import best_by_kernel, products_by_kernel
 
 
@@ -25,4 +26,6 @@ def test_the_best_rows_of_several_blocks_are_those_of_torch() -> None:
 def test_the_products_of_single_rows_are_those_of_torch() -> None:
     q, k = torch.randn(2, 7, 4, 5).transpose(1, 2), torch.randn(2, 2, 70, 5)  # grouped heads, and rows before heads
     at = torch.stack([torch.randint(0, size, (9,)) for size in (4, 2, 7)])
-    torch.testing.assert_close(products_by_kernel(q, k, at), _products(q, k, at))
+    calls = [(regard.observe(q, k, k), at[:, :4]), (regard.observe(-q, k, k), at[:, 4:])]
+    for mine, true in zip(products_by_kernel(calls), products(calls), strict=True):
+        torch.testing.assert_close(mine, true)

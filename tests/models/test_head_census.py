@@ -21,7 +21,7 @@ import regard
 from regard.errors import ArgumentError, DtypeError, FileError
 from regard.models import Census, census
 from regard.models.head_census import Corpus, Texts, codec_of
-from regard.models.head_census.candidates import Places, strongest_keys
+from regard.models.head_census.candidates import Places, Wanted, strongest_keys
 from regard.models.head_census.codec import Codec
 from regard.models.head_census.exemplars import KEYS, ExemplarSet
 from regard.models.head_census.pieces import CLASSES, Pieces
@@ -496,9 +496,8 @@ def test_the_strongest_keys_of_rows_are_those_of_the_whole_matrix(kind: str) -> 
         options = {"bias": torch.randn(3, 4, 40, 40, generator=drawn)}
     seen = regard.observe(q, k, k, **options)
     wanted = np.stack([torch.randint(0, size, (30,), generator=drawn).numpy() for size in (4, 3, 40)])
-    weights, keys = strongest_keys(
-        seen, Places(wanted[0], wanted[1], wanted[2], torch.from_numpy(wanted)), by_kernels=False
-    )
+    at = Places(wanted[0], wanted[1], wanted[2], torch.from_numpy(wanted))
+    weights, keys = strongest_keys([Wanted(seen, at.part(part), False) for part in (slice(0, 20), slice(20, 30))])
     true = seen.weights()[wanted[1], wanted[0], wanted[2]].topk(KEYS)
     torch.testing.assert_close(weights, true.values)
     assert torch.equal(keys, true.indices)

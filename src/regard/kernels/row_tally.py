@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,10 @@ from .portable import row_tally as kernels
 
 __all__ = [
     "TRANSFORMS",
+    "ChosenRows",
     "RowBuckets",
     "RowLabels",
+    "RowProducts",
     "RowRepeats",
     "RowStats",
     "RowSurvey",
@@ -107,6 +109,22 @@ class Tally(NamedTuple):
     class_count: Tensor
 
 
+class ChosenRows(NamedTuple):
+    """A call, and some rows of its heads."""
+
+    query: Tensor  # (L, H, N, D)
+    key: Tensor  # (L, K, M, D)
+    lse: Tensor  # float32 (L, H, N)
+    at: Tensor  # int64 (3, chosen): the heads, items and rows; contiguous in its rows
+
+
+class RowProducts(NamedTuple):
+    """Numbers of the chosen rows of several calls, float32."""
+
+    products: Tensor  # (chosen, M), of the row with each key
+    lse: Tensor  # (chosen,)
+
+
 def row_values(
     stats: RowStats,
     survey: RowSurvey,
@@ -159,15 +177,19 @@ def best_rows(scores: Tensor, floor: Tensor, count: int) -> Tensor:
     return found
 
 
-def row_products(query: Tensor, key: Tensor, at: Tensor) -> Tensor:
-    """The products of single rows with all their keys, float32 (chosen, M); `at` int64 (3, chosen) are their heads, items and rows."""
-    count, M, D = at.shape[1], *key.shape[2:]
-    out = torch.empty(count, M, dtype=torch.float32, device=query.device)
-    with torch.cuda.device_of(query):
-        kernels.row_products[(triton.cdiv(M, _KEYS) * count,)](
-            query, key, at, out, query.stride(), key.stride(), M, query.shape[1] // key.shape[1], count,
-            D=D, DP=triton.next_power_of_2(D), BN=_KEYS, num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+def row_products(calls: Sequence[ChosenRows]) -> RowProducts:
+    """The products of single rows of calls with all their keys, and their lse; all have as many keys."""
+    (M, D), counts = calls[0].key.shape[2:], [call.at.shape[1] for call in calls]
+    new = calls[0].lse.new_empty
+    out = RowProducts(new(sum(counts), M), new(sum(counts)))
+    for call, *parts in zip(calls, *(x.split(counts) for x in out), strict=True):
+        query, key, lse, at = call
+        strides = query.stride(), key.stride(), lse.stride()
+        with torch.cuda.device_of(query):
+            kernels.row_products[(triton.cdiv(M, _KEYS) * at.shape[1],)](
+                query, key, lse, at, *parts, strides, M, query.shape[1] // key.shape[1], at.stride(0),
+                D=D, DP=triton.next_power_of_2(D), BN=_KEYS, num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
     return out
 
 

@@ -216,11 +216,14 @@ def best_rows(given, floor, out, size, count, PLACES: tl.constexpr, BR: tl.const
     tl.store(out + rest, tl.full([PLACES], -1, tl.int64), mask=(rest >= place) & (rest < count))
 
 
-@triton.jit(do_not_specialize=["m", "groups", "count"])
-def row_products(query, key, at, out, q_strides, k_strides, m, groups, count, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
-    """The products of one row with BN keys: program (block of keys, row); `at` has heads, items and rows, (3, count)."""
+@triton.jit(do_not_specialize=["m", "groups", "step"], do_not_specialize_on_alignment=["at", "out", "out_lse"])
+def row_products(query, key, lse, at, out, out_lse, strides, m, groups, step, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
+    """The products of one row with BN keys, and its lse: program (block of keys, row); `at` has heads, items and rows, `step` apart."""
     block, one = program_tile(tl.cdiv(m, BN))
-    head, item, row = tl.load(at + one), tl.load(at + count + one), tl.load(at + 2 * count + one)
+    head, item, row = tl.load(at + one), tl.load(at + step + one), tl.load(at + 2 * step + one)
+    q_strides, k_strides, l_strides = strides
+    if block == 0:
+        tl.store(out_lse + one, tl.load(lse + item * l_strides[0] + head * l_strides[1] + row * l_strides[2]))
     d = tl.arange(0, DP)
     j = block * BN + tl.arange(0, BN)
     inside = (j < m)[:, None] & (d < D)[None, :]

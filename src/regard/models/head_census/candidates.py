@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.problem import Problem
 from ...observation import Observation
 from .device_copies import to_device
 from .exemplars import AFTER, AROUND, BEFORE, KEYS, ExemplarKeys, ExemplarSet
 from .kernel_rows import products_by_kernel
 
-__all__ = ["BatchPlaces", "Places", "best_rows", "fill_keys", "ranked", "strongest_keys"]
+__all__ = ["BatchPlaces", "Places", "Wanted", "best_rows", "fill_keys", "products", "ranked", "strongest_keys"]
 
-_NUMBERS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
+_NUMBERS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 24}
 _LOW = 0xFFFFFFFF
 _BLOCK = 16  # rows whose weights are computed together
 
@@ -55,33 +55,82 @@ class Places(NamedTuple):
         return Places(self.heads[chosen], self.items[chosen], self.rows[chosen], self.on_device[:, chosen])
 
 
+class Wanted(NamedTuple):
+    """A call, and the rows of it whose keys are wanted."""
+
+    seen: Observation
+    at: Places
+    by_kernels: bool  # whether our kernels run on its device
+
+
+class _Form(NamedTuple):
+    """What calls have in common whose weights are computed together."""
+
+    alone: int | None  # the identity of a call whose weights are those of whole blocks of rows
+    by_kernels: bool
+    rows: int
+    keys: int
+    scale: float
+    softcap: float | None
+    mask: object  # itself, or its identity if it has tensors
+
+    @classmethod
+    def of(cls, wanted: Wanted) -> _Form:
+        p = wanted.seen.problem_for("census")
+        batch = 1 if p.mask is None else p.mask.lead[0]
+        plain = p.bias is None and p.plain_scale and batch in (1, p.query.shape[0])
+        mask = p.mask if p.mask is None or p.mask.constant else id(p.mask)
+        scale = float(p.scale) if plain else 1.0
+        return cls(None if plain else id(wanted.seen), wanted.by_kernels, p.rows, p.keys, scale, p.softcap, mask)
+
+
 @torch.no_grad()
-def strongest_keys(seen: Observation, at: Places, by_kernels: bool) -> tuple[Tensor, Tensor]:
+def strongest_keys(wanted: Sequence[Wanted]) -> tuple[Tensor, Tensor]:
     """The strongest keys of some rows of some heads, and their weights: (chosen, KEYS) each, on the device."""
-    p = seen.problem_for("census")
-    batch, heads = (1, 1) if p.mask is None else p.mask.lead
-    plain = p.bias is None and p.plain_scale and batch in (1, p.query.shape[0])
-    weights = partial(_weights_by_row, by_kernels=by_kernels) if plain else _weights_by_blocks
-    count = min(KEYS, p.keys)
-    numbers = p.keys * (max(1 if by_kernels else p.query.shape[-1], batch * heads) if plain else 1)  # of a row
-    size = max(1, _NUMBERS_AT_ONCE.get(p.device.type, 1 << 24) // numbers)
     found = []
-    for start in range(0, len(at.rows), size):
-        found.append(weights(seen, p, at.part(slice(start, start + size))).topk(count, -1))
-    values, index = found[0]
-    if len(found) > 1:
-        values, index = torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
-    index = torch.where(values > 0, index, -1)
-    if count < KEYS:
-        values = torch.nn.functional.pad(values, (0, KEYS - count))
-        index = torch.nn.functional.pad(index, (0, KEYS - count), value=-1)
-    return values, index
+    for form, some in groupby(wanted, _Form.of):
+        count = min(KEYS, form.keys)
+        weights = _weights_by_row if form.alone is None else _weights_by_blocks
+        for portion in _portions(list(some), form):
+            values, index = weights(portion).topk(count, -1)
+            index = torch.where(values > 0, index, -1)
+            if count < KEYS:
+                values = torch.nn.functional.pad(values, (0, KEYS - count))
+                index = torch.nn.functional.pad(index, (0, KEYS - count), value=-1)
+            found.append((values, index))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([values for values, _ in found]), torch.cat([index for _, index in found])
 
 
-def _weights_by_row(seen: Observation, p: Problem, at: Places, by_kernels: bool) -> Tensor:
-    """The weights of single rows (chosen, M), where a logit is a product times a number."""
-    heads, items, rows = at.on_device
-    S = (products_by_kernel if by_kernels else _products)(p.query, p.key, at.on_device) * float(p.scale)  # [C, M]
+def _portions(wanted: list[Wanted], form: _Form) -> Iterator[list[Wanted]]:
+    """The rows of calls of one form, as many at once as have room in memory."""
+    p = wanted[0].seen.problem_for("census")
+    batch, heads = (1, 1) if p.mask is None else p.mask.lead
+    numbers = p.keys * (max(1 if form.by_kernels else p.query.shape[-1], batch * heads) if form.alone is None else 1)
+    size = max(1, _NUMBERS_AT_ONCE.get(p.device.type, 1 << 24) // numbers)
+    portion, room = list[Wanted](), size
+    for one in wanted:
+        start, end = 0, len(one.at.rows)
+        while start < end:
+            stop = min(end, start + room)
+            portion.append(one._replace(at=one.at.part(slice(start, stop))))
+            start, room = stop, room - (stop - start)
+            if not room:
+                yield portion
+                portion, room = [], size
+    if portion:
+        yield portion
+
+
+def _weights_by_row(wanted: list[Wanted]) -> Tensor:
+    """The weights of single rows of calls of one form (chosen, M), where a logit is a product times a number."""
+    p = wanted[0].seen.problem_for("census")
+    places = [one.at.on_device for one in wanted]
+    heads, items, rows = places[0] if len(places) == 1 else torch.cat(places, 1)
+    calls = [(one.seen, one.at.on_device) for one in wanted]
+    S, lse = (products_by_kernel if wanted[0].by_kernels else products)(calls)
+    S = S * float(p.scale)  # [C, M]
     if p.softcap is not None:
         S = p.softcap * torch.tanh(S / p.softcap)
     if p.mask is not None:
@@ -91,22 +140,32 @@ def _weights_by_row(seen: Observation, p: Problem, at: Places, by_kernels: bool)
             item, head = (at * (size > 1) for at, size in zip((items, heads), shown.shape, strict=False))
             shown = shown[item, head, torch.arange(len(rows), device=p.device)]
         S = torch.where(shown, S, -torch.inf)
-    lse = seen.lse[items, heads, rows].float()
     return (S - lse[:, None]).exp().nan_to_num(0.0)
 
 
-def _products(query: Tensor, key: Tensor, at: Tensor) -> Tensor:
-    """The products of single rows with all their keys. A matrix product's bits would depend on how many rows it has."""
-    heads, items, rows = at
-    K = key[items, heads // (query.shape[1] // key.shape[1])]  # [C, M, D]
-    return (K * query[items, heads, rows].float()[:, None]).sum(-1)
+def products(calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The products of single rows with all their keys (chosen, M), and their lse (chosen,).
+
+    Rows are heads, items and rows (3, chosen) of each call. A matrix product's bits would depend on how many there are.
+    """
+    found = []
+    for seen, (heads, items, rows) in calls:
+        p = seen.problem_for("census")
+        K = p.key[items, heads // (p.query.shape[1] // p.key.shape[1])]  # [C, M, D]
+        S = (K * p.query[items, heads, rows].float()[:, None]).sum(-1)
+        found.append((S, seen.lse[items, heads, rows].float()))
+    return found[0] if len(found) == 1 else (torch.cat([S for S, _ in found]), torch.cat([lse for _, lse in found]))
 
 
-def _weights_by_blocks(seen: Observation, p: Problem, at: Places) -> Tensor:
+def _weights_by_blocks(wanted: list[Wanted]) -> Tensor:
     """The same for any call: from the weights of whole blocks of rows in all heads and items.
 
     The bits of a product depend on how many rows it has, so a block is computed whole, whichever rows are wanted.
     """
+    if len(wanted) > 1:
+        return torch.cat([_weights_by_blocks([one]) for one in wanted])
+    seen, at = wanted[0].seen, wanted[0].at
+    p = seen.problem_for("census")
     found = seen.lse.new_zeros(len(at.rows), p.keys)
     for block in np.unique(at.rows // _BLOCK):
         mine = np.flatnonzero(at.rows // _BLOCK == block)

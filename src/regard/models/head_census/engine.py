@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...errors import ArgumentError
 from ...observation import Observation
 from ..interceptor import CallInterceptor
-from .candidates import BatchPlaces, Places, best_rows, fill_keys, ranked, strongest_keys
+from .candidates import BatchPlaces, Places, Wanted, best_rows, fill_keys, ranked, strongest_keys
 from .device_copies import HostCopy, to_device
 from .exemplars import SAMPLE_AT, ExemplarSet, ExemplarTable, context_hashes, row_hashes
 from .kernel_rows import best_by_kernel, count_by_kernels, made_by_kernels
@@ -268,9 +268,9 @@ class Counting:
         wanted = np.stack((at[0] - mine, items, self.exemplars.every.row[at]))
         every = Places(wanted[0], wanted[1], wanted[2], to_device(wanted, calls[0].scores.device))
         parts = [every.part(slice(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        pairs = [(call, part) for call, part in zip(calls, parts, strict=True) if len(part.rows)]
-        found = [strongest_keys(call.seen, part, call.by_kernels) for call, part in pairs]
-        return [_Waiting(at, items, places, HostCopy([_joined(list(x), 0) for x in zip(*found, strict=True)]))]
+        pairs = zip(calls, parts, strict=True)
+        found = strongest_keys([Wanted(call.seen, part, call.by_kernels) for call, part in pairs if len(part.rows)])
+        return [_Waiting(at, items, places, HostCopy(found))]
 
     def _note_names(self, batch: Batch, first_document: int) -> None:
         """Keep the names of documents that exemplars come from."""
@@ -329,8 +329,8 @@ def _alike(calls: list[LayerPass]) -> list[list[LayerPass]]:
     return list(found.values())
 
 
-def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _head_counts(calls: list[LayerPass]) -> list[int]:

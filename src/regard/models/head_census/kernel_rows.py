@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -68,11 +69,16 @@ def best_by_kernel(scores: Tensor, count: int, floor: Tensor | None) -> Tensor:
     return best_rows(scores, floor, min(count, scores.shape[-1]))
 
 
-def products_by_kernel(query: Tensor, key: Tensor, at: Tensor) -> Tensor:
-    """The products of single rows with all their keys, float32 (chosen, M); `at` (3, chosen): heads, items and rows."""
-    from ...kernels.row_tally import row_products
+def products_by_kernel(calls: Sequence[tuple[Observation, Tensor]]) -> tuple[Tensor, Tensor]:
+    """As `candidates.products`, float32."""
+    from ...kernels.row_tally import ChosenRows, row_products
 
-    return row_products(query.detach(), key.detach(), at.contiguous())
+    rows = []
+    for seen, at in calls:
+        p = seen.problem_for("census")
+        rows.append(ChosenRows(p.query.detach(), p.key.detach(), seen.lse.detach().float(), at))
+    found = row_products(rows)
+    return found.products, found.lse
 
 
 def _members(survey: Survey) -> RowSurvey:
