@@ -8,6 +8,7 @@ import torch
 
 from census_by_kernels import Reader, check_census, padded
 from regard.models import census
+from regard.models.head_census import device_copies
 from regard.models.head_census.candidates import best_rows
 from regard.models.head_census.kernel_rows import best_by_kernel
 
@@ -28,3 +29,15 @@ def test_a_census_repeats_bit_for_bit() -> None:
 def test_the_best_rows_of_several_blocks_are_those_of_torch() -> None:
     scores = torch.randint(-1, 900, (6, 5, 9000), device="cuda").float()
     assert torch.equal(best_by_kernel(scores, 32, None), best_rows(scores, 32, None))
+
+
+def test_tables_come_to_the_host_whole_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "_AT_ONCE", 1 << 10)
+    tables = [torch.randint(0, 9, (5, 777), device="cuda"), torch.zeros(3, 0, device="cuda"), torch.arange(9)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)
+        tables.append(torch.rand(40, 64, device="cuda").double()[:, ::2])
+        found = device_copies.to_host(tables)
+    for mine, true in zip(found, tables, strict=True):
+        np.testing.assert_array_equal(mine, true.cpu().numpy())
