@@ -46,6 +46,7 @@ CASES = [f"{what}, {d}, {name}" for what, dims in DIMS.items() for d, name in pr
 KNOWN = {
     # Triton's own switch between the warps of `warp_specialize`, in every kernel.
     *(frozenset({kernel}) for kernel in ("forward.forward", "backward.backward", "backward_wide.backward", "jvp.jvp")),
+    frozenset({"backward_192.backward"}),
     *(frozenset({kernel}) for kernel in ("statistics.received", "statistics.pooled")),
     # The tile info of the forward: written by the producer before `q_ready`, and by consumers before `q_free`.
     frozenset({"tile_scheduler.write_info", "tile_scheduler.read_info"}),

@@ -39,6 +39,7 @@ from gluon_tiles import (
 )
 from regard.kernels import launch
 from regard.kernels.hopper import (
+    backward_192,
     backward_launch,
     backward_wide,
     dq_semaphore,
@@ -469,6 +470,7 @@ def run_hopper_kernels(monkeypatch: pytest.MonkeyPatch, seed: int = 0, programs:
         (forward_launch, "forward"),
         (backward_launch, "backward"),
         (backward_wide, "backward"),
+        (backward_192, "backward"),
         (jvp_launch, "jvp"),
     )
     for module, name in (*modules, (statistics_launch, "received_kernel"), (statistics_launch, "pooled_kernel")):

@@ -18,7 +18,7 @@ from ..block_lists import NONE
 from ..block_mask import BlockMask
 from ..portable.configs import padded
 from ..portable.launch import preprocess_key
-from . import backward_wide
+from . import backward_192, backward_wide
 from . import forward_launch as forward
 from .backward import backward
 from .configs import ROWS, cdiv, chunks
@@ -37,7 +37,7 @@ CHANGING = (
     "dk", "dv", "scales", "bias", "lists", "dq_order", "drop", "seen", "semaphores",
 )  # fmt: skip
 _TOGETHER = 8  # programs of a head that run at a time under a mask
-_CHUNKS = chunks(96)
+_CHUNKS, _CHUNKS_192 = chunks(96), chunks(192)
 _NARROW = 128  # dims up to which a group holds dK and dV of its keys
 
 
@@ -51,6 +51,7 @@ class BackwardTile(NamedTuple):
     split: bool = False  # whether a third group computes dQ
     chunked: bool = False  # whether dims, at most 96, are two chunks, of 64 and 32 columns; with a third group only
     wide: bool = False  # whether both groups work on the same keys: one computes P, the other dS
+    d192: bool = False  # whether keys have 129 to 192 dims, in two chunks of 128 and 64 columns, and values 65 to 128
     swizzle: int = 0  # key heads that are scheduled together; 0: as many as `_swizzle` says
 
     @property
@@ -65,23 +66,26 @@ class BackwardTile(NamedTuple):
     @property
     def semaphores(self) -> int:
         """Semaphores per row block: one per half of dQ that is added on its own."""
-        return 2 if self.wide else 1
+        return 2 if self.d192 else 1
 
     def widths(self, w: KernelArgs) -> tuple[int, int]:
         """The padded dims of queries and keys, and of values, the columns of a second chunk included."""
         if self.chunked:
             return sum(_CHUNKS), sum(_CHUNKS)
+        if self.d192:
+            return sum(_CHUNKS_192), _CHUNKS_192[0]
         D, E = (64 if dim <= 64 else 128 if dim <= 128 else 256 for dim in (w.query.shape[3], w.value.shape[3]))
         return (256, E) if self.wide else (D, E)
 
     @property
     def second_chunk(self) -> int:
         """The columns of a second chunk; 0 if one is enough."""
-        return _CHUNKS[1] if self.chunked else 0
+        return _CHUNKS[1] if self.chunked else _CHUNKS_192[1] if self.d192 else 0
 
 
 SPLIT = BackwardTile(registers=208, split=True)
 CHUNKED = SPLIT._replace(chunked=True)
+D192 = BackwardTile(d192=True)
 
 
 class BackwardWorkspace(NamedTuple):
@@ -112,6 +116,9 @@ def tile_for(w: KernelArgs) -> BackwardTile:
     smaller, dim = sorted((w.query.shape[3], w.value.shape[3]))
     if smaller > _CHUNKS[0] and dim <= sum(_CHUNKS):
         return CHUNKED
+    between = _CHUNKS_192[0] // 2 < w.value.shape[3] <= _CHUNKS_192[0] < w.query.shape[3] <= sum(_CHUNKS_192)
+    if between and w.scales is None and w.drop.keys is None:
+        return D192
     return SPLIT if dim <= 64 else BackwardTile(wide=dim > _NARROW)
 
 
@@ -187,7 +194,7 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
 
 
 def kernel_for(tile: BackwardTile) -> Any:
-    return backward_wide.backward if tile.wide else backward
+    return backward_192.backward if tile.d192 else backward_wide.backward if tile.wide else backward
 
 
 def workspace_for(w: KernelArgs, tile: BackwardTile) -> BackwardWorkspace:
@@ -205,28 +212,30 @@ def backward_arguments(
     """The kernel's arguments by name, and the options of its launch; `seen` (L, H, M) where a bias may hide keys."""
     (L, H, N), D, E = w.rows, w.query.shape[3], w.value.shape[3]
     DB = tile.second_chunk
-    DA, EA = (width - DB for width in tile.widths(w))
+    EB = DB if tile.chunked else 0
+    DA, EA = tile.widths(w)[0] - DB, tile.widths(w)[1] - EB
     BM, BN = tile.BM, tile.BN
     padded_n = -(-N // BM) * BM
     dk, dv = workspace.dk, workspace.dv
     tma_store = (tile.wide or DA == EA) and describable(dk) and describable(dv)
-    (q, qb), (k, kb), (v, vb), (do, dob) = (descriptors(x, rows, width, DB) for x, rows, width in (
-        (w.query, BM, DA), (w.key, ROWS, DA), (w.value, ROWS, EA), (s.dO, BM, EA)))
-    (dk_desc, dkb_desc), (dv_desc, dvb_desc) = (descriptors(x, ROWS, width, DB) if tma_store else (None, None) for x, width in ((dk, DA), (dv, EA)))
+    (q, qb), (k, kb), (v, vb), (do, dob) = (descriptors(x, rows, *widths) for x, rows, *widths in (
+        (w.query, BM, DA, DB), (w.key, ROWS, DA, DB), (w.value, ROWS, EA, EB), (s.dO, BM, EA, EB)))
+    (dk_desc, dkb_desc), (dv_desc, dvb_desc) = (
+        descriptors(x, ROWS, *widths) if tma_store else (None, None) for x, *widths in ((dk, DA, DB), (dv, EA, EB)))
     lse, delta, g_entropy = (vector_descriptor(x, BM) for x in _padded_row_stats(w, s, tile))
     arguments = {
         "q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "g_entropy": g_entropy,
         "dq_sums": matrix_descriptor(workspace.dq_sums, 2 * DA // tile.parts),
-        "dk_desc": dk_desc, "dv_desc": dv_desc, "dk": dk, "dv": dv, "dk_strides": (0, 0, 0) if tma_store else dk.stride()[:3], "dv_strides": (0, 0, 0) if tma_store else dv.stride()[:3],
+        "dk_desc": dk_desc, "dv_desc": dv_desc, "dk": dk, "dv": dv, "dk_strides": (0, 0, 0) if tma_store and not tile.d192 else dk.stride()[:3], "dv_strides": (0, 0, 0) if tma_store else dv.stride()[:3],
         "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "bias": w.bias, "lists": w.block_mask.by_keys(BM, BN),
         "dq_order": dq_order(w.block_mask, BM, BN), "drop": w.drop, "seen": seen, "semaphores": workspace.semaphores,
         "n": N, "M": w.m, "D": D, "E": E, "padded_n": padded_n, "key_blocks": cdiv(w.m, BN), "batch_kv_heads": L * H // w.groups,
         "num_heads": H, "heads_per_kv": w.groups, "swizzle": _swizzle(w, tile),
         "DA": DA, "EA": EA, "BM": BM, "STAGES": tile.stages, "REGISTERS": tile.registers,
         **({} if tile.wide else {
-            "qb": qb, "kb": kb, "vb": vb, "dob": dob, "dq_sums_b": matrix_descriptor(workspace.dq_sums, 2 * DB // tile.parts) if DB else None,
-            "dkb_desc": dkb_desc, "dvb_desc": dvb_desc, "DB": DB, "SPLIT": tile.split,
+            "qb": qb, "kb": kb, "dq_sums_b": matrix_descriptor(workspace.dq_sums, 2 * DB // tile.parts) if DB else None, "DB": DB,
         }),
+        **({} if tile.wide or tile.d192 else {"vb": vb, "dob": dob, "dkb_desc": dkb_desc, "dvb_desc": dvb_desc, "SPLIT": tile.split}),
         **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": s.g_entropy is not None,
         "DROP": w.drop.keys is not None, "TMA_STORE": tma_store,
     }  # fmt: skip

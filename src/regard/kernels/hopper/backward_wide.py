@@ -1,7 +1,7 @@
 """The backward pass on Hopper for dims above 128, where one consumer group cannot hold both dK and dV of its keys.
 
 A program has ROWS keys. One group computes S, P and dV, the other dP, dS and dK; it gets P through shared memory. Each computes
-half of dQ = dS K, in two parts, and has a dQ warp that adds these to memory. All else is as in `backward.py`.
+half of dQ = dS K, in two parts. Two dQ warps add these to memory, and take turns by row block. All else is as in `backward.py`.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -31,7 +31,7 @@ from .aggregates import (
 )
 from .backward import compute_dS, compute_P, start_product, store_gradient, transposed
 from .dq_semaphore import acquire, release
-from .dq_sums import in_register_order
+from .dq_sums import DQ_WARPS, in_register_order
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
@@ -94,31 +94,35 @@ def producer(params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def dq_warp(params, G: gl.constexpr, TRAITS: gl.constexpr):
-    """The warp that adds a group's half of dQ to memory, once its semaphore allows it. Each half has semaphores of its own."""
+def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
+    """One of two warps that add dQ to memory, once the semaphore allows it: they take turns by row block, and add both halves."""
     dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
     BM: gl.constexpr = TRAITS.BM
     SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory
     block, batch, kv_head = key_tile(params)
+    before = 0  # visits of earlier heads, modulo DQ_WARPS
     heads = heads_together(params, TRAITS.MASK)
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        if count > 0:
-            next_at, next_position = dq_visit(params, 0, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
-            for visit in range(count * heads):
-                at, position = next_at * HALVES + G, next_position
-                next_at, next_position = dq_visit(params, visit + 1, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
+        own = (W + DQ_WARPS - before) % DQ_WARPS  # the first visit of this warp
+        if own < count * heads:
+            next_at, next_position = dq_visit(params, own, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
+            for visit in range(own, count * heads, DQ_WARPS):
+                at, position = next_at, next_position
+                next_at, next_position = dq_visit(params, visit + DQ_WARPS, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
                 acquire(params.semaphores + at, position)
                 for part in gl.static_range(PARTS):
-                    mbarrier.wait(d_ready.index(G), part)
-                    if position == 0:
-                        tma_store(dq_sums, [(at * PARTS + part) * SIZE, 0], dQ.index(G))
-                    else:
-                        tma_add(dq_sums, [(at * PARTS + part) * SIZE, 0], dQ.index(G))
-                    tma.store_wait(0)  # shared memory has been read
-                    mbarrier.arrive(d_free.index(G))
+                    for g in gl.static_range(HALVES):
+                        mbarrier.wait(d_ready.index(W * HALVES + g), part)
+                        if position == 0:
+                            tma_store(dq_sums, [((at * HALVES + g) * PARTS + part) * SIZE, 0], dQ.index(g))
+                        else:
+                            tma_add(dq_sums, [((at * HALVES + g) * PARTS + part) * SIZE, 0], dQ.index(g))
+                        tma.store_wait(0)  # shared memory has been read
+                        mbarrier.arrive(d_free.index(g))
                 release(params.semaphores + at, position)
+        before = (before + count * heads) % DQ_WARPS
 
 
 @gluon.jit
@@ -139,13 +143,13 @@ def start_dQ(smem, zero, G: gl.constexpr, part: gl.constexpr, DA: gl.constexpr):
 
 
 @gluon.jit
-def pass_dQ(share, params, G: gl.constexpr, part: gl.constexpr):
-    """Pass a part of dQ to the dQ warp. There are two parts per block, so barriers have the same phase each time."""
+def pass_dQ(share, W, params, G: gl.constexpr, part: gl.constexpr):
+    """Pass a part of dQ to dQ warp W, whose turn it is. There are two parts per block, so barriers have the same phase each time."""
     mbarrier.wait(params.barriers.d_free.index(G), part ^ 1)
     params.smem.dQ.index(G).store(in_register_order(share))
     fence_async_shared()
     group_barrier()
-    mbarrier.arrive(params.barriers.d_ready.index(G))
+    mbarrier.arrive(params.barriers.d_ready.index(W * HALVES + G))
 
 
 @gluon.jit
@@ -200,14 +204,14 @@ def p_consumer(params, TRAITS: gl.constexpr):
             S = start_product(flat(smem.K, ROWS, DA), flat(smem.Q.index(stage), BM, DA), zero)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
-                pass_dQ(share, params, 0, 0)
+                pass_dQ(share, ds_phase, params, 0, 0)
             share = start_dQ(smem, zero_dQ, 0, 1, DA)
             lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             S = transposed(warpgroup_mma_wait(1, deps=[S]), BM)
             P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
             share = warpgroup_mma_wait(0, deps=[share])
             if late:
-                pass_dQ(share, params, 0, 1)
+                pass_dQ(share, ds_phase, params, 0, 1)
             P_kept = P
             if DROP:
                 P = gl.where(keep_mask(bits, BM), P, -P)  # a negative sign means dropped
@@ -231,7 +235,7 @@ def p_consumer(params, TRAITS: gl.constexpr):
         for part in gl.static_range(PARTS):
             share = start_dQ(smem, zero_dQ, 0, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
-            pass_dQ(share, params, 0, part)
+            pass_dQ(share, ds_phase, params, 0, part)
     store_gradient(dV, params.descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.V, TRAITS.TMA_STORE)
 
 
@@ -277,7 +281,7 @@ def ds_consumer(params, TRAITS: gl.constexpr):
             dP = start_dP(flat(smem.V, ROWS, EA), flat(smem.dO, BM, EA), row_stats.delta, zero, TRAITS)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
-                pass_dQ(share, params, 1, 0)
+                pass_dQ(share, p_phase ^ 1, params, 1, 0)
             share = start_dQ(smem, zero_dQ, 1, 1, DA)
             j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             dP = transposed(warpgroup_mma_wait(1, deps=[dP]), BM)
@@ -292,7 +296,7 @@ def ds_consumer(params, TRAITS: gl.constexpr):
             mbarrier.arrive(o_free)
             share = warpgroup_mma_wait(0, deps=[share])
             if late:
-                pass_dQ(share, params, 1, 1)
+                pass_dQ(share, p_phase ^ 1, params, 1, 1)
             mbarrier.wait(q_ready.index(stage), phase)
             lse = g
             if TRAITS.CAP:
@@ -320,7 +324,7 @@ def ds_consumer(params, TRAITS: gl.constexpr):
         for part in gl.static_range(PARTS):
             share = start_dQ(smem, zero_dQ, 1, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
-            pass_dQ(share, params, 1, part)
+            pass_dQ(share, p_phase ^ 1, params, 1, part)
     store_gradient(dK, params.descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, 1.0 if TRAITS.SCALES else scale,
                    smem.Q.index(0), TRAITS.TMA_STORE)
 
@@ -351,7 +355,7 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     o_free = new_barriers(1, 2).index(0)
     p_ready = new_barriers(1, 1).index(0)
     s_ready = new_barriers(1, 1).index(0)
-    d_ready = new_barriers(2, 1)
+    d_ready = new_barriers(DQ_WARPS * HALVES, 1)
     d_free = new_barriers(2, 1)
     q_ready = new_barriers(STAGES, 1)
     q_free = new_barriers(STAGES, 2)
