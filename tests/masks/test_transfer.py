@@ -34,18 +34,19 @@ def test_another_stream_waits_and_keeps_the_copies_alive(current: int, monkeypat
 
 def test_equal_numbers_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_COPIES", {})
-    monkeypatch.setattr(transfer, "_pinned_copy", lambda x, device: x.clone())
+    monkeypatch.setattr(transfer, "_is_queued", lambda x, device: True)
+    monkeypatch.setattr(transfer, "copy_to", lambda x, device: x.clone())
     device = torch.device("cpu")
-    first = transfer._copied_by_value(torch.tensor([3, 5]), device)
-    assert transfer._copied_by_value(torch.tensor([3, 5]), device) is first
+    first = transfer.copy_by_value(torch.tensor([3, 5]), device)
+    assert transfer.copy_by_value(torch.tensor([3, 5]), device) is first
     for other in (torch.tensor([5, 3]), torch.tensor([[3, 5]]), torch.tensor([3, 5], dtype=torch.int32)):
-        found = transfer._copied_by_value(other, device)
+        found = transfer.copy_by_value(other, device)
         assert found is not first
         assert torch.equal(found, other)
     first[0] = 4  # which no other mask may see
-    assert transfer._copied_by_value(torch.tensor([3, 5]), device).tolist() == [3, 5]
+    assert transfer.copy_by_value(torch.tensor([3, 5]), device).tolist() == [3, 5]
     for n in range(2 * transfer._MOST_COPIES):
-        transfer._copied_by_value(torch.tensor([n]), device)
+        transfer.copy_by_value(torch.tensor([n]), device)
     assert len(transfer._COPIES) == transfer._MOST_COPIES
 
 
@@ -74,3 +75,14 @@ def test_documents_that_move_are_not_read_again(monkeypatch: pytest.MonkeyPatch)
         sys.modules["regard.masks.documents"], "_never_falls", lambda ids: pytest.fail("the ids are read")
     )
     assert moved.right.is_sorted()  # type: ignore[attr-defined]
+
+
+def test_a_mask_that_the_user_moves_has_tensors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_COPIES", {})
+    monkeypatch.setattr(transfer, "_is_queued", lambda x, device: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    one, two = (regard.packed([3, 5]) for _ in range(2))
+    device = torch.device("cpu")
+    assert one.placed(device).tensors[0] is two.placed(device).tensors[0]
+    assert one.to(device).tensors[0] is not two.to(device).tensors[0]
+    assert one.to(device).tensors[0] is not one.placed(device).tensors[0]

@@ -208,7 +208,7 @@ def _mask(
     misfit = mask.misfit(n, m)  # before the mask moves to a GPU, where the host does not read it
     if not torch.compiler.is_compiling() and (tensors := mask.tensors):
         if any(t.device != device for t in tensors):
-            mask = mask.to(device)
+            mask = mask.placed(device)
         if torch.is_grad_enabled() and any(map(Tensor.is_inference, mask.tensors)):
             mask = mask.changed(Tensor.clone)  # nothing counts their changes, which a backward pass must not see
     items, mask_heads = mask.lead

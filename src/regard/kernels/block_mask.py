@@ -271,7 +271,7 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
     """The mask with its tensors on a device."""
     for x in mask.tensors:
         if x.device != device:
-            return mask.to(device)
+            return mask.placed(device)
     return mask
 
 

@@ -19,7 +19,7 @@ from regard.masks.lists import Lists, joined, narrower
 from regard.masks.picture import cell_edges, draw_pairs, draw_shades, html_picture
 from regard.masks.span import Span, interval
 from regard.masks.tiles import FULL, HIDDEN, PARTIAL, block_indices, tile_states, uniform_cover
-from regard.masks.transfer import Arrival, copy_to
+from regard.masks.transfer import Arrival, copy_by_value, copy_to
 from regard.masks.values import digest, same_value, shown_value
 
 __all__ = ["CONVERTERS", "FULL", "HIDDEN", "PARTIAL", "And", "Mask", "Not", "Or", "Span"]
@@ -185,15 +185,22 @@ class Mask(ABC):
         """Move the tensors that the mask holds; the host does not wait for copies to a GPU."""
         if torch.compiler.is_compiling():
             return self.changed(lambda x: x.to(device))
-        moved = self.remembered(("to", str(device)), lambda: self._moved(torch.device(device)))
+        return self._copied("to", torch.device(device), copy_to)
+
+    def placed(self, device: torch.device) -> Mask:
+        """Give the mask on a device for passes that change no tensor: the same few numbers have one copy there."""
+        return self._copied("placed", device, copy_by_value)
+
+    def _copied(self, how: str, device: torch.device, copy: Callable[[Tensor, torch.device], Tensor]) -> Mask:
+        moved = self.remembered((how, str(device)), lambda: self._moved(device, copy))
         arrival: Arrival = moved.latest("arrival", None, lambda: Arrival.of(moved.tensors))
         arrival.wait(moved.tensors)
         return moved
 
-    def _moved(self, device: torch.device) -> Mask:
+    def _moved(self, device: torch.device, copy: Callable[[Tensor, torch.device], Tensor] = copy_to) -> Mask:
         """Give the mask with its tensors copied to a device."""
-        own = {name: copy_to(value, device) for name, value in self._own_tensors()}
-        return replace(self, **own) if own else self._with_parts(lambda part: part._moved(device))
+        own = {name: copy(value, device) for name, value in self._own_tensors()}
+        return replace(self, **own) if own else self._with_parts(lambda part: part._moved(device, copy))
 
     def remembered(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Give the cached result of `make`, computed again if a tensor of the mask has changed."""
@@ -260,14 +267,13 @@ class Mask(ABC):
         """Whether the mask is the same at every call: it holds no tensor and calls no function of the user."""
         found: bool | None = None if torch.compiler.is_compiling() else self.__dict__.get("_constant")
         if found is None:
-            found = len(self.tensors) == 0 and self._parts_are_constant()
+            found = len(self.tensors) == 0
+            if found:
+                parts = [getattr(self, name, None) for name in self.__dataclass_fields__]
+                found = all(part.constant for part in parts if isinstance(part, Mask))
             if not torch.compiler.is_compiling():
                 self.__dict__["_constant"] = found
         return found
-
-    def _parts_are_constant(self) -> bool:
-        parts = [getattr(self, name, None) for name in self.__dataclass_fields__]
-        return all(part.constant for part in parts if isinstance(part, Mask))
 
     def check(self, n: int, m: int) -> None:
         """Raise if the mask does not fit `n` rows and `m` keys."""
@@ -357,9 +363,6 @@ class _Binary(Mask):
 
     def _find_tensors(self, of_sources: bool = False) -> tuple[Tensor, ...]:
         return self.sources if of_sources else self.left.tensors + self.right.tensors
-
-    def _parts_are_constant(self) -> bool:
-        return self.left.constant and self.right.constant
 
     @property
     def sources(self) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar, final
@@ -17,11 +18,12 @@ from regard.masks.base import HIDDEN, Mask, Span
 from regard.masks.index import Index, broadcast_shapes, indices, take
 from regard.masks.span import interval
 from regard.masks.tiles import block_indices, tile_states, uniform_cover
+from regard.masks.transfer import copy_to
+
+__all__ = ["Documents", "Packed", "Varlen", "documents", "packed"]
 
 _DTYPES = (torch.int64, torch.int32)  # these stay as they are: a converted tensor would be another one at each call
 _SORTED: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}  # by tensor: its version, and whether no id falls then
-
-__all__ = ["Documents", "Packed", "Varlen", "documents", "packed"]
 
 
 @final
@@ -66,8 +68,8 @@ class Documents(Mask):
         """
         return self.remembered("sorted", lambda: all(map(_is_sorted, self.tensors)))
 
-    def _moved(self, device: torch.device) -> Mask:
-        moved = super()._moved(device)
+    def _moved(self, device: torch.device, copy: Callable[[Tensor, torch.device], Tensor] = copy_to) -> Mask:
+        moved = super()._moved(device, copy)
         if isinstance(moved, Documents) and all(ids.is_cpu for ids in self.tensors):
             known = self.is_sorted()  # the host has the ids, and need not wait for the copy
             moved.remembered("sorted", lambda: known)

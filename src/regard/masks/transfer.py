@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.compat.torch import is_capturing, is_wrapped, lacks_values, versions_of
 
-__all__ = ["Arrival", "copy_to"]
+__all__ = ["Arrival", "copy_by_value", "copy_to"]
 
 _MOST_NUMBERS = 1024  # of a tensor that is copied once for all equal ones
 _MOST_COPIES = 64
@@ -19,20 +19,20 @@ _COPIES: dict[tuple[object, ...], tuple[Tensor, list[int], Arrival]] = {}  # a c
 
 def copy_to(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; from the CPU to a GPU through pinned memory, and the host does not wait."""
-    queued = x.is_cpu and device.type == "cuda" and not is_wrapped(x) and not lacks_values(x) and not is_capturing()
-    if not queued:
+    if not _is_queued(x, device):
         return x.to(device)
-    if x.numel() <= _MOST_NUMBERS and not x.is_floating_point():
-        return _copied_by_value(x, device)
-    return _pinned_copy(x, device)
+    with torch.inference_mode(False):  # tensors of inference mode count no changes, and nothing made of them is cached
+        return x.pin_memory().to(device, non_blocking=True)
 
 
-def _copied_by_value(x: Tensor, device: torch.device) -> Tensor:
-    """One copy for all equal tensors, such as the same list of lengths in each layer."""
+def copy_by_value(x: Tensor, device: torch.device) -> Tensor:
+    """The same, with one copy for all equal tensors of a few integers, which nobody may change."""
+    if x.numel() > _MOST_NUMBERS or x.is_floating_point() or not _is_queued(x, device):
+        return copy_to(x, device)
     key = (x.dtype, x.shape, tuple(x.flatten().tolist()), device)
     found = _COPIES.pop(key, None)
     if found is None or versions_of(found[:1]) != found[1]:
-        made = _pinned_copy(x, device)
+        made = copy_to(x, device)
         found = made, versions_of((made,)), Arrival.of([made])
     found[2].wait([found[0]])
     _COPIES[key] = found  # now the most recently used
@@ -41,9 +41,8 @@ def _copied_by_value(x: Tensor, device: torch.device) -> Tensor:
     return found[0]
 
 
-def _pinned_copy(x: Tensor, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # tensors of inference mode count no changes, and nothing made of them is cached
-        return x.pin_memory().to(device, non_blocking=True)
+def _is_queued(x: Tensor, device: torch.device) -> bool:
+    return x.is_cpu and device.type == "cuda" and not is_wrapped(x) and not lacks_values(x) and not is_capturing()
 
 
 class Arrival(NamedTuple):
