@@ -26,7 +26,7 @@ __all__ = [
 
 BIAS_NONE, BIAS_TENSOR, BIAS_ALIBI, BIAS_RELATIVE = 0, 1, 2, 3
 NO_ENTROPY: Any = None  # of calls that are not observed
-NO_FUNCTION = {"POINTWISE": False, "VALUE": None, "SLOPED": False, "SLOPE": None}
+NO_FUNCTION = {"POINTWISE": False, "VALUE": None, "SLOPED": False, "SLOPE": None, "BOUNDED": False}
 
 
 class BiasArgs(NamedTuple):
@@ -106,6 +106,7 @@ class RowStatsArgs(NamedTuple):
     delta: Tensor
     g_entropy: Tensor | None
     mean: Tensor | None
+    packed: Tensor | None = None  # these folded, as `pack_row_stats` has them
 
 
 class BackwardRows(NamedTuple):
@@ -320,6 +321,11 @@ class KernelArgs:
         q, k, v = self.query, self.key, self.value
         plain = self.vector is None and q.shape[3] <= WHOLE
         return not INTERPRETED and plain and chip_of(q.device).tma and all(map(takes_tma, (q, k, v)))
+
+    @property
+    def ptx(self) -> bool:
+        """Whether kernels may have instructions of NVIDIA's."""
+        return not INTERPRETED and chip_of(self.query.device).name[0].isdigit()
 
     @cached_property
     def approximate(self) -> bool:

@@ -65,7 +65,8 @@ class PointwiseKernel:
         """What a kernel is compiled for."""
         sloped = self.expression.number(self._slope) != 1.0
         slope = self.function(self._slope) if sloped else None
-        return {"POINTWISE": True, "VALUE": self.function(self.bound.traced.value), "SLOPED": sloped, "SLOPE": slope}
+        value, bounded = self.function(self.bound.traced.value), self.expression.is_bounded(self._slope)
+        return {"POINTWISE": True, "VALUE": value, "SLOPED": sloped, "SLOPE": slope, "BOUNDED": bounded}
 
     @cached_property
     def second_kinds(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ FLOAT, INT, BOOL = "float", "int", "bool"
 SCORE = "score"
 INDICES = ("batch", "head", "row", "key")
 _FLAT = frozenset(("floor", "ceil", "round", "sign", "float", "stop"))  # without a derivative
+_WITHIN_ONE = frozenset(("tanh", "sigmoid", "sin", "cos", "erf", "sign"))
+_LARGE = 1e30  # of which a product with what a gradient has in float32 stays finite
 _MAY_BE_INFINITE = frozenset(("load", "log", "log1p", "div"))  # operations that can give −inf
 
 
@@ -242,29 +244,49 @@ class Expression:
         return all(x if isinstance(x, bool) else x[0] == -x[1] for x in inner)
 
     def bounds(self, place: int, sizes: Mapping[str, int]) -> tuple[float, float]:
-        """The least and the greatest value of an integer over all indices; ±inf where nothing is known."""
+        """The least and the greatest value over all indices and scores; ±inf where nothing is known."""
         found: dict[int, tuple[float, float]] = {}
         for p in self.needed([place]):
             node = self.nodes[p]
             if node.op in INDICES:
                 found[p] = 0, sizes[node.op] - 1
-            elif node.op == "const" and node.kind == INT:
+            elif node.op == "const" and node.kind != BOOL and math.isfinite(node.value):
                 found[p] = node.value, node.value
             else:
                 found[p] = _bounded(node, [found[x] for x in node.args])
         return found[place]
 
+    def is_bounded(self, place: int) -> bool:
+        """Whether a value is known to be within the range of float32 for every finite score.
+
+        >>> e = Expression()
+        >>> e.is_bounded(e.add("tanh", FLOAT, e.score)), e.is_bounded(e.add("exp", FLOAT, e.score))
+        (True, False)
+        """
+        low, high = self.bounds(place, dict.fromkeys(INDICES, 2**31))
+        return low > -_LARGE and high < _LARGE
+
 
 def _bounded(node: Node, inner: list[tuple[float, float]]) -> tuple[float, float]:
     unknown = (-math.inf, math.inf)
-    if any(math.isinf(end) for pair in inner for end in pair):
+    if node.op in _WITHIN_ONE:
+        return -1, 1
+    if node.op == "where":
+        inner = inner[1:]
+        return min(low for low, _ in inner), max(high for _, high in inner)
+    if not inner or any(math.isinf(end) for pair in inner for end in pair):
         return unknown
+    if node.op == "exp":
+        low, high = (math.exp(min(end, 100.0)) for end in inner[0])
+        return (low, high) if high < _LARGE else unknown
+    if node.op in ("float", "stop"):
+        return inner[0]
     if node.op == "neg":
         return -inner[0][1], -inner[0][0]
     if node.op == "abs":
         low, high = inner[0]
         return max(low, -high, 0), max(-low, high)
-    if len(inner) != 2 or node.kind != INT:
+    if len(inner) != 2:
         return unknown
     (a, b), (c, d) = inner
     ends = {
@@ -276,9 +298,9 @@ def _bounded(node: Node, inner: list[tuple[float, float]]) -> tuple[float, float
     if node.op == "mul":
         products = (a * c, a * d, b * c, b * d)
         return min(products), max(products)
-    if node.op == "mod" and c == d > 0:
+    if node.kind == INT and node.op == "mod" and c == d > 0:
         return 0, c - 1
-    if node.op == "floordiv" and c == d > 0:
+    if node.kind == INT and node.op == "floordiv" and c == d > 0:
         return a // c, b // c
     return ends.get(node.op, unknown)
 

@@ -22,6 +22,7 @@ class Constants:
     MASK, BIAS     their kinds
     POINTWISE      whether a generated function, VALUE, changes the scores
     SLOPED         whether its derivative, SLOPE, is not 1 everywhere
+    BOUNDED        whether that is finite for every finite score
     CURVED         double backward: whether its second derivative, CURVE, is not 0 everywhere
     MIXED_HEADS    whether rows of a tile belong to several heads
     CAP, SCALES    whether there is a soft cap, a tensor of scales

@@ -42,11 +42,13 @@ from .tile_ops import (
     _BIAS_NONE,
     LN2,
     LOG2E,
+    PACK,
     clamp_exponent,
     dropout_keep,
     load_rows,
     program_tile,
     quick_tanh,
+    read_four,
     row_offset,
     tanh,
     zero_hidden_keys,
@@ -77,6 +79,52 @@ def backward_preprocess(do, g_lse, out, delta, lse, strides, n, heads, C: tl.con
 
 
 @triton.jit
+def folded(row, C: tl.constexpr):
+    """Row statistics as `softmax_backward` takes them: with δ + g_H · mean for δ, and in log2 units lse and g_H."""
+    offset, delta, g_entropy = row.offset, row.delta, row.g_entropy
+    if not C.FAST and not C.EXACT:
+        offset = offset * LOG2E
+    if C.ENTROPY:
+        delta = delta - g_entropy * row.mean
+        g_entropy = g_entropy * LN2
+    return RowStats(offset, row.log_sum, delta, g_entropy, row.mean)
+
+
+@triton.jit(do_not_specialize=["n"])
+def pack_row_stats(stats, out, n, C: tl.constexpr):
+    """Folded offset, δ and g_H of each row side by side, since `backward_dkdv` reads them at every step: program (block of rows, head)."""
+    block, owner = program_tile(tl.cdiv(n, PACK))
+    i = block * PACK + tl.arange(0, PACK)
+    at = owner.to(tl.int64) * n + i
+    offset = tl.load(stats.row_max + at, mask=i < n, other=float("inf"))
+    delta = tl.load(stats.delta + at, mask=i < n, other=0.0)
+    g_entropy, mean = delta, delta
+    if C.ENTROPY:
+        g_entropy = tl.load(stats.g_entropy + at, mask=i < n, other=0.0)
+        mean = tl.load(stats.mean + at, mask=i < n, other=0.0)
+    row = folded(RowStats(offset, offset, delta, g_entropy, mean), C)
+    to = out + (owner.to(tl.int64) * tl.cdiv(n, PACK) * PACK + i) * 4
+    tl.store(to, row.offset)
+    tl.store(to + 1, row.delta)
+    tl.store(to + 2, row.g_entropy)
+    tl.store(to + 3, row.g_entropy)
+
+
+@triton.jit
+def load_folded(stats, head, i0, C: tl.constexpr):
+    """Folded statistics of the rows i0 … i0 + BM, [BM] each."""
+    n = head.sizes.n
+    if C.PACKED:
+        owner = head.batch.to(tl.int64) * head.sizes.heads + head.index
+        at = stats.packed + (owner * tl.cdiv(n, PACK) * PACK + i0) * 4 + tl.arange(0, C.BM) * 4
+        offset, delta, g_entropy, _ = read_four(at, True)
+        row = RowStats(offset, offset, delta, g_entropy, delta)
+    else:
+        row = folded(load_row_stats(stats, head, i0 + tl.arange(0, C.BM), C), C)
+    return row
+
+
+@triton.jit
 def down_columns(row):
     """Row statistics [BM] as [BM, 1], for tiles [BM, BN]."""
     return RowStats(row.offset[:, None], row.log_sum[:, None], row.delta[:, None], row.g_entropy[:, None], row.mean[:, None])
@@ -90,11 +138,12 @@ def along_rows(row):
 
 @triton.jit
 def softmax_backward(S, dP, score, slope, show, keep, row, head, C: tl.constexpr, HIDES: tl.constexpr):
-    """P with dropout applied, and dS of the logits and of the raw scores; the row statistics broadcast to S.
+    """P with dropout applied, and dS of the logits and of the raw scores; the row statistics are folded, and broadcast to S.
 
     `score` and `slope` are those of `scores_and_slope`.
     """
-    T = S * head.unit - row.offset if C.FAST else (S - row.offset) * LOG2E  # log2 of the weight, but for the denominator
+    # log2 of the weight, but for the denominator
+    T = (S - row.offset) * LOG2E if C.EXACT and not C.FAST else S * (head.unit if C.FAST else LOG2E) - row.offset
     if C.ENTROPY:
         T = clamp_exponent(T)  # finite, so that P·T is 0 and not NaN
     P = tl.exp2(T - row.log_sum) if C.EXACT else tl.exp2(T)
@@ -106,7 +155,7 @@ def softmax_backward(S, dP, score, slope, show, keep, row, head, C: tl.constexpr
         dP = tl.where(keep, dP * head.dropout.factor, 0.0)
     dS = dP - row.delta
     if C.ENTROPY:
-        dS -= row.g_entropy * (T * LN2 - row.mean)
+        dS -= row.g_entropy * T
     dS = P * dS
     if HIDES:
         dS = tl.where(show, dS, 0.0)
@@ -116,8 +165,11 @@ def softmax_backward(S, dP, score, slope, show, keep, row, head, C: tl.constexpr
         dRaw = dS * (1.0 - t * t)
         if HIDES:
             dRaw = tl.where(show, dRaw, 0.0)
-    if C.SLOPED:  # a slope may be inf or NaN where a pair is hidden
-        dRaw = tl.where(dRaw == 0.0, 0.0, dRaw * slope)
+    if C.SLOPED:  # a slope may be inf or NaN where a pair is hidden, or has no weight
+        if HIDES or not C.BOUNDED:
+            dRaw = tl.where(dRaw == 0.0, 0.0, dRaw * slope)
+        else:
+            dRaw = dRaw * slope
     return Pd, dS, dRaw
 
 
@@ -128,12 +180,12 @@ def dkdv_step(sums, K, V, x, head, stats, j, b, slot, C: tl.constexpr, MASKED: t
     n, m = head.sizes.n, head.sizes.m
     i = b * C.BM + tl.arange(0, C.BM)
     rows = load_row_tile(head, i, C, MASKED)
+    row = load_folded(stats, head, b * C.BM, C)
     dO = load_do(x, head, b * C.BM, C)
     Q = load_q(x, head, b * C.BM, C)
     raw = raw_scores_transposed(Q, K, x, head, i, j, C)  # [BN, BM]
     HIDES: tl.constexpr = MASKED or C.BIAS != _BIAS_NONE
     S, show = visible_logits_transposed(raw, rows, j, slot, head, C, MASKED)
-    row = load_row_stats(stats, head, i, C)
     if HIDES and C.HIDDEN_DIM == 0:  # a row that attends to nothing leaves no trace, not even a NaN
         Q = tl.where((row.offset < float("inf"))[:, None], Q, 0.0)
     keep = j
@@ -155,7 +207,7 @@ def dkdv_step(sums, K, V, x, head, stats, j, b, slot, C: tl.constexpr, MASKED: t
             g_c = tl.sum(dRaw * (1.0 - t * t), 1) * tl.load(head.score.vector + c)  # [BN]
             dK = tl.where((channel == c)[None, :], dK + g_c[:, None], dK)
     elif C.WANTS_DK:
-        if not C.FAST:  # heads may have different scales
+        if C.SCALES:  # by head
             dRaw *= head.scale
         dK = tl.dot(dRaw.to(Q.dtype), Q, dK, input_precision=C.PRECISION)  # [BN, DP]
     return dK, dV
@@ -192,7 +244,7 @@ def backward_dkdv(q, k, v, do, out, stats, args, n, m, heads, groups, C: tl.cons
         head_g = Head(*head_at(args, sizes, batch, kv_index * groups + g, kv_index, C), args.score, args.blocks, args.dropout, sizes)
         x_g = Matrices(q_at(q, head_g, strides.x, C), k_at(k, head_g, strides.x, C), v_at(v, head_g, strides.x, C), do_at(do, head_g, strides.do, C), strides.x, strides.do)
         dK, dV = over_rows(dkdv_step, (dK, dV), (K, V, x_g, head_g, stats, j), head_g, block, C)
-    if C.FAST and C.WANTS_DK:
+    if C.WANTS_DK and C.HIDDEN_DIM == 0 and not C.SCALES:
         dK *= args.score.scale
     store_dkdv(out, dK, dV, batch, kv_index, kv_heads, j, m, C)
 
@@ -244,7 +296,7 @@ def backward_dq(q, k, v, do, out, stats, args, n, m, heads, groups, row_blocks, 
     i = block * C.BM + tl.arange(0, C.BM)  # [BM]
     Q = load_q(x, head, block * C.BM, C)
     dO = load_do(x, head, block * C.BM, C)
-    row = load_row_stats(stats, head, i, C)
+    row = folded(load_row_stats(stats, head, i, C), C)
     rows = load_row_tile(head, i, C, True)
     dQ = tl.zeros([C.BM, C.DP], tl.float32)
     dW = dQ if C.HIDDEN_DIM > 0 else row.delta

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..arguments import Sizes
 from .aggregates import Head, Matrices
-from .backward import down_columns, softmax_backward
+from .backward import down_columns, folded, softmax_backward
 from .program import (
     do_at,
     head_at,
@@ -56,7 +56,7 @@ def logit_gradient(q, k, v, do, args, stats, head, i0, j0, slot, C: tl.constexpr
     keep = show
     if C.DROP:
         keep = dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound)
-    row = load_row_stats(stats, head, rows.i, C)
+    row = folded(load_row_stats(stats, head, rows.i, C), C)
     _, dS, _ = softmax_backward(S, dP, S, S, show, keep, down_columns(row), head, C, True)
     return dS
 

@@ -72,7 +72,7 @@ class PairRows(NamedTuple):
 
     lse_p: Any
     lse_r: Any
-    g: Any
+    g: Any  # in log2 units
     p_delta: Any  # g · Σ p·A
     r_delta: Any  # g · Σ r·B
     floor: Any  # log2 of ε·u
@@ -204,8 +204,8 @@ def kl_step(state, p, r, i0, R: tl.constexpr, b, slot, P: tl.constexpr, MASKED: 
     X_p, E_p, m_p, l_p, shift_p = add_to_softmax(S_p, state.m_p, state.l_p, unit_of(p.head, P))
     X_r, E_r, m_r, l_r, shift_r = add_to_softmax(S_r, state.m_r, state.l_r, unit_of(r.head, R))
     D = X_p - X_r
-    if MASKED:
-        D = tl.where(show_p & show_r, D, 0.0)
+    if MASKED:  # without the masks themselves, which would take a register each
+        D = tl.where(E_p > 0.0 if P.LISTED else (E_p > 0.0) & (X_r != float("-inf")), D, 0.0)
     e = tl.exp2(shift_p) * (state.e + (shift_p - shift_r) * state.l_p) + tl.sum(E_p * D, 1)
     return PairState(m_p, l_p, m_r, l_r, e, lost)
 

@@ -4,6 +4,7 @@
 
 where A and B are the derivatives of the divergence by p and r, as `pair_terms` has them: for KL, A = ln p − ln r and r∘B = −p.
 `divergence_dq` holds rows and goes over keys, `divergence_dk` holds keys and goes over rows; both have both sides at once.
+Before them `pack_rows` writes what they know of a row side by side, since a kernel that goes over rows reads it at every step.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from .divergence import (
     Sums,
     finite_lse,
     over_both,
+    pair_terms,
     side_tile,
     side_tile_transposed,
-    tile_terms,
+    unit_of,
 )
 from .program import (
     head_at,
@@ -38,28 +40,46 @@ from .program import (
     q_at,
     store_rows,
 )
-from .tile_ops import LN2, program_tile, tanh, zero_hidden_keys
+from .tile_ops import DEEP, LN2, LOG2E, PACK, program_tile, read_four, tanh, zero_hidden_keys
+
+
+@triton.jit(do_not_specialize=["n"])
+def pack_rows(rows, g, floors, out, n, C: tl.constexpr):
+    """lse of both sides, g in log2 units, g · Σ p·A; unless it is KL, then g · Σ r·B, and the floor: program (block of rows, head).
+
+    An infinite row has no gradient. For KL Σ r·B = −Σ p = −1.
+    """
+    block, owner = program_tile(tl.cdiv(n, PACK))
+    i = block * PACK + tl.arange(0, PACK)
+    at = owner.to(tl.int64) * n + i
+    lse_p = tl.load(rows.lse_p + at, mask=i < n, other=float("-inf"))
+    lse_r = tl.load(rows.lse_r + at, mask=i < n, other=float("-inf"))
+    g = tl.load(g + at, mask=i < n, other=0.0)
+    to = out + (owner.to(tl.int64) * tl.cdiv(n, PACK) * PACK + i) * C.WIDTH
+    if C.KIND == _KL:
+        delta = tl.load(rows.value + at, mask=i < n, other=0.0)
+        g = tl.where((delta == float("inf")) | (lse_p == float("-inf")), 0.0, g)
+        p_delta = tl.where(delta == float("inf"), 0.0, g * delta)
+    else:
+        p_delta = g * tl.load(rows.delta_p + at, mask=i < n, other=0.0)
+        tl.store(to + 4, g * tl.load(rows.delta_r + at, mask=i < n, other=0.0))
+        if C.KIND == _EPSILON:
+            tl.store(to + 5, tl.load(floors + at, mask=i < n, other=0.0))
+    tl.store(to, finite_lse(lse_p))
+    tl.store(to + 1, finite_lse(lse_r))
+    tl.store(to + 2, g * LN2)
+    tl.store(to + 3, p_delta)
 
 
 @triton.jit
-def load_pair_rows(stats, first_row, i, n, C: tl.constexpr):
-    """What the backward pass knows of rows i, [BM] each. An infinite row has no gradient."""
-    at = first_row + i
-    lse_p = tl.load(stats.rows.lse_p + at, mask=i < n, other=float("-inf"))
-    lse_r = tl.load(stats.rows.lse_r + at, mask=i < n, other=float("-inf"))
-    g = tl.load(stats.g + at, mask=i < n, other=0.0)
-    floor = g
-    if C.KIND == _KL:
-        delta = tl.load(stats.rows.value + at, mask=i < n, other=0.0)
-        g = tl.where((delta == float("inf")) | (lse_p == float("-inf")), 0.0, g)
-        p_delta = tl.where(delta == float("inf"), 0.0, g * delta)
-        r_delta = -g  # Σ r·B = −Σ p = −1
-    else:
-        p_delta = g * tl.load(stats.rows.delta_p + at, mask=i < n, other=0.0)
-        r_delta = g * tl.load(stats.rows.delta_r + at, mask=i < n, other=0.0)
-        if C.KIND == _EPSILON:
-            floor = tl.load(stats.mix.floor + at, mask=i < n, other=0.0)
-    return PairRows(finite_lse(lse_p), finite_lse(lse_r), g, p_delta, r_delta, floor)
+def load_pair_rows(stats, owner, i0, n, BM: tl.constexpr, C: tl.constexpr):
+    """What the backward pass knows of the rows i0 … i0 + BM of a batch item and head, [BM] each."""
+    at = stats.packed + (owner.to(tl.int64) * tl.cdiv(n, PACK) * PACK + i0) * C.WIDTH + tl.arange(0, BM) * C.WIDTH
+    lse_p, lse_r, g, p_delta = read_four(at, C.PTX)
+    r_delta, floor = g, g
+    if C.KIND != _KL:
+        r_delta, floor, _, _ = read_four(at + 4, C.PTX)
+    return PairRows(lse_p, lse_r, g, p_delta, r_delta, floor)
 
 
 @triton.jit
@@ -73,11 +93,25 @@ def capped(dS, raw, head, C: tl.constexpr):
 
 @triton.jit
 def pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr):
-    """dS of both sides, for row statistics that are broadcast to the tile."""
-    found = tile_terms(S_p, S_r, show_p, show_r, row, mix, p, r, P, R, C, MASKED)
-    dS_p = found.p * ((row.g * LN2) * found.A - row.p_delta)
-    dS_r = row.g * found.rB - row.r_delta * found.r
+    """dS of both sides, for row statistics that are broadcast to the tile; anything where hidden. For KL that of r is times ln 2."""
+    X_p, X_r = S_p * unit_of(p.head, P) - row.lse_p, S_r * unit_of(r.head, R) - row.lse_r
+    if MASKED and not P.LISTED:  # where one side alone is hidden, the other has a derivative
+        X_p, X_r = tl.where(show_p, X_p, DEEP), tl.where(show_r, X_r, DEEP)
+    if C.KIND == _KL:
+        weight = tl.exp2(X_p)
+        dS_p = weight * (row.g * (X_p - X_r) - row.p_delta)
+        dS_r = row.g * (tl.exp2(X_r) - weight)
+    else:
+        found = pair_terms(X_p, X_r, row.floor, mix.kept, C.KIND)
+        dS_p = found.p * (row.g * found.A - row.p_delta)
+        dS_r = (row.g * LOG2E) * found.rB - row.r_delta * found.r
     return dS_p, dS_r
+
+
+@triton.jit
+def scale_of_r(scale, C: tl.constexpr):
+    """What the sums of dS_r are multiplied by."""
+    return scale * LOG2E if C.KIND == _KL else scale
 
 
 @triton.jit
@@ -122,7 +156,7 @@ def divergence_dq(
     p = Side(load_q(x_p, head_p, block * P.BM, P), x_p, head_p, load_row_tile(head_p, i, P, True))
     r = Side(load_q(x_r, head_r, block * P.BM, R), x_r, head_r, load_row_tile(head_r, i, R, True))
     first_row = p.head.first_row
-    w, mix = load_pair_rows(stats, first_row, i, n, C), stats.mix
+    w, mix = load_pair_rows(stats, owner, block * P.BM, n, P.BM, C), stats.mix
     row = PairRows(w.lse_p[:, None], w.lse_r[:, None], w.g[:, None], w.p_delta[:, None], w.r_delta[:, None], w.floor[:, None])
     dQ_p = tl.zeros([P.BM, P.DP], tl.float32) if C.NEEDS_P else w.g
     dQ_r = tl.zeros([R.BM, R.DP], tl.float32) if C.NEEDS_R else w.g
@@ -131,7 +165,7 @@ def divergence_dq(
     if C.NEEDS_P:
         store_rows(out.p, sums.p * args_p.score.scale, first_row, i, n, P.D, P.DP)
     if C.NEEDS_R:
-        store_rows(out.r, sums.r * args_r.score.scale, first_row, i, n, R.D, R.DP)
+        store_rows(out.r, sums.r * scale_of_r(args_r.score.scale, C), first_row, i, n, R.D, R.DP)
 
 
 @triton.jit
@@ -150,12 +184,12 @@ def dk_step(sums, p, r, stats, j0, R: tl.constexpr, C: tl.constexpr, b, slot, P:
     dK_p, dK_r = sums.p, sums.r
     i0 = b * P.BM
     i = i0 + tl.arange(0, P.BM)
+    w = load_pair_rows(stats, p.head.batch * p.head.sizes.heads + p.head.index, i0, p.head.sizes.n, P.BM, C)
     Q_p, Q_r = load_q(p.x, p.head, i0, P), load_q(r.x, r.head, i0, R)
     p = Side(p.Q, p.x, p.head, load_row_tile(p.head, i, P, MASKED))
     r = Side(r.Q, r.x, r.head, load_row_tile(r.head, i, R, MASKED))
     raw_p, S_p, show_p = side_tile_transposed(p, Q_p, j0, i0, slot, P, MASKED)
     raw_r, S_r, show_r = side_tile_transposed(r, Q_r, j0, i0, slot, R, MASKED)
-    w = load_pair_rows(stats, p.head.first_row, i, p.head.sizes.n, C)
     row = PairRows(w.lse_p[None, :], w.lse_r[None, :], w.g[None, :], w.p_delta[None, :], w.r_delta[None, :], w.floor[None, :])
     dS_p, dS_r = pair_backward(S_p, S_r, show_p, show_r, row, stats.mix, p, r, P, R, C, MASKED)
     if C.NEEDS_P:
@@ -193,4 +227,4 @@ def divergence_dk(
     if C.NEEDS_P:
         store_rows(out.p, sums.p * args_p.score.scale, first_key, j, m, P.D, P.DP)
     if C.NEEDS_R:
-        store_rows(out.r, sums.r * args_r.score.scale, first_key, j, m, R.D, R.DP)
+        store_rows(out.r, sums.r * scale_of_r(args_r.score.scale, C), first_key, j, m, R.D, R.DP)

@@ -15,8 +15,9 @@ from ..arguments import KernelArgs
 from .aggregates import Constants, constants
 from .configs import Config
 from .divergence import KL, divergence_kl, divergence_terms, row_lse
-from .divergence_backward import divergence_dk, divergence_dq
+from .divergence_backward import divergence_dk, divergence_dq, pack_rows
 from .launch import by_tma, options_of
+from .tile_ops import PACK
 
 __all__ = ["DivergenceRows", "Gradients", "Mix", "Pair", "backward", "forward", "lse"]
 
@@ -39,10 +40,9 @@ class Mix(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """What a backward kernel reads of each row."""
+    """What a backward kernel reads."""
 
-    rows: DivergenceRows
-    g: Tensor
+    packed: Tensor  # float32 (L · H, N padded, 4 or 8), as `pack_rows` has it
     mix: Mix
 
 
@@ -99,6 +99,11 @@ class Pair:
         return {"P": P, "R": R, "C": constants(KIND=self.kind, **more)}
 
     @property
+    def row_constants(self) -> dict[str, Any]:
+        """What kernels that read packed rows are compiled for, too."""
+        return {"WIDTH": 4 if self.kind == KL else 8, "PTX": self.p.ptx}
+
+    @property
     def sinks(self) -> dict[str, Tensor | None]:
         return {"sinks_p": self.p.sink, "sinks_r": self.r.sink}
 
@@ -137,7 +142,7 @@ def _start(w: Pair, name: str, kernel: Any, tensors: dict[str, Any], needs: tupl
     row_blocks = triton.cdiv(N, c.BM)
     more = {"SINK_P": w.p.sink is not None, "SINK_R": w.r.sink is not None}
     if needs is not None:
-        more = {"NEEDS_P": needs[0], "NEEDS_R": needs[1]}
+        more = {"NEEDS_P": needs[0], "NEEDS_R": needs[1], **w.row_constants}
     arguments = {**tensors, **w.described(c), **w.sizes, "row_blocks": row_blocks, **w.constants(c, **more)}
     launch_cache.start(key, kernel, row_blocks * L * H, arguments, options_of(c), tensors, c)
 
@@ -162,7 +167,7 @@ def lse(w: KernelArgs) -> Tensor:
 
 def backward(w: Pair, rows: DivergenceRows, g: Tensor, queries: tuple[bool, bool], keys: tuple[bool, bool]) -> tuple[Gradients, Gradients]:
     """The wanted gradients of queries and of keys, of either side."""
-    stats = Stats(rows, g, w.mix)
+    stats = Stats(_packed(w, rows, g), w.mix)
     dq, dk = Gradients(), Gradients()
     if any(queries):
         dq = _new_gradients(w.p.query, w.r.query, queries)
@@ -175,6 +180,21 @@ def backward(w: Pair, rows: DivergenceRows, g: Tensor, queries: tuple[bool, bool
         else:
             _start_dk(w, dk, stats, keys, w.p.groups if keys[0] else w.r.groups)
     return dq, dk
+
+
+def _packed(w: Pair, rows: DivergenceRows, g: Tensor) -> Tensor:
+    """What the backward kernels know of each row."""
+    L, H, N = w.p.rows
+    kinds, blocks = w.row_constants, triton.cdiv(N, PACK.value)
+    out = g.new_empty(L * H, blocks * PACK.value, kinds["WIDTH"], dtype=torch.float32)
+    tensors = {"rows": rows, "g": g, "floors": w.mix.floor, "out": out}
+    launch = launch_cache.find(key := ("divergence rows", g.data_ptr() & 15, w.signature))
+    if launch is not None:
+        launch.again(**tensors)
+    else:
+        arguments = {**tensors, "n": N, "C": constants(KIND=w.kind, **kinds)}
+        launch_cache.start(key, pack_rows, blocks * L * H, arguments, {"enable_fp_fusion": True}, tensors)
+    return out
 
 
 def _new_gradients(p: Tensor, r: Tensor, needs: tuple[bool, bool]) -> Gradients:
@@ -190,7 +210,7 @@ def _start_dk(w: Pair, out: Gradients, stats: Stats, needs: tuple[bool, bool], g
         launch.again(**tensors)
         return
     L, H, _ = w.p.rows
-    kinds = w.constants(c, NEEDS_P=needs[0], NEEDS_R=needs[1], GROUPED=groups > 1)
+    kinds = w.constants(c, NEEDS_P=needs[0], NEEDS_R=needs[1], GROUPED=groups > 1, **w.row_constants)
     arguments = {**tensors, **w.described(c), **w.sizes, "groups": groups, **kinds}
     launch_cache.start(key, divergence_dk, triton.cdiv(w.p.m, c.BN) * L * (H // groups), arguments, options_of(c), tensors, c)
 

@@ -35,11 +35,13 @@ from .aggregates import Constants, constants
 from .backward import backward_dkdv as backward_dkdv_kernel
 from .backward import backward_dq as backward_dq_kernel
 from .backward import backward_preprocess as backward_preprocess_kernel
+from .backward import pack_row_stats
 from .configs import Config, padded
 from .decode import decode_merge, decode_split
 from .double_backward import double_backward_dkdv, double_backward_dq
 from .forward import forward as forward_kernel
 from .jvp import jvp as jvp_kernel
+from .tile_ops import PACK
 
 __all__ = [
     "backward", "backward_preprocess", "bias_gradient", "by_tma", "decodes", "double_backward", "forward", "jvp", "options_of",
@@ -217,16 +219,41 @@ def _backward_dkdv(w: KernelArgs, rows: BackwardRows, dk: bool = False, dv: bool
         dv=w.value.new_empty(w.value.shape) if dv else None,
     )
     key, launch, c, tensors = _backward_launch(w, rows, "dkdv", grads)
+    packed = _packs(w)
+    if packed:
+        tensors["stats"] = rows.stats._replace(packed=_packed(w, rows))
     if launch is None:
         arguments, tma = _backward_arguments(w, rows, c, tensors)
         C = _constants(
             w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma, GROUPED=w.groups > 1, WANTS_DK=dk, WANTS_DV=dv,
+            PACKED=packed,
         )  # fmt: skip
         arguments |= {**w.sizes, "C": C}
         launch_cache.start(key, backward_dkdv_kernel, triton.cdiv(M, c.BN) * L * K, arguments, options_of(c), tensors, c)
     else:
         launch.again(**tensors)
     return grads
+
+
+def _packs(w: KernelArgs) -> bool:
+    """Whether what `backward_dkdv` reads of rows is packed first."""
+    return w.ptx and not w.exact and w.vector is None
+
+
+def _packed(w: KernelArgs, rows: BackwardRows) -> Tensor:
+    """What `backward_dkdv` reads of each row: float32 (L · H, N padded, 4)."""
+    L, H, N = w.rows
+    blocks = triton.cdiv(N, PACK.value)
+    out = rows.delta.new_empty(L * H, blocks * PACK.value, 4)
+    tensors = {"stats": rows.stats, "out": out}
+    key = ("packed rows", rows.g_entropy is None, w.signature)
+    launch = launch_cache.find(key)
+    if launch is not None:
+        launch.again(**tensors)
+        return out
+    C = constants(FAST=w.fast, EXACT=False, ENTROPY=rows.g_entropy is not None)
+    launch_cache.start(key, pack_row_stats, blocks * L * H, {**tensors, "n": N, "C": C}, {"enable_fp_fusion": True}, tensors)
+    return out
 
 
 def _backward_launch(w: KernelArgs, rows: BackwardRows, direction: str, grads: Gradients) -> tuple[Any, Any, Config, dict[str, Any]]:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..arguments import Sizes
 from .aggregates import Head, Matrices
-from .backward import down_columns, softmax_backward
+from .backward import down_columns, folded, softmax_backward
 from .program import (
     do_at,
     k_at,
@@ -104,7 +104,7 @@ def table_gradient_by_rows(q, k, v, do, out, stats, args, n, m, heads, groups, p
             i = i0 + tl.arange(0, C.BM)
             Q = load_q(x, head, i0, C)
             dO = load_do(x, head, i0, C)
-            row = load_row_stats(stats, head, i, C)
+            row = folded(load_row_stats(stats, head, i, C), C)
             rows = load_row_tile(head, i, C, True)
             line = over_keys(by_rows_step, tl.zeros([C.BM], tl.float32), (mine, Q, dO, x, head, rows, row, i0), head, block, C)
             if not C.DIAGONALS:
@@ -116,7 +116,7 @@ def by_keys_step(line, K, V, x, head, stats, j, b, slot, C: tl.constexpr, MASKED
     """Add block b of the rows to the sums of keys."""
     i = b * C.BM + tl.arange(0, C.BM)
     rows = load_row_tile(head, i, C, MASKED)
-    row = load_row_stats(stats, head, i, C)
+    row = folded(load_row_stats(stats, head, i, C), C)
     dO = load_do(x, head, b * C.BM, C)
     Q = load_q(x, head, b * C.BM, C)
     return line + tl.sum(load_gradient(Q, K, V, dO, x, head, rows, row, j, slot, C, MASKED), 0)

@@ -309,7 +309,9 @@ def visible_logits(S, rows, j, slot, head, C: tl.constexpr, MASKED: tl.constexpr
 def visible_logits_transposed(S, rows, j, slot, head, C: tl.constexpr, MASKED: tl.constexpr):
     """The same for transposed scores S [BN, BM]."""
     show = j
-    if not C.FAST:
+    if C.POINTWISE and not C.CAP and C.BIAS == _BIAS_NONE:  # as the slope is computed, so that both share what they can
+        S = pointwise(C.VALUE, S * head.scale, rows.i, j, head, C, True)
+    elif not C.FAST:
         S, show = head_logits(tl.trans(S), rows, j, head, C)
         S = tl.trans(S)
         if C.BIAS != _BIAS_NONE:

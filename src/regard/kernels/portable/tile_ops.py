@@ -12,6 +12,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 DEEP = tl.constexpr(-1e4)  # exp2(−1e4) is 0, and products with it stay finite
+PACK = tl.constexpr(128)  # rows that a program packs; packed heads are padded to a multiple, so that no reader asks where rows end
 _NONE, _SPANS, _BITS = tl.constexpr(NONE), tl.constexpr(SPANS), tl.constexpr(BITS)
 _BIAS_NONE, _BIAS_TENSOR, _BIAS_ALIBI = tl.constexpr(BIAS_NONE), tl.constexpr(BIAS_TENSOR), tl.constexpr(BIAS_ALIBI)
 
@@ -40,6 +41,22 @@ def load_rows(x, at, valid, width: tl.constexpr, stride, PADDED: tl.constexpr, G
     else:
         X = tl.load(at)
     return X
+
+
+@triton.jit
+def read_four(at, PTX: tl.constexpr):
+    """The four float32 from each address on, which is a multiple of 16. No kernel writes them while it runs.
+
+    Triton stages loads of a loop in shared memory, each thread all that it needs itself; an instruction of its own reads four at once.
+    """
+    if PTX:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,l", [at.to(tl.int64)],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        a, b, c, d = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return a, b, c, d
 
 
 @triton.jit
