@@ -38,7 +38,8 @@ def compiled(hopper: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def start(key: Any, kernel: Any, programs: int, given: Any, options: Any, changing: Any, about: Any = None) -> None:
         made = kernel.warmup(**given, grid=(1,), **options)
-        found.append(made.result() if hasattr(made, "result") else made)
+        if kernel.__name__ != "pack_rows":  # which has no products
+            found.append(made.result() if hasattr(made, "result") else made)
 
     def config(self: Any, direction: str) -> configs.Config:
         return configs._PAIRS[direction, 2, max(64, self.query.shape[3])]
@@ -78,3 +79,4 @@ def test_a_pass_compiles_for_hopper(what: str, kind: int, mask: str, dim: int, c
         assert kernel.metadata.shared <= hopper_compiled.SHARED
         assert "wgmma.mma_async" in kernel.asm["ptx"]
         assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+        assert ("ld.global.nc.v4.f32" in kernel.asm["ptx"]) == (what in ("queries", "keys"))  # rows are read packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -20,6 +21,8 @@ LINE = re.compile(
     r"(v\d+ = |return )((tl|ops)\.\w+|v\d+|score|batch|head|row|key|floats|whole|sizes|float|to"
     r'|"-?inf"|"nan"|[-+*/&|^~<>=!(),.\[\] ]|\d+(\.\d+)?(e-?\d+)?|True|False)+'
 )
+
+TABLE = torch.rand(4)
 
 
 def made(f: object) -> tuple[str, object]:
@@ -46,6 +49,29 @@ def test_equal_functions_are_one_and_others_are_not() -> None:
     one = made(lambda s, b_, h, i, j: s + a[h])
     assert made(lambda s, b_, h, i, j: s + b[h])[1] is one[1]
     assert made(lambda s, b_, h, i, j: s - b[h])[1] is not one[1]
+
+
+def test_the_exponential_of_a_multiple_has_one_product() -> None:
+    body, _ = made(lambda s, b, h, i, j: s * torch.exp((i - j).abs() * -0.5))
+    assert f"tl.exp2(v8 * {-0.5 / math.log(2)!r})" in body
+
+
+@pytest.mark.parametrize(
+    ("f", "bounded"),
+    [
+        (lambda s, b, h, i, j: s * torch.exp(-0.01 * (i - j).abs()), True),
+        (lambda s, b, h, i, j: s * torch.exp(0.01 * (i - j).abs()), False),
+        (lambda s, b, h, i, j: 20 * torch.tanh(s / 20), True),
+        (lambda s, b, h, i, j: torch.where(i > j, s, 2 * s), True),
+        (lambda s, b, h, i, j: torch.log(s.abs()), False),
+        (lambda s, b, h, i, j: s * s, False),
+        (lambda s, b, h, i, j: s * TABLE[h], False),
+    ],
+)
+def test_a_slope_is_bounded_if_no_finite_score_makes_it_infinite(f: object, bounded: bool) -> None:
+    traced = trace(f, {}, torch.float32)  # type: ignore[arg-type]
+    e = traced.expression
+    assert e.is_bounded(e.derivative(traced.value, e.score)) is bounded
 
 
 def test_a_new_shape_mask_or_table_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,6 +298,8 @@ def _bounded(node: Node, inner: list[tuple[float, float]]) -> tuple[float, float
     if node.op == "mul":
         products = (a * c, a * d, b * c, b * d)
         return min(products), max(products)
+    if node.op == "div" and c == d != 0:
+        return min(a / c, b / c), max(a / c, b / c)
     if node.kind == INT and node.op == "mod" and c == d > 0:
         return 0, c - 1
     if node.kind == INT and node.op == "floordiv" and c == d > 0:

@@ -88,22 +88,27 @@ class Terms(NamedTuple):
 
 
 @triton.jit
-def softplus2(x):
-    """log2(1 + 2ˣ)."""
-    return tl.maximum(x, 0.0) + tl.log2(1.0 + tl.exp2(-tl.abs(x)))
+def softplus2(x, C: tl.constexpr):
+    """log2(1 + 2ˣ); with QUICK to 2⁻²², which is what exp2 has too."""
+    y = 1.0 + tl.exp2(-tl.abs(x))
+    if C.QUICK:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.log2(y)
+    return tl.maximum(x, 0.0) + y
 
 
 @triton.jit
-def pair_terms(x_p, x_r, floor, kept, KIND: tl.constexpr):
+def pair_terms(x_p, x_r, floor, kept, C: tl.constexpr):
     """The terms of pairs with log2 weights x_p and x_r; hidden ones have DEEP."""
     p, r = tl.exp2(x_p), tl.exp2(x_r)
-    if KIND == _JS:
+    if C.KIND == _JS:
         d = x_p - x_r
-        s = softplus2(d)  # 1 − s = log2(r / m)
+        s = softplus2(d, C)  # 1 − s = log2(r / m)
         A, rB = 0.5 * (1.0 - s + d), r * (0.5 * LN2 * (1.0 - s))
-    elif KIND == _EPSILON:
+    elif C.KIND == _EPSILON:
         d = x_r + kept - floor
-        s = softplus2(d)
+        s = softplus2(d, C)
         A, rB = x_p - floor - s, -p * tl.exp2(d - s)
     else:
         A, rB = x_p - x_r, -p
@@ -321,7 +326,7 @@ def tile_terms(S_p, S_r, show_p, show_r, row, mix, p, r, P: tl.constexpr, R: tl.
     """The terms of a tile, for row statistics that are broadcast to it."""
     X_p = log_weights(S_p, row.lse_p, show_p, unit_of(p.head, P), MASKED)
     X_r = log_weights(S_r, row.lse_r, show_r, unit_of(r.head, R), MASKED)
-    return pair_terms(X_p, X_r, row.floor, mix.kept, C.KIND)
+    return pair_terms(X_p, X_r, row.floor, mix.kept, C)
 
 
 @triton.jit
@@ -366,7 +371,7 @@ def divergence_terms(
             sunk_p = tl.where(lse_p == float("-inf"), DEEP, tl.load(sinks_p + index) * LOG2E - lse_p)
         if C.SINK_R:
             sunk_r = tl.where(lse_r == float("-inf"), DEEP, tl.load(sinks_r + index) * LOG2E - lse_r)
-        found = pair_terms(tl.maximum(sunk_p, DEEP), tl.maximum(sunk_r, DEEP), floor, mix.kept, C.KIND)
+        found = pair_terms(tl.maximum(sunk_p, DEEP), tl.maximum(sunk_r, DEEP), floor, mix.kept, C)
         sum_p += found.p * found.A
         sum_r += found.rB
     sum_p *= LN2

@@ -102,7 +102,7 @@ def pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P: tl.constexpr, R: 
         dS_p = weight * (row.g * (X_p - X_r) - row.p_delta)
         dS_r = row.g * (tl.exp2(X_r) - weight)
     else:
-        found = pair_terms(X_p, X_r, row.floor, mix.kept, C.KIND)
+        found = pair_terms(X_p, X_r, row.floor, mix.kept, C)
         dS_p = found.p * (row.g * found.A - row.p_delta)
         dS_r = (row.g * LOG2E) * found.rB - row.r_delta * found.r
     return dS_p, dS_r

@@ -96,7 +96,8 @@ class Pair:
 
     def constants(self, c: Config, **more: Any) -> dict[str, Constants]:
         P, R = (side_constants(w, c, LISTED=self.listed) for w in (self.p, self.r))
-        return {"P": P, "R": R, "C": constants(KIND=self.kind, **more)}
+        quick = self.p.ptx and not (self.p.exact or self.r.exact)
+        return {"P": P, "R": R, "C": constants(KIND=self.kind, QUICK=quick, **more)}
 
     @property
     def row_constants(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def divergence_mean(
         show_p, show_r = shown_tile(args_p, batch, sizes_p, i0, j0, P), shown_tile(args_r, batch, sizes_r, i0, j0, R)
         if any_of(show_p | show_r):
             X_p, X_r = mean_tiles(q_p, k_p, q_r, k_r, rows, args_p, args_r, sizes_p, sizes_r, (show_p, show_r), batch, i0, j0, P, R, C)
-            found = pair_terms(X_p, X_r, floor[:, None], mix.kept, C.KIND)
+            found = pair_terms(X_p, X_r, floor[:, None], mix.kept, C)
             total += tl.sum(found.p * found.A, 1) * LN2
             if C.KIND == _JS:
                 total += tl.sum(found.rB, 1)
@@ -148,13 +148,13 @@ def mean_slopes(
         if C.KIND == _EPSILON:
             floor = tl.load(mix.floor + batch.to(tl.int64) * n + i, mask=i < n, other=0.0)
         X_p, X_r = mean_tiles(q_p, k_p, q_r, k_r, rows, args_p, args_r, sizes_p, sizes_r, (show_p, show_r), batch, i0, j0, P, R, C)
-        found = pair_terms(X_p, X_r, floor[:, None], mix.kept, C.KIND)
+        found = pair_terms(X_p, X_r, floor[:, None], mix.kept, C)
         W_p = tl.where(show_p, found.A * LN2, float("-inf"))
         if C.KIND == _JS:
-            B = 0.5 * LN2 * (1.0 - softplus2(X_p - X_r))
+            B = 0.5 * LN2 * (1.0 - softplus2(X_p - X_r, C))
         elif C.KIND == _EPSILON:
             d = X_r + mix.kept - floor[:, None]
-            B = X_p - X_r + d - softplus2(d)
+            B = X_p - X_r + d - softplus2(d, C)
         else:
             B = X_p - X_r
         W_r = tl.where(show_r, B, float("-inf"))
