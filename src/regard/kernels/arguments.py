@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compat.triton import INTERPRETED
 from ..core.rows import Rows
-from .block_lists import NONE, BlockLists
+from .block_lists import BITS, NONE, BlockLists
 from .block_mask import BlockMask
 from .launch_cache import Shortcuts
 from .pointwise import PointwiseArgs, PointwiseKernel
@@ -327,6 +327,11 @@ class KernelArgs:
         """Whether kernels may have instructions of NVIDIA's."""
         return not INTERPRETED and chip_of(self.query.device).name[0].isdigit()
 
+    @property
+    def by_span(self) -> bool:
+        """Whether a pair is visible if its key is in its row's span: nothing else hides one."""
+        return self.block_mask.kind != BITS and self.kind == BIAS_NONE and self.vector is None
+
     @cached_property
     def approximate(self) -> bool:
         """Whether the additive score may take the hardware's tanh."""
@@ -360,6 +365,8 @@ class KernelArgs:
             "APPROXIMATE": self.approximate,
             "PRECISION": self.precision,
             "MIXED_HEADS": False,
+            "PTX": self.ptx,
+            "BY_SPAN": False,
             **(NO_FUNCTION if self.pointwise is None else self.pointwise.kinds),
         }
 

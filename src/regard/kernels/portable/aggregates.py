@@ -32,6 +32,9 @@ class Constants:
     FAST           whether logits are products times one positive number, which then stay raw
     EXACT          whether exponents keep all digits of float32
     ENTROPY, DROP, SINK    whether there is one
+    BY_SPAN        whether tiles are masked by the spans of their rows alone, in one go
+    PTX            whether kernels may have instructions of NVIDIA's
+    PACKED         dkdv: whether what it reads of rows is packed
     TMA            whether matrices are TMA descriptors
     GROUPED        whether query heads share keys
     PARTS          forward: of the values' columns, DVP each, for which programs are apart

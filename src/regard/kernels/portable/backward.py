@@ -50,6 +50,7 @@ from .tile_ops import (
     quick_tanh,
     read_four,
     row_offset,
+    select_in_spans,
     tanh,
     zero_hidden_keys,
 )
@@ -137,34 +138,35 @@ def along_rows(row):
 
 
 @triton.jit
-def softmax_backward(S, dP, score, slope, show, keep, row, head, C: tl.constexpr, HIDES: tl.constexpr):
+def softmax_backward(S, dP, score, slope, show, span, keep, row, head, C: tl.constexpr, HIDES: tl.constexpr):
     """P with dropout applied, and dS of the logits and of the raw scores; the row statistics are folded, and broadcast to S.
 
-    `score` and `slope` are those of `scores_and_slope`.
+    `score` and `slope` are those of `scores_and_slope`. If BY_SPAN, `span` has the keys and the spans instead of `show`.
     """
     # log2 of the weight, but for the denominator
     T = (S - row.offset) * LOG2E if C.EXACT and not C.FAST else S * (head.unit if C.FAST else LOG2E) - row.offset
     if C.ENTROPY:
         T = clamp_exponent(T)  # finite, so that P·T is 0 and not NaN
     P = tl.exp2(T - row.log_sum) if C.EXACT else tl.exp2(T)
-    if HIDES:
-        P = tl.where(show, P, 0.0)
-    Pd = P
     if C.DROP:
-        Pd = tl.where(keep, P * head.dropout.factor, 0.0)
         dP = tl.where(keep, dP * head.dropout.factor, 0.0)
     dS = dP - row.delta
     if C.ENTROPY:
         dS -= row.g_entropy * T
     dS = P * dS
-    if HIDES:
-        dS = tl.where(show, dS, 0.0)
+    if HIDES and C.BY_SPAN:
+        P, dS = select_in_spans(P, dS, *span, 0.0, C.PTX)
+    elif HIDES:
+        P, dS = tl.where(show, P, 0.0), tl.where(show, dS, 0.0)
+    Pd = P
+    if C.DROP:
+        Pd = tl.where(keep, P * head.dropout.factor, 0.0)
     dRaw = dS
     if C.CAP:
         t = tanh(score / head.score.cap)
         dRaw = dS * (1.0 - t * t)
         if HIDES:
-            dRaw = tl.where(show, dRaw, 0.0)
+            dRaw = tl.where(dS == 0.0, 0.0, dRaw)
     if C.SLOPED:  # a slope may be inf or NaN where a pair is hidden, or has no weight
         if HIDES or not C.BOUNDED:
             dRaw = tl.where(dRaw == 0.0, 0.0, dRaw * slope)
@@ -185,7 +187,7 @@ def dkdv_step(sums, K, V, x, head, stats, j, b, slot, C: tl.constexpr, MASKED: t
     Q = load_q(x, head, b * C.BM, C)
     raw = raw_scores_transposed(Q, K, x, head, i, j, C)  # [BN, BM]
     HIDES: tl.constexpr = MASKED or C.BIAS != _BIAS_NONE
-    S, show = visible_logits_transposed(raw, rows, j, slot, head, C, MASKED)
+    S, show = visible_logits_transposed(raw, rows, j, slot, head, C, MASKED and not C.BY_SPAN)
     if HIDES and C.HIDDEN_DIM == 0:  # a row that attends to nothing leaves no trace, not even a NaN
         Q = tl.where((row.offset < float("inf"))[:, None], Q, 0.0)
     keep = j
@@ -193,7 +195,8 @@ def dkdv_step(sums, K, V, x, head, stats, j, b, slot, C: tl.constexpr, MASKED: t
         keep = tl.trans(dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound))
     dP = tl.dot(V, tl.trans(dO), input_precision=C.PRECISION)  # [BN, BM]
     score, slope = scores_and_slope(raw, i, j, head, C, True)
-    P, dS, dRaw = softmax_backward(S, dP, score, slope, show, keep, along_rows(row), head, C, HIDES)
+    span = (j[:, None], rows.lo[None, :], rows.hi[None, :])
+    P, dS, dRaw = softmax_backward(S, dP, score, slope, show, span, keep, along_rows(row), head, C, HIDES)
     if C.WANTS_DV:
         dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=C.PRECISION)  # [BN, DVP]
     if C.HIDDEN_DIM > 0:
@@ -260,7 +263,7 @@ def dq_step(sums, Q, dO, x, head, rows, row, b, slot, C: tl.constexpr, MASKED: t
     raw = raw_scores(Q, K, x, head, i, j, C)  # [BM, BN]
     V = load_v(x, head, b * C.BN, C, MASKED)
     HIDES: tl.constexpr = MASKED or C.BIAS != _BIAS_NONE
-    S, show = visible_logits(raw, rows, j, slot, head, C, MASKED)
+    S, show = visible_logits(raw, rows, j, slot, head, C, MASKED and not C.BY_SPAN)
     if HIDES and C.HIDDEN_DIM == 0:
         K = zero_hidden_keys(K, show, head.blocks, head.batch, head.index, j, m, C.MASK, C.BIAS)
     keep = j
@@ -268,7 +271,8 @@ def dq_step(sums, Q, dO, x, head, rows, row, b, slot, C: tl.constexpr, MASKED: t
         keep = dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound)
     dP = tl.dot(dO, tl.trans(V), input_precision=C.PRECISION)  # [BM, BN]
     score, slope = scores_and_slope(raw, i, j, head, C, False)
-    P, dS, dRaw = softmax_backward(S, dP, score, slope, show, keep, down_columns(row), head, C, HIDES)
+    span = (j[None, :], rows.lo[:, None], rows.hi[:, None])
+    P, dS, dRaw = softmax_backward(S, dP, score, slope, show, span, keep, down_columns(row), head, C, HIDES)
     if C.HIDDEN_DIM > 0:
         channel = tl.arange(0, C.DP)
         for c in range(C.HIDDEN_DIM):

@@ -57,7 +57,7 @@ def logit_gradient(q, k, v, do, args, stats, head, i0, j0, slot, C: tl.constexpr
     if C.DROP:
         keep = dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound)
     row = folded(load_row_stats(stats, head, rows.i, C), C)
-    _, dS, _ = softmax_backward(S, dP, S, S, show, keep, down_columns(row), head, C, True)
+    _, dS, _ = softmax_backward(S, dP, S, S, show, (), keep, down_columns(row), head, C, True)
     return dS
 
 

@@ -33,7 +33,7 @@ from .program import (
     visible_logits,
     visible_logits_transposed,
 )
-from .tile_ops import _BITS, _SPANS, DEEP, LN2, LOG2E, LOWEST, block_list_start, program_tile
+from .tile_ops import _BITS, _SPANS, DEEP, LN2, LOG2E, LOWEST, block_list_start, program_tile, select_in_spans
 
 KL, EPSILON, JS = 0, 1, 2
 _KL, _EPSILON, _JS = tl.constexpr(KL), tl.constexpr(EPSILON), tl.constexpr(JS)
@@ -158,12 +158,12 @@ def over_both(OVER: tl.constexpr, STEP: tl.constexpr, state, given, p, r, block,
 
 @triton.jit
 def side_tile(side, b, i0, slot, C: tl.constexpr, MASKED: tl.constexpr):
-    """Raw products and logits [BM, BN] of block b of the keys, which are visible, and the keys."""
+    """Raw products and logits [BM, BN] of block b of the keys, which are visible unless BY_SPAN, and the keys."""
     j0 = b * C.BN
     K = load_k(side.x, side.head, j0, C, MASKED)
     raw = tl.dot(side.Q, tl.trans(K), input_precision=C.PRECISION)
     if C.LISTED or not MASKED or C.MASK != _BITS:
-        S, show = visible_logits(raw, side.rows, j0 + tl.arange(0, C.BN), slot, side.head, C, MASKED)
+        S, show = visible_logits(raw, side.rows, j0 + tl.arange(0, C.BN), slot, side.head, C, MASKED and not C.BY_SPAN)
     else:
         slot = slot_at(side.head, i0, j0, C)
         S, show = visible_logits(raw, side.rows, j0 + tl.arange(0, C.BN), tl.maximum(slot, 0), side.head, C, MASKED)
@@ -177,7 +177,7 @@ def side_tile_transposed(side, Q, j0, i0, slot, C: tl.constexpr, MASKED: tl.cons
     j = j0 + tl.arange(0, C.BN)
     raw = tl.dot(side.Q, tl.trans(Q), input_precision=C.PRECISION)
     if C.LISTED or not MASKED or C.MASK != _BITS:
-        S, show = visible_logits_transposed(raw, side.rows, j, slot, side.head, C, MASKED)
+        S, show = visible_logits_transposed(raw, side.rows, j, slot, side.head, C, MASKED and not C.BY_SPAN)
     else:
         slot = slot_at(side.head, i0, j0, C)
         S, show = visible_logits_transposed(raw, side.rows, j, tl.maximum(slot, 0), side.head, C, MASKED)
@@ -196,12 +196,15 @@ def add_to_softmax(S, m, l, unit):
 
 
 @triton.jit
-def kl_step(state, p, r, i0, R: tl.constexpr, b, slot, P: tl.constexpr, MASKED: tl.constexpr):
+def kl_step(state, p, r, i0, R: tl.constexpr, C: tl.constexpr, b, slot, P: tl.constexpr, MASKED: tl.constexpr):
     """Add block b of the keys."""
     _, S_p, show_p, _ = side_tile(p, b, i0, slot, P, MASKED)
     _, S_r, show_r, _ = side_tile(r, b, i0, slot, R, MASKED)
     lost = state.lost
-    if MASKED:
+    if MASKED and P.BY_SPAN:
+        j = b * P.BN + tl.arange(0, P.BN)
+        S_p, S_r = select_in_spans(S_p, S_r, j[None, :], p.rows.lo[:, None], p.rows.hi[:, None], float("-inf"), C.PTX)
+    elif MASKED:
         S_p = tl.where(show_p, S_p, float("-inf"))
         S_r = tl.where(show_r, S_r, float("-inf"))
         if not P.LISTED:
@@ -270,7 +273,7 @@ def divergence_kl(
     r = Side(load_q(x_r, head_r, block * P.BM, R), x_r, head_r, load_row_tile(head_r, i, R, True))
     zeros = tl.zeros([P.BM], tl.float32)
     state = PairState(zeros + LOWEST, zeros, zeros + LOWEST, zeros, zeros, zeros + float("-inf"))
-    state = over_both(over_keys, kl_step, state, (p, r, block * P.BM, R), p, r, block, tl.cdiv(m, P.BN), P, R)
+    state = over_both(over_keys, kl_step, state, (p, r, block * P.BM, R, C), p, r, block, tl.cdiv(m, P.BN), P, R)
     value, lse_p, lse_r = finished_kl(state, sinks_p, sinks_r, p.head.index, C)
     at = p.head.first_row + i
     tl.store(out.value + at, value, mask=i < n)
@@ -283,7 +286,10 @@ def lse_step(sums, side, b, slot, C: tl.constexpr, MASKED: tl.constexpr):
     """Add block b of the keys to the row max m and the row sum l."""
     m, l = sums
     _, S, show, _ = side_tile(side, b, 0, slot, C, MASKED)
-    if MASKED:
+    if MASKED and C.BY_SPAN:
+        j = b * C.BN + tl.arange(0, C.BN)
+        S, _ = select_in_spans(S, S, j[None, :], side.rows.lo[:, None], side.rows.hi[:, None], float("-inf"), C.PTX)
+    elif MASKED:
         S = tl.where(show, S, float("-inf"))
     _, _, m, l, _ = add_to_softmax(S, m, l, unit_of(side.head, C))
     return m, l
@@ -334,6 +340,10 @@ def terms_step(sums, p, r, row, mix, i0, R: tl.constexpr, C: tl.constexpr, b, sl
     """Add the terms of block b of the keys."""
     _, S_p, show_p, _ = side_tile(p, b, i0, slot, P, MASKED)
     _, S_r, show_r, _ = side_tile(r, b, i0, slot, R, MASKED)
+    if MASKED and P.BY_SPAN:
+        j = b * P.BN + tl.arange(0, P.BN)
+        S_p, S_r = select_in_spans(S_p, S_r, j[None, :], p.rows.lo[:, None], p.rows.hi[:, None], float("-inf"), C.PTX)
+        show_p, show_r = S_p != float("-inf"), S_r != float("-inf")
     found = tile_terms(S_p, S_r, show_p, show_r, row, mix, p, r, P, R, C, MASKED)
     return Sums(sums.p + tl.sum(found.p * found.A, 1), sums.r + tl.sum(found.rB, 1))
 

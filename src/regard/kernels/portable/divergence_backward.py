@@ -40,7 +40,7 @@ from .program import (
     q_at,
     store_rows,
 )
-from .tile_ops import DEEP, LN2, LOG2E, PACK, program_tile, read_four, tanh, zero_hidden_keys
+from .tile_ops import DEEP, LN2, LOG2E, PACK, program_tile, read_four, select_in_spans, tanh, zero_hidden_keys
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -115,11 +115,9 @@ def scale_of_r(scale, C: tl.constexpr):
 
 
 @triton.jit
-def add_dq(dQ, dS, raw, show, K, b, head, C: tl.constexpr, MASKED: tl.constexpr):
-    """dQ of a side with what block b of its keys contributes, from dS of the logits."""
-    dS = capped(dS, raw, head, C)
+def add_dq(dQ, dS, show, K, b, head, C: tl.constexpr, MASKED: tl.constexpr):
+    """dQ of a side with what block b of its keys contributes."""
     if MASKED:
-        dS = tl.where(show, dS, 0.0)
         j = b * C.BN + tl.arange(0, C.BN)
         K = zero_hidden_keys(K, show, head.blocks, head.batch, head.index, j, head.sizes.m, C.MASK, C.BIAS)
     return tl.dot(dS.to(K.dtype), K, dQ, input_precision=C.PRECISION)
@@ -132,10 +130,16 @@ def dq_step(sums, p, r, row, mix, i0, R: tl.constexpr, C: tl.constexpr, b, slot,
     raw_p, S_p, show_p, K_p = side_tile(p, b, i0, slot, P, MASKED)
     raw_r, S_r, show_r, K_r = side_tile(r, b, i0, slot, R, MASKED)
     dS_p, dS_r = pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P, R, C, MASKED)
+    dS_p, dS_r = capped(dS_p, raw_p, p.head, P), capped(dS_r, raw_r, r.head, R)
+    if MASKED and P.BY_SPAN:
+        j = b * P.BN + tl.arange(0, P.BN)
+        dS_p, dS_r = select_in_spans(dS_p, dS_r, j[None, :], p.rows.lo[:, None], p.rows.hi[:, None], 0.0, C.PTX)
+    elif MASKED:
+        dS_p, dS_r = tl.where(show_p, dS_p, 0.0), tl.where(show_r, dS_r, 0.0)
     if C.NEEDS_P:
-        dQ_p = add_dq(dQ_p, dS_p, raw_p, show_p, K_p, b, p.head, P, MASKED)
+        dQ_p = add_dq(dQ_p, dS_p, show_p, K_p, b, p.head, P, MASKED)
     if C.NEEDS_R:
-        dQ_r = add_dq(dQ_r, dS_r, raw_r, show_r, K_r, b, r.head, R, MASKED)
+        dQ_r = add_dq(dQ_r, dS_r, show_r, K_r, b, r.head, R, MASKED)
     return Sums(dQ_p, dQ_r)
 
 
@@ -169,11 +173,9 @@ def divergence_dq(
 
 
 @triton.jit
-def add_dk(dK, dS, raw, show, Q, lse, head, C: tl.constexpr, MASKED: tl.constexpr):
-    """dK of a side with what a block of its rows contributes, from dSᵀ of the logits."""
-    dS = capped(dS, raw, head, C)
+def add_dk(dK, dS, Q, lse, C: tl.constexpr, MASKED: tl.constexpr):
+    """dK of a side with what a block of its rows contributes, from dSᵀ."""
     if MASKED:  # a row that attends to nothing leaves no trace, not even a NaN
-        dS = tl.where(show, dS, 0.0)
         Q = tl.where((lse != FAR)[:, None], Q, 0.0)
     return tl.dot(dS.to(Q.dtype), Q, dK, input_precision=C.PRECISION)
 
@@ -192,10 +194,16 @@ def dk_step(sums, p, r, stats, j0, R: tl.constexpr, C: tl.constexpr, b, slot, P:
     raw_r, S_r, show_r = side_tile_transposed(r, Q_r, j0, i0, slot, R, MASKED)
     row = PairRows(w.lse_p[None, :], w.lse_r[None, :], w.g[None, :], w.p_delta[None, :], w.r_delta[None, :], w.floor[None, :])
     dS_p, dS_r = pair_backward(S_p, S_r, show_p, show_r, row, stats.mix, p, r, P, R, C, MASKED)
+    dS_p, dS_r = capped(dS_p, raw_p, p.head, P), capped(dS_r, raw_r, r.head, R)
+    if MASKED and P.BY_SPAN:
+        j = j0 + tl.arange(0, P.BN)
+        dS_p, dS_r = select_in_spans(dS_p, dS_r, j[:, None], p.rows.lo[None, :], p.rows.hi[None, :], 0.0, C.PTX)
+    elif MASKED:
+        dS_p, dS_r = tl.where(show_p, dS_p, 0.0), tl.where(show_r, dS_r, 0.0)
     if C.NEEDS_P:
-        dK_p = add_dk(dK_p, dS_p, raw_p, show_p, Q_p, w.lse_p, p.head, P, MASKED)
+        dK_p = add_dk(dK_p, dS_p, Q_p, w.lse_p, P, MASKED)
     if C.NEEDS_R:
-        dK_r = add_dk(dK_r, dS_r, raw_r, show_r, Q_r, w.lse_r, r.head, R, MASKED)
+        dK_r = add_dk(dK_r, dS_r, Q_r, w.lse_r, R, MASKED)
     return Sums(dK_p, dK_r)
 
 

@@ -97,12 +97,12 @@ class Pair:
     def constants(self, c: Config, **more: Any) -> dict[str, Constants]:
         P, R = (side_constants(w, c, LISTED=self.listed) for w in (self.p, self.r))
         quick = self.p.ptx and not (self.p.exact or self.r.exact)
-        return {"P": P, "R": R, "C": constants(KIND=self.kind, QUICK=quick, **more)}
+        return {"P": P, "R": R, "C": constants(KIND=self.kind, QUICK=quick, PTX=self.p.ptx, **more)}
 
     @property
-    def row_constants(self) -> dict[str, Any]:
-        """What kernels that read packed rows are compiled for, too."""
-        return {"WIDTH": 4 if self.kind == KL else 8, "PTX": self.p.ptx}
+    def row_width(self) -> int:
+        """The numbers of a packed row."""
+        return 4 if self.kind == KL else 8
 
     @property
     def sinks(self) -> dict[str, Tensor | None]:
@@ -115,8 +115,8 @@ class Pair:
 
 def side_constants(w: KernelArgs, c: Config, **more: Any) -> Constants:
     """What a kernel is compiled for on one side."""
-    dims = {"D": w.dims["D"], "DP": w.dims["DP"]}
-    return constants(BM=c.BM, BN=c.BN, DROP=False, FAST=w.fast, TMA=w.by_tma, **dims, **w.kinds, **more)
+    kinds = {**w.kinds, "D": w.dims["D"], "DP": w.dims["DP"], "BY_SPAN": w.by_span and more.get("LISTED", False)}
+    return constants(BM=c.BM, BN=c.BN, DROP=False, FAST=w.fast, TMA=w.by_tma, **kinds, **more)
 
 
 def forward(w: Pair) -> DivergenceRows:
@@ -143,7 +143,7 @@ def _start(w: Pair, name: str, kernel: Any, tensors: dict[str, Any], needs: tupl
     row_blocks = triton.cdiv(N, c.BM)
     more = {"SINK_P": w.p.sink is not None, "SINK_R": w.r.sink is not None}
     if needs is not None:
-        more = {"NEEDS_P": needs[0], "NEEDS_R": needs[1], **w.row_constants}
+        more = {"NEEDS_P": needs[0], "NEEDS_R": needs[1], "WIDTH": w.row_width}
     arguments = {**tensors, **w.described(c), **w.sizes, "row_blocks": row_blocks, **w.constants(c, **more)}
     launch_cache.start(key, kernel, row_blocks * L * H, arguments, options_of(c), tensors, c)
 
@@ -186,14 +186,14 @@ def backward(w: Pair, rows: DivergenceRows, g: Tensor, queries: tuple[bool, bool
 def _packed(w: Pair, rows: DivergenceRows, g: Tensor) -> Tensor:
     """What the backward kernels know of each row."""
     L, H, N = w.p.rows
-    kinds, blocks = w.row_constants, triton.cdiv(N, PACK.value)
-    out = g.new_empty(L * H, blocks * PACK.value, kinds["WIDTH"], dtype=torch.float32)
+    blocks = triton.cdiv(N, PACK.value)
+    out = g.new_empty(L * H, blocks * PACK.value, w.row_width, dtype=torch.float32)
     tensors = {"rows": rows, "g": g, "floors": w.mix.floor, "out": out}
     launch = launch_cache.find(key := ("divergence rows", g.data_ptr() & 15, w.signature))
     if launch is not None:
         launch.again(**tensors)
     else:
-        arguments = {**tensors, "n": N, "C": constants(KIND=w.kind, **kinds)}
+        arguments = {**tensors, "n": N, "C": constants(KIND=w.kind, WIDTH=w.row_width)}
         launch_cache.start(key, pack_rows, blocks * L * H, arguments, {"enable_fp_fusion": True}, tensors)
     return out
 
@@ -211,7 +211,7 @@ def _start_dk(w: Pair, out: Gradients, stats: Stats, needs: tuple[bool, bool], g
         launch.again(**tensors)
         return
     L, H, _ = w.p.rows
-    kinds = w.constants(c, NEEDS_P=needs[0], NEEDS_R=needs[1], GROUPED=groups > 1, **w.row_constants)
+    kinds = w.constants(c, NEEDS_P=needs[0], NEEDS_R=needs[1], GROUPED=groups > 1, WIDTH=w.row_width)
     arguments = {**tensors, **w.described(c), **w.sizes, "groups": groups, **kinds}
     launch_cache.start(key, divergence_dk, triton.cdiv(w.p.m, c.BN) * L * (H // groups), arguments, options_of(c), tensors, c)
 

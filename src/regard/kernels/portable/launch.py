@@ -226,7 +226,7 @@ def _backward_dkdv(w: KernelArgs, rows: BackwardRows, dk: bool = False, dv: bool
         arguments, tma = _backward_arguments(w, rows, c, tensors)
         C = _constants(
             w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma, GROUPED=w.groups > 1, WANTS_DK=dk, WANTS_DV=dv,
-            PACKED=packed,
+            PACKED=packed, BY_SPAN=w.by_span,
         )  # fmt: skip
         arguments |= {**w.sizes, "C": C}
         launch_cache.start(key, backward_dkdv_kernel, triton.cdiv(M, c.BN) * L * K, arguments, options_of(c), tensors, c)
@@ -286,7 +286,7 @@ def _backward_dq(w: KernelArgs, rows: BackwardRows) -> tuple[Tensor, Tensor | No
     if launch is None:
         row_blocks = triton.cdiv(N, c.BM)
         arguments, tma = _backward_arguments(w, rows, c, tensors)
-        C = _constants(w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma)
+        C = _constants(w, c, FAST=w.fast, EXACT=w.exact, ENTROPY=rows.g_entropy is not None, TMA=tma, BY_SPAN=w.by_span)
         arguments |= {**w.sizes, "row_blocks": row_blocks, "C": C}
         launch_cache.start(key, backward_dq_kernel, row_blocks * L * H, arguments, options_of(c), tensors, c)
     else:

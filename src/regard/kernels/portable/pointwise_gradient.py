@@ -45,7 +45,7 @@ def load_gradient(Q, K, V, dO, x, head, rows, row, j, slot, C: tl.constexpr, MAS
         keep = dropout_keep(rows.low_key, rows.high_key, j, head.dropout.bound)
     dP = tl.dot(dO, tl.trans(V), input_precision=C.PRECISION)
     score, slope = scores_and_slope(raw, rows.i, j, head, C, False)
-    _, dS, _ = softmax_backward(S, dP, score, slope, show, keep, down_columns(row), head, C, HIDES)
+    _, dS, _ = softmax_backward(S, dP, score, slope, show, (), keep, down_columns(row), head, C, HIDES)
     if C.CAP:
         t = tanh(score / head.score.cap)
         dS = tl.where(dS == 0.0, 0.0, dS * (1.0 - t * t))

@@ -142,6 +142,23 @@ def mask_tile(blocks, lo, hi, slot, i, j, MASK: tl.constexpr):
 
 
 @triton.jit
+def select_in_spans(a, b, j, lo, hi, other, PTX: tl.constexpr):
+    """Two tiles, with `other` where a key j is not in its row's span; all broadcast to one another.
+
+    A mask that is a tensor takes the compiler a register per pair to hold, or several instructions to pack.
+    """
+    if PTX:
+        a, b = tl.inline_asm_elementwise(
+            "{ .reg .pred in; setp.ge.s32 in, $4, $5; setp.lt.and.s32 in, $4, $6, in; selp.f32 $0, $2, $7, in; selp.f32 $1, $3, $7, in; }",
+            "=&f,=&f,f,f,r,r,r,f", [a, b, j, lo, hi, other], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        inside = (j >= lo) & (j < hi)
+        a, b = tl.where(inside, a, other), tl.where(inside, b, other)
+    return a, b
+
+
+@triton.jit
 def unaligned_mask_tile(blocks, batch, head, lo, hi, i, j, key_blocks, MASK: tl.constexpr):
     """Which pairs the mask shows, for tiles that are not aligned to the blocks of the lists: bool [BM, BN]."""
     if MASK == _BITS:
