@@ -141,7 +141,7 @@ def _start(w: Pair, name: str, kernel: Any, tensors: dict[str, Any], needs: tupl
         return
     L, H, N = w.p.rows
     row_blocks = triton.cdiv(N, c.BM)
-    more = {"SINK_P": w.p.sink is not None, "SINK_R": w.r.sink is not None}
+    more: dict[str, Any] = {"SINK_P": w.p.sink is not None, "SINK_R": w.r.sink is not None}
     if needs is not None:
         more = {"NEEDS_P": needs[0], "NEEDS_R": needs[1], "WIDTH": w.row_width}
     arguments = {**tensors, **w.described(c), **w.sizes, "row_blocks": row_blocks, **w.constants(c, **more)}
