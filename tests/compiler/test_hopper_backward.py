@@ -51,9 +51,9 @@ SPILLED = {
     ("alibi", 128, False): (96, 168), ("tensor", 128, False): (232, 248), ("relative", 128, False): (240, 272),
     ("plain", 128, True): (48, 96), ("spans", 128, True): (160, 192), ("bits", 128, True): (160, 200),
     ("alibi", 128, True): (96, 168), ("tensor", 128, True): (224, 264), ("relative", 128, True): (272, 272),
-    ("plain", 256, False): (40, 136), ("spans", 256, False): (128, 216), ("bits", 256, False): (96, 192),
+    ("plain", 256, False): (40, 136), ("spans", 256, False): (136, 216), ("bits", 256, False): (96, 200),
     ("alibi", 256, False): (72, 168), ("tensor", 256, False): (120, 216), ("relative", 256, False): (176, 216),
-    ("plain", 256, True): (128, 208), ("spans", 256, True): (208, 296), ("bits", 256, True): (176, 280),
+    ("plain", 256, True): (128, 208), ("spans", 256, True): (224, 296), ("bits", 256, True): (184, 280),
     ("alibi", 256, True): (128, 216), ("tensor", 256, True): (152, 248), ("relative", 256, True): (208, 256),
 }  # fmt: skip
 SPLIT_WAITS = 2 * 3 + 1  # of each consumer group three for a block of rows, and one of the group that computes dQ

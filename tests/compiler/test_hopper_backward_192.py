@@ -15,7 +15,7 @@ from sass import lost_operands
 
 hopper = hopper_compiled.hopper
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9.
-SPILLED = {"none": (184, 400), "spans": (304, 500), "bits": (304, 500)}
+SPILLED = {"none": (216, 400), "spans": (304, 500), "bits": (304, 500)}
 
 
 def made_for(kind: str, tile: chip.BackwardTile, **more: Any) -> Any:

@@ -196,9 +196,7 @@ class Triton(Backend):
             return super().survey(p, rows, height, width)
         w, row_max, log_row_sum = _late_pass(p, rows)
         found = survey(w, row_max, log_row_sum, _of_rows(rows.entropy, w.rows), height, width)
-        if len(p.lead) == 2:
-            return found
-        return statistics.Survey(*(p.shaped(x) for x in found._replace(seen_from=None) if x is not None))
+        return found if len(p.lead) == 2 else statistics.Survey(*(p.shaped(x) for x in found[:-1] if x is not None))
 
     def survey_with_repeats(
         self, p: Problem, rows: Rows, tokens: TokenLabels
