@@ -304,7 +304,8 @@ WON: dict[str, Any] = {
         ({"dropout": 0.1}, False),
         ({"chip": (10, 0)}, False),
         ({"compiling": True}, False),
-        ({"grad": True}, False),
+        ({"grad": True}, True),
+        ({"grad": True, "dim": 256, "heads": 8, "mask": regard.causal()}, False),
     ],
     ids=lambda x: ", ".join(x) or "long" if isinstance(x, dict) else None,
 )
