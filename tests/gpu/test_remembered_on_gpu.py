@@ -170,10 +170,12 @@ def test_what_is_refused_is_still_refused_with_the_same_words() -> None:
         assert str(on_gpu_error.value) == str(on_cpu_error.value)
 
 
-@pytest.mark.parametrize("mask", [None, regard.window(100)])
-def test_the_first_step_of_a_checkpointed_call(mask: regard.Mask | None) -> None:
+@pytest.mark.parametrize("mask", [None, regard.window(100), "unsorted documents"])
+def test_the_first_step_of_a_checkpointed_call(mask: regard.Mask | str | None) -> None:
     """The forward pass of the first call takes the long way, and its repetition the short one."""
     x = tensors(0, torch.bfloat16)
+    if isinstance(mask, str):
+        mask = regard.documents(torch.arange(x[0].shape[-2], device=DEVICE) % 3)
     for _ in range(2):
         output = checkpoint(lambda *x: regard.attention(*x, mask=mask), *x, use_reentrant=False)
         found = torch.autograd.grad(output, x, torch.ones_like(output))

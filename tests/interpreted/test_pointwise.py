@@ -97,3 +97,14 @@ def test_decoding_knows_the_head_of_each_row() -> None:
         return [regard.attention(query, key, key, score=score, backend=backend)]
 
     both(call)
+
+
+@pytest.mark.parametrize("f", [lambda s, i: s / (100 - i), lambda s, i: s - torch.sqrt((99 - i).to(s.dtype))])
+def test_a_function_that_has_no_value_past_the_last_row_leaves_no_trace(f: Callable[..., Tensor]) -> None:
+    tensors = [torch.randn(1, 1, n, 16, requires_grad=True) for n in (100, 128, 128)]
+
+    def call(backend: str) -> list[Tensor]:
+        found = regard.attention(*tensors, score=Pointwise(lambda s, b, h, i, j: f(s, i)), backend=backend)
+        return [found, *torch.autograd.grad(found.square().sum(), tensors)]
+
+    both(call)

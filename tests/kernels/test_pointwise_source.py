@@ -65,6 +65,7 @@ def test_the_exponential_of_a_multiple_has_one_product() -> None:
         (lambda s, b, h, i, j: torch.where(i > j, s, 2 * s), True),
         (lambda s, b, h, i, j: torch.log(s.abs()), False),
         (lambda s, b, h, i, j: s * s, False),
+        (lambda s, b, h, i, j: s * torch.cos(torch.exp(s)), False),
         (lambda s, b, h, i, j: s * TABLE[h], False),
     ],
 )
@@ -72,6 +73,11 @@ def test_a_slope_is_bounded_if_no_finite_score_makes_it_infinite(f: object, boun
     traced = trace(f, {}, torch.float32)  # type: ignore[arg-type]
     e = traced.expression
     assert e.is_bounded(e.derivative(traced.value, e.score)) is bounded
+
+
+def test_the_exponential_of_an_infinite_multiple_has_no_folded_constant() -> None:
+    body, _ = made(lambda s, b, h, i, j: torch.exp(s * float("inf")))
+    assert all(LINE.fullmatch(line.strip()) for line in body.splitlines()), body
 
 
 def test_a_new_shape_mask_or_table_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,8 @@ def _operation(e: Expression, node: Node, names: dict[int, str], tables: Tables)
     if node.op == "div" and (divisor := e.number(node.args[1])):
         return f"{args[0]} * {1.0 / divisor!r}"
     if node.op == "exp" and (inner := e.nodes[node.args[0]]).op == "mul" and (factor := e.number(inner.args[1])) is not None:
-        return f"tl.exp2({names[inner.args[0]]} * {factor * _LOG2E!r})"
+        if math.isfinite(factor * _LOG2E):
+            return f"tl.exp2({names[inner.args[0]]} * {factor * _LOG2E!r})"
     if node.op == "sign" and node.kind == INT:
         return f"ops.sign({args[0]}).to(tl.int32)"
     return _OPERATIONS[node.op].format(*args)

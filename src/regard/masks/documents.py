@@ -11,7 +11,15 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from regard.compat.torch import is_batched, is_traced, is_wrapped, lacks_values, unwrap, versions_of
+from regard.compat.torch import (
+    is_batched,
+    is_capturing,
+    is_traced,
+    is_wrapped,
+    lacks_values,
+    unwrap,
+    versions_of,
+)
 from regard.errors import ArgumentError, MaskError
 from regard.masks.arguments import Integers, integers
 from regard.masks.base import HIDDEN, Mask, Span
@@ -103,13 +111,24 @@ class Documents(Mask):
 
 
 def _is_sorted(ids: Tensor) -> bool:
-    if not ids.is_cuda or is_wrapped(ids) or lacks_values(ids) or (version := versions_of((ids,))[0]) < 0:
+    if (
+        not ids.is_cuda
+        or _may_change_uncounted()
+        or is_wrapped(ids)
+        or lacks_values(ids)
+        or (version := versions_of((ids,))[0]) < 0
+    ):
         return _never_falls(ids)
     known, key = _SORTED, id(ids)
     found = known.get(key)
     if found is None or found[0]() is not ids or found[1] != version:
         found = known[key] = weakref.ref(ids, lambda _: known.pop(key, None)), version, _never_falls(ids)
     return found[2]
+
+
+def _may_change_uncounted() -> bool:
+    """Whether ids may change without a new version: a captured graph is replayed, and collectives count no changes."""
+    return is_capturing() or (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def _never_falls(ids: Tensor) -> bool:

@@ -33,11 +33,14 @@ def copy_by_value(x: Tensor, device: torch.device) -> Tensor:
     found = _COPIES.pop(key, None)
     if found is None or versions_of(found[:1]) != found[1]:
         made = copy_to(x, device)
+        if is_wrapped(made):  # within a transform, which ends before the copy does
+            return made
         found = made, versions_of((made,)), Arrival.of([made])
     found[2].wait([found[0]])
     _COPIES[key] = found  # now the most recently used
     if len(_COPIES) > _MOST_COPIES:
-        _COPIES.pop(next(iter(_COPIES)), None)
+        for oldest in list(_COPIES)[:1]:
+            _COPIES.pop(oldest, None)
     return found[0]
 
 

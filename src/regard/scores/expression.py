@@ -20,7 +20,7 @@ FLOAT, INT, BOOL = "float", "int", "bool"
 SCORE = "score"
 INDICES = ("batch", "head", "row", "key")
 _FLAT = frozenset(("floor", "ceil", "round", "sign", "float", "stop"))  # without a derivative
-_WITHIN_ONE = frozenset(("tanh", "sigmoid", "sin", "cos", "erf", "sign"))
+_WITHIN_ONE = frozenset(("tanh", "sigmoid", "erf", "sign"))  # of infinite numbers, too
 _LARGE = 1e30  # of which a product with what a gradient has in float32 stays finite
 _MAY_BE_INFINITE = frozenset(("load", "log", "log1p", "div"))  # operations that can give −inf
 
@@ -276,6 +276,8 @@ def _bounded(node: Node, inner: list[tuple[float, float]]) -> tuple[float, float
         return min(low for low, _ in inner), max(high for _, high in inner)
     if not inner or any(math.isinf(end) for pair in inner for end in pair):
         return unknown
+    if node.op in ("sin", "cos"):
+        return -1, 1
     if node.op == "exp":
         low, high = (math.exp(min(end, 100.0)) for end in inner[0])
         return (low, high) if high < _LARGE else unknown

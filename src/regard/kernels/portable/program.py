@@ -257,8 +257,9 @@ def raw_scores_transposed(Q, K, x, head, i, j, C: tl.constexpr):
 
 @triton.jit
 def pointwise(FUNCTION: tl.constexpr, S, i, j, head, C: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """A generated function of scaled scores S [BM, BN], or [BN, BM] if TRANSPOSED."""
+    """A generated function of scaled scores S [BM, BN], or [BN, BM] if TRANSPOSED. Rows and keys past the end are those of the last."""
     given = head.score.pointwise
+    i, j = tl.minimum(i, head.sizes.n - 1), tl.minimum(j, head.sizes.m - 1)
     index = head.index
     if C.MIXED_HEADS:
         index = index[:, None]

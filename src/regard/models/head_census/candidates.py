@@ -70,6 +70,7 @@ class _Form(NamedTuple):
     by_kernels: bool
     rows: int
     keys: int
+    dim: int
     scale: float
     softcap: float | None
     mask: object  # itself, or its identity if it has tensors
@@ -81,7 +82,8 @@ class _Form(NamedTuple):
         plain = p.bias is None and p.plain_scale and batch in (1, p.query.shape[0])
         mask = p.mask if p.mask is None or p.mask.constant else id(p.mask)
         scale = float(p.scale) if plain else 1.0
-        return cls(None if plain else id(wanted.seen), wanted.by_kernels, p.rows, p.keys, scale, p.softcap, mask)
+        dim = p.query.shape[-1]
+        return cls(None if plain else id(wanted.seen), wanted.by_kernels, p.rows, p.keys, dim, scale, p.softcap, mask)
 
 
 @torch.no_grad()
