@@ -64,7 +64,7 @@ SURVEYED = ("padding", "bias with −inf", "Additive", "several lists")
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in SURVEYED], ids=lambda c: c.name)
 def test_a_survey_agrees(case: Case) -> None:
     found, true = (seen.survey(2, 7) for seen in seen_twice(case))
-    for name in found._fields[:-4]:
+    for name in found._fields[: found._fields.index("key")]:
         close(getattr(found, name), getattr(true, name))
     assert torch.equal(found.key, true.key)
 
@@ -75,8 +75,9 @@ def test_a_survey_too_large_for_its_bands_and_one_with_even_cells_agree(monkeypa
     by_bands = seen.survey(2, 4)
     monkeypatch.setattr(survey_kernels, "_MOST_NUMBERS", 1)
     whole = seen.survey(2, 4)
-    for a, b in zip(by_bands[:-1], whole[:-1], strict=True):
-        torch.testing.assert_close(a, b)
+    for name in by_bands._fields:
+        if name != "peaks":  # of another number of parts
+            torch.testing.assert_close(getattr(by_bands, name), getattr(whole, name))
 
 
 def test_the_strongest_key_of_a_survey_is_the_first_of_equals() -> None:
