@@ -161,7 +161,7 @@ class BackwardDescriptors(NamedTuple):
 class BackwardSmem(NamedTuple):
     """Buffers of the backward in shared memory, in two chunks of a dim; where one is enough, it is the second, too.
 
-    The wide backward has no GROUPS, one stage of dO, and None for second chunks.
+    The wide backward has no GROUPS, one stage of dO, and None for second chunks; keys of 192 dims have None for those of V and dO.
     """
 
     Q: Any  # [STAGES, 1, 1, BM, DA]
@@ -179,13 +179,12 @@ class BackwardSmem(NamedTuple):
 
 
 class BackwardBarriers(NamedTuple):
-    """mbarriers of the backward; None for those that only the wide or only the other one has."""
+    """mbarriers of the backward; None for those that a kernel does not have."""
 
     k_ready: Any
     q_ready: Any
-    q_free: Any
+    q_free: Any  # and dO is free, too, where there is no o_free
     o_ready: Any
-    free: Any  # of both Q and dO, in all but the wide one
     o_free: Any
     p_ready: Any
     s_ready: Any

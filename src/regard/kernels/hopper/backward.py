@@ -58,21 +58,23 @@ from .tile_scheduler import ROWS, advance, new_barriers
 
 @gluon.jit
 def producer(params, TRAITS: gl.constexpr):
-    """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block."""
+    """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block. FREED_APART: Q before dO is free."""
     descriptors, smem, barriers, row_stats = params.descriptors, params.smem, params.barriers, params.row_stats
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
+    EB: gl.constexpr = TRAITS.EB
     BM: gl.constexpr = TRAITS.BM
     block, batch, kv_head = key_tile(params)
     k_ready = barriers.k_ready
-    mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA + 2 * DB) * 2)
+    mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA + DB + EB) * 2)
     for g in gl.static_range(GROUPS):
         key = (block * GROUPS + g) * ROWS
         tma_load(descriptors.k, [batch, kv_head, key, 0], k_ready, smem.K.index(g))
         tma_load(descriptors.v, [batch, kv_head, key, 0], k_ready, smem.V.index(g))
         if DB > 0:
             tma_load(descriptors.kb, [batch, kv_head, key, DA], k_ready, smem.KB.index(g))
+        if EB > 0:
             tma_load(descriptors.vb, [batch, kv_head, key, EA], k_ready, smem.VB.index(g))
     stage = 0
     phase = 1
@@ -85,15 +87,17 @@ def producer(params, TRAITS: gl.constexpr):
             b, slot = row_block_at(params, t, first, TRAITS.MASK)
             at = (batch * params.num_heads + h) * params.padded_n
             q_ready, o_ready = barriers.q_ready.index(stage), barriers.o_ready.index(stage)
-            mbarrier.wait(barriers.free.index(stage), phase)
+            mbarrier.wait(barriers.q_free.index(stage), phase)
             mbarrier.expect(q_ready, BM * (DA + DB) * 2 + BM * 4)
             tma_load(descriptors.q, [batch, h, b * BM, 0], q_ready, smem.Q.index(stage))
             if DB > 0:
                 tma_load(descriptors.qb, [batch, h, b * BM, DA], q_ready, smem.QB.index(stage))
             tma_load(descriptors.lse, [at + b * BM], q_ready, row_stats.lse.index(stage))
-            mbarrier.expect(o_ready, BM * (EA + DB) * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
+            if TRAITS.FREED_APART:
+                mbarrier.wait(barriers.o_free.index(stage), phase)
+            mbarrier.expect(o_ready, BM * (EA + EB) * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
             tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO.index(stage))
-            if DB > 0:
+            if EB > 0:
                 tma_load(descriptors.dob, [batch, h, b * BM, EA], o_ready, smem.dOB.index(stage))
             tma_load(descriptors.delta, [at + b * BM], o_ready, row_stats.delta.index(stage))
             if TRAITS.ENTROPY:
@@ -180,7 +184,7 @@ def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale
 def consumer(params, G, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS keys against all rows that see the block. Its part of dQ, if it has one, is one iteration late."""
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
-    q_ready, o_ready, free, s_ready, s_free = barriers.q_ready, barriers.o_ready, barriers.free, barriers.s_ready, barriers.s_free
+    q_ready, q_free, o_ready, s_ready, s_free = barriers.q_ready, barriers.q_free, barriers.o_ready, barriers.s_ready, barriers.s_free
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
@@ -301,7 +305,7 @@ def consumer(params, G, TRAITS: gl.constexpr):
                 dV, dVB, dK, dKB = warpgroup_mma_wait(0, deps=[dV, dVB, dK, dKB])
             else:
                 dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
-            mbarrier.arrive(free.index(stage))
+            mbarrier.arrive(q_free.index(stage))
             if SPLIT:
                 buffer, ds_phase = advance(buffer, ds_phase, TRAITS.DS_BUFFERS)
             else:
@@ -372,16 +376,16 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     s_free = new_barriers(DS_BUFFERS, 1)
     q_ready = new_barriers(STAGES, 1)
     o_ready = new_barriers(STAGES, 1)
-    free = new_barriers(STAGES, GROUPS)
+    q_free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
     params = BackwardParams(
         BackwardDescriptors(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_desc, dkb_desc, dv_desc, dvb_desc),
         BackwardSmem(Q, QB, K, KB, V, VB, dO, dOB, None, dS, dQ, dQB),
-        BackwardBarriers(k_ready, q_ready, None, o_ready, free, None, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        BackwardBarriers(k_ready, q_ready, q_free, o_ready, None, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, DB=DB, EA=EA, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DA=DA, DB=DB, EA=EA, EB=DB, BM=BM, STAGES=STAGES, FREED_APART=False, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     if SPLIT:
         warp_specialize([

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store, warp_specialize
+from ...compat.gluon import group_barrier, warp_specialize
 from ..portable.tile_ops import _BIAS_NONE, _NONE, LOG2E
 from .aggregates import (
     BackwardBarriers,
@@ -31,13 +31,11 @@ from .aggregates import (
     TileIndex,
     traits_of,
 )
-from .backward import add_product, compute_dS, compute_P, start_product, store_gradient, transposed
-from .dq_semaphore import acquire, release
-from .dq_sums import GROUPS, in_register_order, start_dQ
+from .backward import add_product, compute_dS, compute_P, producer, start_product, store_gradient, transposed
+from .dq_sums import GROUPS, add_visits, in_register_order, start_dQ, store_or_add
 from .forward import flat
 from .key_blocks import (
     common_rows,
-    dq_visit,
     heads_together,
     is_partial,
     key_tile,
@@ -54,88 +52,31 @@ DS_BUFFERS = gl.constexpr(2)
 
 
 @gluon.jit
-def producer(params, TRAITS: gl.constexpr):
-    """The producer warp: it loads K and V once, then Q of each row block, and dO as soon as the previous one is free."""
-    descriptors, smem, barriers, row_stats = params.descriptors, params.smem, params.barriers, params.row_stats
-    k_ready = barriers.k_ready
-    DA: gl.constexpr = TRAITS.DA
-    DB: gl.constexpr = TRAITS.DB
-    EA: gl.constexpr = TRAITS.EA
-    BM: gl.constexpr = TRAITS.BM
-    block, batch, kv_head = key_tile(params)
-    mbarrier.expect(k_ready, GROUPS * ROWS * (DA + DB + EA) * 2)
-    for g in gl.static_range(GROUPS):
-        key = (block * GROUPS + g) * ROWS
-        tma_load(descriptors.k, [batch, kv_head, key, 0], k_ready, smem.K.index(g))
-        tma_load(descriptors.kb, [batch, kv_head, key, DA], k_ready, smem.KB.index(g))
-        tma_load(descriptors.v, [batch, kv_head, key, 0], k_ready, smem.V.index(g))
-    stage = 0
-    phase = 1
-    heads = heads_together(params, TRAITS.MASK)
-    for u in range(params.heads_per_kv // heads):
-        first_head = kv_head * params.heads_per_kv + u * heads
-        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        t, h = count - 1, first_head
-        for _ in range(count * heads):
-            b, slot = row_block_at(params, t, first, TRAITS.MASK)
-            at = (batch * params.num_heads + h) * params.padded_n
-            q_ready = barriers.q_ready.index(stage)
-            mbarrier.wait(barriers.q_free.index(stage), phase)
-            mbarrier.expect(q_ready, BM * (DA + DB) * 2 + BM * 4)
-            tma_load(descriptors.q, [batch, h, b * BM, 0], q_ready, smem.Q.index(stage))
-            tma_load(descriptors.qb, [batch, h, b * BM, DA], q_ready, smem.QB.index(stage))
-            tma_load(descriptors.lse, [at + b * BM], q_ready, row_stats.lse.index(stage))
-            o_ready = barriers.o_ready.index(stage)
-            mbarrier.wait(barriers.o_free.index(stage), phase)
-            mbarrier.expect(o_ready, BM * EA * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
-            tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO.index(stage))
-            tma_load(descriptors.delta, [at + b * BM], o_ready, row_stats.delta.index(stage))
-            if TRAITS.ENTROPY:
-                tma_load(descriptors.g_entropy, [at + b * BM], o_ready, row_stats.g_entropy.index(stage))
-            stage, phase = advance(stage, phase, TRAITS.STAGES)
-            t, h = next_visit(t, h, first_head, heads)
-
-
-@gluon.jit
 def second_dQ(params, G: gl.constexpr, TRAITS: gl.constexpr):
     """The buffer of the second chunk of a group's half of dQ: a part of that of the first, which is read before it."""
     return params.smem.dQ.index(G).slice(0, TRAITS.DB)
 
 
 @gluon.jit
-def dq_warp(params, G: gl.constexpr, TRAITS: gl.constexpr):
-    """The warp that adds a group's half of dQ to memory, one chunk after the other, once its semaphore allows it. Each half has its own."""
-    dq_sums, dq_sums_b, dQ, dQB = params.descriptors.dq_sums, params.descriptors.dq_sums_b, params.smem.dQ.index(G), second_dQ(params, G, TRAITS)
-    d_ready, d_free = params.barriers.d_ready.index(G), params.barriers.d_free.index(G)
-    BM: gl.constexpr = TRAITS.BM
+def add_half(params, at, position, phase, G: gl.constexpr, TRAITS: gl.constexpr):
+    """Add a group's half of a row block, one chunk after the other."""
+    dq_sums, dq_sums_b, d_ready, d_free = params.descriptors.dq_sums, params.descriptors.dq_sums_b, params.barriers.d_ready, params.barriers.d_free
     SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a half in memory, of its first chunk
     BOTH: gl.constexpr = SIZE + dq_sums_b.block_shape[0]  # of both chunks
-    block, batch, kv_head = key_tile(params)
-    heads = heads_together(params, TRAITS.MASK)
-    for u in range(params.heads_per_kv // heads):
-        first_head = kv_head * params.heads_per_kv + u * heads
-        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        if count > 0:
-            next_at, next_position = dq_visit(params, 0, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
-            for visit in range(count * heads):
-                at, position = next_at * TRAITS.PARTS + G, next_position
-                next_at, next_position = dq_visit(params, visit + 1, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
-                acquire(params.semaphores + at, position)
-                mbarrier.wait(d_ready, 0)
-                if position == 0:
-                    tma_store(dq_sums, [at * BOTH, 0], dQ)
-                else:
-                    tma_add(dq_sums, [at * BOTH, 0], dQ)
-                tma.store_wait(0)  # shared memory has been read
-                mbarrier.arrive(d_free)
-                mbarrier.wait(d_ready, 1)
-                if position == 0:
-                    tma_store(dq_sums_b, [at * BOTH + SIZE, 0], dQB)
-                else:
-                    tma_add(dq_sums_b, [at * BOTH + SIZE, 0], dQB)
-                tma.store_wait(0)
-                mbarrier.arrive(d_free)
-                release(params.semaphores + at, position)
+    mbarrier.wait(d_ready.index(G), 0)
+    store_or_add(dq_sums, at * BOTH, params.smem.dQ.index(G), position)
+    tma.store_wait(0)  # shared memory has been read
+    mbarrier.arrive(d_free.index(G))
+    mbarrier.wait(d_ready.index(G), 1)
+    store_or_add(dq_sums_b, at * BOTH + SIZE, second_dQ(params, G, TRAITS), position)
+    tma.store_wait(0)
+    mbarrier.arrive(d_free.index(G))
+
+
+@gluon.jit
+def dq_warp(params, G: gl.constexpr, TRAITS: gl.constexpr):
+    """The warp that adds a group's half of dQ to memory."""
+    add_visits(params, G, 1, add_half, TRAITS)
 
 
 @gluon.jit
@@ -316,11 +257,11 @@ def backward(q, qb, k, kb, v, do, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_
     params = BackwardParams(
         BackwardDescriptors(q, qb, k, kb, v, None, do, None, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_desc, None, dv_desc, None),
         BackwardSmem(Q, QB, K, KB, V, None, dO, None, None, dS, dQ, dQ),
-        BackwardBarriers(k_ready, q_ready, q_free, o_ready, None, o_free, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        BackwardBarriers(k_ready, q_ready, q_free, o_ready, o_free, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, DB=DB, EA=EA, BM=BM, STAGES=STAGES, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DA=DA, DB=DB, EA=EA, EB=0, BM=BM, STAGES=STAGES, FREED_APART=True, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     warp_specialize([
         (consumer, (params, 0, TRAITS)),

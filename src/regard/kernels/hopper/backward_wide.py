@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import group_barrier, tma_add, tma_load, tma_store, warp_specialize
+from ...compat.gluon import group_barrier, tma_load, warp_specialize
 from ..portable.tile_ops import LOG2E
 from .aggregates import (
     BackwardBarriers,
@@ -30,13 +30,11 @@ from .aggregates import (
     traits_of,
 )
 from .backward import compute_dS, compute_P, start_product, store_gradient, transposed
-from .dq_semaphore import acquire, release
-from .dq_sums import DQ_WARPS, in_register_order
+from .dq_sums import DQ_WARPS, add_visits, in_register_order, store_or_add
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
     common_rows,
-    dq_visit,
     heads_together,
     is_partial,
     key_tile,
@@ -94,35 +92,22 @@ def producer(params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
-    """One of two warps that add dQ to memory, once the semaphore allows it: they take turns by row block, and add both halves."""
-    dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
-    BM: gl.constexpr = TRAITS.BM
+def add_halves(params, at, position, phase, W: gl.constexpr, TRAITS: gl.constexpr):
+    """Add both halves of a row block, part by part, as the groups compute them."""
+    dq_sums, dQ = params.descriptors.dq_sums, params.smem.dQ
     SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory
-    block, batch, kv_head = key_tile(params)
-    before = 0  # visits of earlier heads, modulo DQ_WARPS
-    heads = heads_together(params, TRAITS.MASK)
-    for u in range(params.heads_per_kv // heads):
-        first_head = kv_head * params.heads_per_kv + u * heads
-        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        own = (W + DQ_WARPS - before) % DQ_WARPS  # the first visit of this warp
-        if own < count * heads:
-            next_at, next_position = dq_visit(params, own, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
-            for visit in range(own, count * heads, DQ_WARPS):
-                at, position = next_at, next_position
-                next_at, next_position = dq_visit(params, visit + DQ_WARPS, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
-                acquire(params.semaphores + at, position)
-                for part in gl.static_range(PARTS):
-                    for g in gl.static_range(HALVES):
-                        mbarrier.wait(d_ready.index(W * HALVES + g), part)
-                        if position == 0:
-                            tma_store(dq_sums, [((at * HALVES + g) * PARTS + part) * SIZE, 0], dQ.index(g))
-                        else:
-                            tma_add(dq_sums, [((at * HALVES + g) * PARTS + part) * SIZE, 0], dQ.index(g))
-                        tma.store_wait(0)  # shared memory has been read
-                        mbarrier.arrive(d_free.index(g))
-                release(params.semaphores + at, position)
-        before = (before + count * heads) % DQ_WARPS
+    for part in gl.static_range(PARTS):
+        for g in gl.static_range(HALVES):
+            mbarrier.wait(params.barriers.d_ready.index(W * HALVES + g), part)
+            store_or_add(dq_sums, ((at * HALVES + g) * PARTS + part) * SIZE, dQ.index(g), position)
+            tma.store_wait(0)  # shared memory has been read
+            mbarrier.arrive(params.barriers.d_free.index(g))
+
+
+@gluon.jit
+def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
+    """One of two warps that add dQ to memory: they take turns by row block, and add both halves."""
+    add_visits(params, W, DQ_WARPS, add_halves, TRAITS)
 
 
 @gluon.jit
@@ -363,7 +348,7 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     params = BackwardParams(
         BackwardDescriptors(q, None, k, None, v, None, do, None, lse, delta, g_entropy, dq_sums, None, dk_desc, None, dv_desc, None),
         BackwardSmem(Q, None, K, None, V, None, dO, None, P, dS, dQ, None),
-        BackwardBarriers(k_ready, q_ready, q_free, o_ready, None, o_free, p_ready, s_ready, None, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        BackwardBarriers(k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, None, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(

@@ -105,46 +105,63 @@ def dq_group(params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
-    """One of the warps that add dQ to memory, once the semaphore allows it: they take turns.
+def store_or_add(descriptor, at, block, position):
+    """Let TMA add a block of dQ to memory; the first key block stores its own."""
+    if position == 0:
+        tma_store(descriptor, [at, 0], block)
+    else:
+        tma_add(descriptor, [at, 0], block)
 
-    What a visit needs to know is loaded one visit early.
+
+@gluon.jit
+def add_visits(params, W: gl.constexpr, TURNS: gl.constexpr, ADD: gl.constexpr, TRAITS: gl.constexpr):
+    """Warp W of two adds dQ to memory by ADD, once the semaphore allows it: every other row block, or if TURNS is 1 its half of each.
+
+    A half has its own semaphore. What a visit needs to know is loaded one visit early.
     """
-    dq_sums, dQ, d_ready, d_free = params.descriptors.dq_sums, params.smem.dQ, params.barriers.d_ready, params.barriers.d_free
-    dq_sums_b, dQB = params.descriptors.dq_sums_b, params.smem.dQB
+    MASK: gl.constexpr = TRAITS.MASK
     BM: gl.constexpr = TRAITS.BM
-    DB: gl.constexpr = TRAITS.DB
-    SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory, of its first chunk
-    BOTH: gl.constexpr = SIZE + 2 * DB // TRAITS.PARTS  # of both chunks
     block, batch, kv_head = key_tile(params)
     phase = 0
-    before = 0  # visits of earlier heads, modulo DQ_WARPS
-    heads = heads_together(params, TRAITS.MASK)
+    before = 0  # visits of earlier heads, modulo TURNS
+    heads = heads_together(params, MASK)
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
-        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        own = (W + DQ_WARPS - before) % DQ_WARPS  # the first visit of this warp
+        first, count = row_block_range(params, batch, first_head, block, BM, MASK)
+        own = (W + TURNS - before) % TURNS  # the first visit of this warp
         if own < count * heads:
-            next_at, next_position = dq_visit(params, own, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
-            for visit in range(own, count * heads, DQ_WARPS):
+            next_at, next_position = dq_visit(params, own, first, count, batch, first_head, heads, block, BM, MASK)
+            for visit in range(own, count * heads, TURNS):
                 at, position = next_at, next_position
-                next_at, next_position = dq_visit(params, visit + DQ_WARPS, first, count, batch, first_head, heads, block, BM, TRAITS.MASK)
+                if TURNS == 1:
+                    at = at * DQ_WARPS + W
+                next_at, next_position = dq_visit(params, visit + TURNS, first, count, batch, first_head, heads, block, BM, MASK)
                 acquire(params.semaphores + at, position)
-                mbarrier.wait(d_ready.index(W), phase)
+                ADD(params, at, position, phase, W, TRAITS)
                 phase ^= 1
-                for part in gl.static_range(TRAITS.PARTS):
-                    if position == 0:
-                        tma_store(dq_sums, [(at * TRAITS.PARTS + part) * BOTH, 0], dQ.index(W * TRAITS.PARTS + part))
-                        if DB > 0:
-                            tma_store(dq_sums_b, [(at * TRAITS.PARTS + part) * BOTH + SIZE, 0], dQB.index(W * TRAITS.PARTS + part))
-                    else:
-                        tma_add(dq_sums, [(at * TRAITS.PARTS + part) * BOTH, 0], dQ.index(W * TRAITS.PARTS + part))
-                        if DB > 0:
-                            tma_add(dq_sums_b, [(at * TRAITS.PARTS + part) * BOTH + SIZE, 0], dQB.index(W * TRAITS.PARTS + part))
-                tma.store_wait(0)  # shared memory has been read
-                mbarrier.arrive(d_free.index(W))
                 release(params.semaphores + at, position)
-        before = (before + count * heads) % DQ_WARPS
+        before = (before + count * heads) % TURNS
+
+
+@gluon.jit
+def add_columns(params, at, position, phase, W: gl.constexpr, TRAITS: gl.constexpr):
+    """Add all columns of a row block, both chunks of every part, from the buffer of warp W."""
+    dq_sums, dq_sums_b, dQ, dQB = params.descriptors.dq_sums, params.descriptors.dq_sums_b, params.smem.dQ, params.smem.dQB
+    SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory, of its first chunk
+    BOTH: gl.constexpr = SIZE + 2 * TRAITS.DB // TRAITS.PARTS  # of both chunks
+    mbarrier.wait(params.barriers.d_ready.index(W), phase)
+    for part in gl.static_range(TRAITS.PARTS):
+        store_or_add(dq_sums, (at * TRAITS.PARTS + part) * BOTH, dQ.index(W * TRAITS.PARTS + part), position)
+        if TRAITS.DB > 0:
+            store_or_add(dq_sums_b, (at * TRAITS.PARTS + part) * BOTH + SIZE, dQB.index(W * TRAITS.PARTS + part), position)
+    tma.store_wait(0)  # shared memory has been read
+    mbarrier.arrive(params.barriers.d_free.index(W))
+
+
+@gluon.jit
+def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
+    """One of two warps that add dQ to memory, each with a buffer of its own."""
+    add_visits(params, W, DQ_WARPS, add_columns, TRAITS)
 
 
 @triton.jit
