@@ -1,4 +1,4 @@
-"""Gradients of dims in two chunks, 65 to 96 and keys of 129 to 192, on the chip: exact, and the same bits every time."""
+"""Gradients of 65 to 96 dims, and of keys of 129 to 192, on the chip: exact, and the same bits every time."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 
 import regard
 from census_by_kernels import check_census
-from regard.models.head_census.candidates import best_rows, products
+from regard.models.head_census.candidates import Places, Wanted, best_rows, products, strongest_keys
 from regard.models.head_census.kernel_rows import best_by_kernel, products_by_kernel
 
 
@@ -29,3 +29,15 @@ def test_the_products_of_single_rows_are_those_of_torch() -> None:
     calls = [(regard.observe(q, k, k), at[:, :4]), (regard.observe(-q, k, k), at[:, 4:])]
     for mine, true in zip(products_by_kernel(calls), products(calls), strict=True):
         torch.testing.assert_close(mine, true)
+
+
+def test_layers_of_different_head_dims_have_their_own_strongest_keys() -> None:
+    at = torch.stack([torch.randint(0, size, (6,)) for size in (2, 1, 7)])
+    places = Places(*(x.numpy() for x in at), at)
+    layers = []
+    for dim in (16, 8):
+        q, k = torch.randn(1, 2, 7, dim), torch.randn(1, 2, 9, dim)
+        layers.append(regard.observe(q, k, k, scale=0.5))
+    found, true = (strongest_keys([Wanted(seen, places, fused) for seen in layers]) for fused in (True, False))
+    torch.testing.assert_close(found[0], true[0])
+    assert torch.equal(found[1], true[1])

@@ -68,6 +68,29 @@ def test_ids_on_a_gpu_are_read_once_until_they_change(monkeypatch: pytest.Monkey
     assert not [known for known in module._SORTED.values() if known[0]() is None]
 
 
+@pytest.mark.parametrize("changes", ["collectives", "a captured graph"])
+def test_ids_that_may_change_uncounted_are_read_each_time(changes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["regard.masks.documents"]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    if changes == "collectives":
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    else:
+        monkeypatch.setattr(module, "is_capturing", lambda: True)
+    ids = torch.tensor([0, 0, 1])
+    assert regard.documents(ids).is_sorted()  # type: ignore[attr-defined]
+    ids.data[0] = 2
+    assert not regard.documents(ids).is_sorted()  # type: ignore[attr-defined]
+
+
+def test_a_copy_made_within_a_transform_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_COPIES", {})
+    monkeypatch.setattr(transfer, "_is_queued", lambda x, device: True)
+    monkeypatch.setattr(transfer, "copy_to", lambda x, device: x.clone())
+    monkeypatch.setattr(transfer, "is_wrapped", lambda x: True)
+    assert transfer.copy_by_value(torch.tensor([3, 5]), torch.device("cpu")).tolist() == [3, 5]
+    assert not transfer._COPIES
+
+
 def test_documents_that_move_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = regard.causal() & regard.documents([0, 0, 1])
     moved = mask._moved(torch.device("cpu"))
