@@ -45,6 +45,7 @@ def test_every_name_has_a_test() -> None:
         "grid_starter",
         "hash_compiler",
         "load",
+        "start_driver",
         "starter",
         "with_base",
     ]  # the last two in tests/kernels/test_launch_cache.py
@@ -175,6 +176,15 @@ def test_the_launcher_of_triton_3_6_gets_addresses_and_descriptors_by_address(mo
     assert encoded == [x.data_ptr(), at]  # each address once
     with pytest.raises(RuntimeError, match="a launch needs out, pair"):
         start.bound("q")
+
+
+def test_start_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked for the device, for which it must be there."""
+    module = pytest.importorskip("triton.runtime.driver")
+    asked: list[int] = []
+    monkeypatch.setattr(module.driver, "_active", SimpleNamespace(get_current_device=lambda: asked.append(0)))
+    compat.start_driver()
+    assert asked == [0]
 
 
 def test_hash_compiler() -> None:

@@ -66,6 +66,28 @@ def test_a_collected_launch_is_compiled_in_the_background_and_others_are_started
     assert ahead._COMPILING == {}
 
 
+def test_triton_is_prepared_once_and_compilations_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready, hashed = threading.Event(), []
+
+    def hash_files() -> None:
+        hashed.append(ready.wait(10))
+
+    monkeypatch.setattr(ahead, "_PREPARED", set())
+    monkeypatch.setattr(ahead, "hash_compiler", hash_files)
+    ahead.prepare(CPU)
+    kernel = Kernel()
+    kernel.may.set()
+    with ahead.collecting(CPU) as threads:
+        ahead.collect(kernel, {}, {})
+    threads[0].join(0.1)
+    assert kernel.compiled == []
+    ready.set()
+    ahead.wait_for(kernel)
+    ahead.prepare(CPU)
+    assert hashed == [True]
+    assert kernel.compiled == [{"grid": (1,)}]
+
+
 def test_no_tensor_is_kept_and_alignment_is() -> None:
     kernel, x = Kernel(), torch.zeros(9)
     with ahead.collecting(CPU):

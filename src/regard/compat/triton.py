@@ -6,7 +6,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["INTERPRETED", "Address", "build_launcher", "grid_starter", "hash_compiler", "load", "starter", "with_base"]
+__all__ = [
+    "INTERPRETED",
+    "Address",
+    "build_launcher",
+    "grid_starter",
+    "hash_compiler",
+    "load",
+    "start_driver",
+    "starter",
+    "with_base",
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels in Python; it reads this once, too
 _MOST_MAPS = 256  # addresses whose TMA descriptors are kept for each argument
@@ -30,6 +40,13 @@ def hash_compiler() -> None:
     except ImportError:  # the first compilation hashes them then
         return
     triton_key()
+
+
+def start_driver() -> None:
+    """Let Triton build the module by which it calls CUDA, for which it needs a C compiler if its cache has none."""
+    from triton.runtime.driver import driver
+
+    driver.active.get_current_device()
 
 
 def load(compiled: Any) -> Any:

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from ..compat.torch import is_capturing
-from ..compat.triton import build_launcher, hash_compiler, load
+from ..compat.triton import build_launcher, hash_compiler, load, start_driver
 
-__all__ = ["collect", "collecting", "is_collecting", "is_new", "may_keep", "wait_for"]
+__all__ = ["collect", "collecting", "is_collecting", "is_new", "may_keep", "prepare", "wait_for"]
 
 _LOG = logging.getLogger(__name__)
 _MOST_VARIANTS = 1024
-_HEAD_START = 0.5  # seconds, in which Triton's front end is done with the forward kernel
-_HASHING = Lock()
+_HEAD_START = 1.0  # seconds, in which Triton's front end is done with the forward kernel
+_PREPARING = Lock()
+_PREPARED: set[str] = set()  # types of devices
 _VARIANTS: dict[Hashable, None] = {}
 _COMPILING: dict[int, list[Thread]] = {}  # by the id of the kernel, which lives as long as its module
 
@@ -66,6 +67,37 @@ def is_collecting() -> bool:
 def may_keep() -> bool:
     """Whether the tensors of the moment may be kept: a graph that is captured fills its own anew, and collected launches fill none."""
     return not (is_capturing() or is_collecting())
+
+
+def prepare(device: torch.device) -> None:
+    """Let Triton do in the background what it does once per process before it compiles, while kernels are imported."""
+    if device.type not in _PREPARED:
+        import triton  # noqa: F401  here, since two threads that import it together would wait for one another
+
+        Thread(target=_prepare, args=(device,), name="regard prepares Triton", daemon=False).start()
+
+
+def _prepare(device: torch.device) -> None:
+    """Hash Triton's files and start its driver; other threads wait for the first."""
+    with _PREPARING:
+        if device.type in _PREPARED:
+            return
+        _PREPARED.add(device.type)
+        try:
+            driver = Thread(target=_start_driver, args=(device,), name="regard starts Triton's driver", daemon=False)
+            driver.start()
+            hash_compiler()
+            driver.join()
+        except Exception:  # noqa: BLE001  the first compilation does it again and raises it
+            _LOG.debug("Triton could not be prepared", exc_info=True)
+
+
+def _start_driver(device: torch.device) -> None:
+    try:
+        if device.type == "cuda":
+            start_driver()
+    except Exception:  # noqa: BLE001  the first compilation does it again and raises it
+        _LOG.debug("Triton's driver could not be started", exc_info=True)
 
 
 @contextmanager
@@ -108,11 +140,10 @@ def wait_for(kernel: Any) -> None:
 
 
 def _compile(launch: _Launch, device: torch.device, after: Sequence[Thread]) -> None:
+    _prepare(device)
     until = monotonic() + _HEAD_START
     for thread in after:
         thread.join(max(until - monotonic(), 0.0))
-    with _HASHING:
-        hash_compiler()
     name = f"regard builds the launcher of {launch.kernel.__name__}"
     launcher = Thread(target=_build_launcher, args=(launch, device), name=name, daemon=False)
     try:

@@ -159,10 +159,11 @@ class TritonEngine(Engine):
     @without_autocast
     def _compile(self, x: Inputs, needs: Needs | None) -> None:
         """Compile the kernels of a first forward side by side, and with `needs` those of its backward."""
-        from . import launch
-
         if INTERPRETED or not x.query.is_cuda or x.vector is not None or is_capturing():
             return
+        ahead.prepare(x.query.device)
+        from . import launch
+
         args = self.kernel_args(x)
         variant, threads = (*args.variant, self.observed), []
         if ahead.is_new(("forward", *variant)):
