@@ -269,8 +269,11 @@ def epilogue(O, R, softmax, i, row, rows, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(params, G, TRAITS: gl.constexpr):
-    """Consumer group G: its ROWS rows of a row block against all key blocks that the row block visits."""
+def attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, params, G, TRAITS: gl.constexpr):
+    """A group's ROWS rows of one row block against all key blocks that it visits; and the next tile.
+
+    A function of its own, since Triton generates the code of a loop twice, and that of a function once.
+    """
     barriers, lists, n, M, row_blocks, batch_heads = params.barriers, params.lists, params.n, params.M, params.row_blocks, params.batch_heads
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     BN: gl.constexpr = TRAITS.BN
@@ -280,130 +283,137 @@ def consumer(params, G, TRAITS: gl.constexpr):
     BIAS: gl.constexpr = TRAITS.BIAS
     PERSISTENT: gl.constexpr = TRAITS.PERSISTENT
     LAZY: gl.constexpr = TRAITS.FAST and PERSISTENT
+    Q_BUFFERS: gl.constexpr = TRAITS.Q_BUFFERS
     SL: gl.constexpr = mma_layout(BN)
     SR: gl.constexpr = gl.SliceLayout(1, SL)
     zero = gl.zeros([ROWS, BN], gl.float32, SL)
-    stage, phase = 0, 0
-    q_buffer, q_phase = 0, 0
-    Q_BUFFERS: gl.constexpr = TRAITS.Q_BUFFERS
-    tile = gl.program_id(0)
-    all_seen = 1
-    if MASK != _NONE and not may_hide(BIAS):
-        all_seen = gl.load(lists.all_keys_visible)
-    stored = False  # whether there is a previous row block
+    safe = 0
     if PERSISTENT:
+        safe, batch, h, first, full, full_end, total, row, start, unmasked = read_tile(params.tile_info, q_buffer * INFO, G)
+        key_blocks = KeyBlocks(first, full, full_end, full_end - full, total)
+    else:
+        block, batch_head = work_tile(tile, row_blocks, batch_heads, params.swizzle)
+        batch, h = batch_head // params.num_heads, batch_head % params.num_heads
+        key_blocks = KeyBlocks(*key_block_range(lists, batch, h, block, M, BN, MASK))
+        row = first_row(block, n, row_blocks, G, GROUPS)
+        start, unmasked = group_range(lists, batch, h, row, key_blocks, n, BN, MASK)
+    i = row + gl.arange(0, ROWS, SR)  # [ROWS]
+    scale = params.scale
+    if TRAITS.SCALES:
+        scale = gl.load(params.scales + h)
+    unit = scale * LOG2E
+    bias_at = bias_row_pointers(params.bias, batch, h, i, BIAS)
+    keys = (i, i)
+    if TRAITS.DROP:
+        keys = dropout_row_keys(params.drop, batch, h, params.num_heads, i, n)
+    m = gl.full([ROWS], LOWEST, gl.float32, SR)
+    l = partial_sums(zero)
+    e = l
+    top = gl.full([ROWS, 8], ONE, gl.int32, l.type.layout)
+    O = gl.zeros([ROWS, TRAITS.EA], gl.float32, mma_layout(TRAITS.EA))
+    R = 0
+    if EB > 0:
+        R = gl.zeros([ROWS, EB], gl.float32, mma_layout(EB))
+
+    count = gl.maximum(key_blocks.total, 1)
+    begin = gl.minimum(start, count - 1)
+    if not PERSISTENT:
         mbarrier.wait(q_ready.index(0), 0)
-    while tile < row_blocks * batch_heads:
-        safe = 0
-        if PERSISTENT:
-            safe, batch, h, first, full, full_end, total, row, start, unmasked = read_tile(params.tile_info, q_buffer * INFO, G)
-            key_blocks = KeyBlocks(first, full, full_end, full_end - full, total)
-        else:
-            block, batch_head = work_tile(tile, row_blocks, batch_heads, params.swizzle)
-            batch, h = batch_head // params.num_heads, batch_head % params.num_heads
-            key_blocks = KeyBlocks(*key_block_range(lists, batch, h, block, M, BN, MASK))
-            row = first_row(block, n, row_blocks, G, GROUPS)
-            start, unmasked = group_range(lists, batch, h, row, key_blocks, n, BN, MASK)
-        i = row + gl.arange(0, ROWS, SR)  # [ROWS]
-        scale = params.scale
-        if TRAITS.SCALES:
-            scale = gl.load(params.scales + h)
-        unit = scale * LOG2E
-        bias_at = bias_row_pointers(params.bias, batch, h, i, BIAS)
-        keys = (i, i)
-        if TRAITS.DROP:
-            keys = dropout_row_keys(params.drop, batch, h, params.num_heads, i, n)
-        m = gl.full([ROWS], LOWEST, gl.float32, SR)
-        l = partial_sums(zero)
-        e = l
-        top = gl.full([ROWS, 8], ONE, gl.int32, l.type.layout)
-        O = gl.zeros([ROWS, TRAITS.EA], gl.float32, mma_layout(TRAITS.EA))
-        R = 0
-        if EB > 0:
-            R = gl.zeros([ROWS, EB], gl.float32, mma_layout(EB))
-
-        count = gl.maximum(key_blocks.total, 1)
-        begin = gl.minimum(start, count - 1)
-        if not PERSISTENT:
-            mbarrier.wait(q_ready.index(0), 0)
-        for _ in range(begin):  # skip the blocks that only other groups see
-            mbarrier.wait(k_ready.index(stage), phase)
-            mbarrier.arrive(k_free.index(stage))
-            mbarrier.wait(v_ready.index(stage), phase)
-            mbarrier.arrive(v_free.index(stage))
-            stage, phase = advance(stage, phase, TRAITS.STAGES)
-        b, slot = block_at(lists, begin, key_blocks, G, GROUPS, MASK)
-        j0 = b * BN
-        j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
-        rows = RowBlock(i, q_buffer * GROUPS + G, batch, h, key_blocks, bias_at, keys, scale, unit, all_seen)
+    for _ in range(begin):  # skip the blocks that only other groups see
         mbarrier.wait(k_ready.index(stage), phase)
-        S = start_QK(params.smem, rows.q_buffer, stage, zero, TRAITS)
-        lo, hi = row_spans(lists, batch, h, i, n, M, MASK)
-        hi = gl.where(key_blocks.total > 0, hi, 0)
-        S = warpgroup_mma_wait(0, deps=[S])
         mbarrier.arrive(k_free.index(stage))
-        S, show = masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS, may_hide(BIAS))
-        if not may_hide(BIAS):
-            if begin < unmasked:
-                S = apply_mask(S, lists, lo, hi, slot, i, j0, MASK)
-        seen, dirty = find_unseen(show, rows, j0, params, TRAITS, True)
-        P, m, l, e, a = online_softmax(S, m, l, e, unit, TRAITS.ENTROPY, TRAITS.FAST, True, False)
-        P = pack_P(P, keys, j, params.drop, params.smem.V.dtype, TRAITS.DROP)
         mbarrier.wait(v_ready.index(stage), phase)
-        if Q_BUFFERS == 2:
-            if stored:  # by now TMA has read the previous rows from their Q buffer
-                tma.store_wait(0)
-                mbarrier.arrive(q_free.index(q_buffer ^ 1))
-
-        if MASK != _NONE:  # without a mask, only the first block can hide something
-            for t in range(begin + 1, unmasked):
-                O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
-                    t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, True, False)
-        if not may_hide(BIAS):  # the values of full blocks are clean
-            clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, True)
-        unmasked = gl.maximum(begin + 1, unmasked)
-        fixed = count
-        if LAZY:
-            fixed = fixed_max_from(unmasked, count, key_blocks.num_full, key_blocks.total, safe)
-        for t in range(unmasked, fixed):
-            O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
-                t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, False)
-        if LAZY:
-            for t in range(fixed, count):
-                O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
-                    t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, True)
-
-        values_at = clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, False)
-        O, R = start_PV(P, params.smem, values_at, O, R, TRAITS)
-        O, R = wait_PV(O, R, EB)
         mbarrier.arrive(v_free.index(stage))
         stage, phase = advance(stage, phase, TRAITS.STAGES)
-        if LAZY:
-            retry = gl.where(safe > 0, 0, has_outlier(top))
-            write_info(params.tile_info, q_buffer * INFO + RETRY + G, retry, 4)
-            row = gl.where(retry > 0, row_blocks * GROUPS * ROWS, row)  # past the end: nothing is stored before a retry
-            i = row + gl.arange(0, ROWS, SR)
-        epilogue(O, R, SoftmaxState(m, l, e, top), i, row, rows, params, TRAITS)
+    b, slot = block_at(lists, begin, key_blocks, G, GROUPS, MASK)
+    j0 = b * BN
+    j = j0 + gl.arange(0, BN, gl.SliceLayout(0, SL))
+    rows = RowBlock(i, q_buffer * GROUPS + G, batch, h, key_blocks, bias_at, keys, scale, unit, all_seen)
+    mbarrier.wait(k_ready.index(stage), phase)
+    S = start_QK(params.smem, rows.q_buffer, stage, zero, TRAITS)
+    lo, hi = row_spans(lists, batch, h, i, n, M, MASK)
+    hi = gl.where(key_blocks.total > 0, hi, 0)
+    S = warpgroup_mma_wait(0, deps=[S])
+    mbarrier.arrive(k_free.index(stage))
+    S, show = masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS, may_hide(BIAS))
+    if not may_hide(BIAS):
+        if begin < unmasked:
+            S = apply_mask(S, lists, lo, hi, slot, i, j0, MASK)
+    seen, dirty = find_unseen(show, rows, j0, params, TRAITS, True)
+    P, m, l, e, a = online_softmax(S, m, l, e, unit, TRAITS.ENTROPY, TRAITS.FAST, True, False)
+    P = pack_P(P, keys, j, params.drop, params.smem.V.dtype, TRAITS.DROP)
+    mbarrier.wait(v_ready.index(stage), phase)
+    if Q_BUFFERS == 2:
+        if stored:  # by now TMA has read the previous rows from their Q buffer
+            tma.store_wait(0)
+            mbarrier.arrive(q_free.index(q_buffer ^ 1))
+
+    if MASK != _NONE:  # without a mask, only the first block can hide something
+        for t in range(begin + 1, unmasked):
+            O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
+                t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, True, False)
+    if not may_hide(BIAS):  # the values of full blocks are clean
+        clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, True)
+    unmasked = gl.maximum(begin + 1, unmasked)
+    fixed = count
+    if LAZY:
+        fixed = fixed_max_from(unmasked, count, key_blocks.num_full, key_blocks.total, safe)
+    for t in range(unmasked, fixed):
+        O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
+            t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, False)
+    if LAZY:
+        for t in range(fixed, count):
+            O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
+                t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, True)
+
+    values_at = clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, False)
+    O, R = start_PV(P, params.smem, values_at, O, R, TRAITS)
+    O, R = wait_PV(O, R, EB)
+    mbarrier.arrive(v_free.index(stage))
+    stage, phase = advance(stage, phase, TRAITS.STAGES)
+    if LAZY:
+        retry = gl.where(safe > 0, 0, has_outlier(top))
+        write_info(params.tile_info, q_buffer * INFO + RETRY + G, retry, 4)
+        row = gl.where(retry > 0, row_blocks * GROUPS * ROWS, row)  # past the end: nothing is stored before a retry
+        i = row + gl.arange(0, ROWS, SR)
+    epilogue(O, R, SoftmaxState(m, l, e, top), i, row, rows, params, TRAITS)
+    if PERSISTENT:
+        if Q_BUFFERS == 1:  # the next queries go where the output has been read from
+            if TRAITS.TMA_STORE:
+                tma.store_wait(0)
+            else:
+                group_barrier()
+            mbarrier.arrive(q_free.index(0))
+        q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
+        mbarrier.wait(q_ready.index(q_buffer), q_phase)
+        tile = read_info(params.tile_info, q_buffer * INFO + TILE, 4)
+        if Q_BUFFERS == 2:
+            if tile == row_blocks * batch_heads:  # no tile: the producer waits to hear whether the last rows need a retry
+                tma.store_wait(0)
+                mbarrier.arrive(q_free.index(q_buffer ^ 1))
+                q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
+                mbarrier.wait(q_ready.index(q_buffer), q_phase)
+                tile = read_info(params.tile_info, q_buffer * INFO + TILE, 4)
+    else:
+        tile = row_blocks * batch_heads
+    return tile, q_buffer, q_phase, stage, phase
+
+
+@gluon.jit
+def consumer(params, G, TRAITS: gl.constexpr):
+    """Consumer group G: its ROWS rows of each row block that the program takes."""
+    stage, phase = 0, 0
+    q_buffer, q_phase = 0, 0
+    tile = gl.program_id(0)
+    all_seen = 1
+    if TRAITS.MASK != _NONE and not may_hide(TRAITS.BIAS):
+        all_seen = gl.load(params.lists.all_keys_visible)
+    stored = False  # whether there is a previous row block
+    if TRAITS.PERSISTENT:
+        mbarrier.wait(params.barriers.q_ready.index(0), 0)
+    while tile < params.row_blocks * params.batch_heads:
+        tile, q_buffer, q_phase, stage, phase = attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, params, G, TRAITS)
         stored = True
-        if PERSISTENT:
-            if Q_BUFFERS == 1:  # the next queries go where the output has been read from
-                if TRAITS.TMA_STORE:
-                    tma.store_wait(0)
-                else:
-                    group_barrier()
-                mbarrier.arrive(q_free.index(0))
-            q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
-            mbarrier.wait(q_ready.index(q_buffer), q_phase)
-            tile = read_info(params.tile_info, q_buffer * INFO + TILE, 4)
-            if Q_BUFFERS == 2:
-                if tile == row_blocks * batch_heads:  # no tile: the producer waits to hear whether the last rows need a retry
-                    tma.store_wait(0)
-                    mbarrier.arrive(q_free.index(q_buffer ^ 1))
-                    q_buffer, q_phase = advance(q_buffer, q_phase, Q_BUFFERS)
-                    mbarrier.wait(q_ready.index(q_buffer), q_phase)
-                    tile = read_info(params.tile_info, q_buffer * INFO + TILE, 4)
-        else:
-            tile = row_blocks * batch_heads
     if TRAITS.TMA_STORE:
         tma.store_wait(0)
 
