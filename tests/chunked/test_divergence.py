@@ -335,3 +335,11 @@ def test_shapes_without_keys_rows_or_batch_give_empty_rows() -> None:
         found = regard.divergence(tuple(tensors[:2]), tuple(tensors[:2]), "js")
         assert found.shape == (shape.batch, shape.heads, shape.n)
         assert found.eq(0).all()
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse", "js"])
+@pytest.mark.parametrize("heads", [None, "mean", "pairs"])
+def test_masks_over_no_keys_give_zeros(kind: Any, heads: Any) -> None:
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 0, 8)
+    hidden = {"query": q, "key": k, "mask": regard.dense(torch.ones(5, 0, dtype=torch.bool))}
+    assert regard.divergence(hidden, {**hidden, "query": 2 * q}, kind, heads=heads).eq(0).all()

@@ -122,8 +122,11 @@ class Side:
         S = S.flatten(1, 2)
         if hide is not None:
             shared = hide.dim() < 5 or hide.shape[1:3] == (1, 1)
-            hide = hide.reshape(-1, 1, *hide.shape[-2:]) if shared else hide.expand(-1, -1, self.groups, -1, -1)
-            hide = hide if shared else hide.flatten(1, 2)
+            lead = hide.shape[:-2].numel()  # not -1, which torch cannot infer without keys
+            if shared:
+                hide = hide.reshape(lead, 1, *hide.shape[-2:])
+            else:
+                hide = hide.expand(-1, -1, self.groups, -1, -1).flatten(1, 2)
         return _normalized(S, hide, -1)
 
 
