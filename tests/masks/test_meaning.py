@@ -259,6 +259,16 @@ def test_a_repr_reads_like_the_code_that_makes_it(mask: Mask, written: str) -> N
     assert repr(mask) == written
 
 
+@pytest.mark.parametrize("hidden", [None, causal(), padding([2, 3])], ids=repr)
+def test_a_picture_of_a_predicate_is_that_of_the_batch_item_and_head(hidden: Mask | None) -> None:
+    rule = predicate(lambda b, h, i, j: (i + j + b + 2 * h) % 3 == 0)
+    mask = rule if hidden is None else rule & hidden
+    whole = mask.bind(2, 4).dense(3, 3)
+    for batch, head in ((0, 0), (0, 3), (1, 0), (1, 2)):
+        pairs = whole[batch, head].tolist()
+        assert mask.picture(3, 3, batch=batch, head=head) == "\n".join("".join("·█"[x] for x in row) for row in pairs)
+
+
 def test_a_large_picture_is_drawn_in_shades() -> None:
     drawn = causal().picture(1000, 1000, width=10)
     assert drawn == "▓░        \n██▓░      \n████▓░    \n██████▓░  \n████████▓░"

@@ -160,7 +160,8 @@ class Mask(ABC):
                 raise ArgumentError(f"picture: {name} must be from 0 to {size - 1}; got {at}.")
         if n == 0 or m == 0:
             return ""
-        one = self.restrict(slice(batch, batch + 1), slice(head, head + 1))
+        bound = self.bind(max(self.lead[0], batch + 1), max(self.lead[1], head + 1))  # sizes for a predicate
+        one = bound.restrict(slice(batch, batch + 1), slice(head, head + 1))
         if max(n, m) <= width:
             return draw_pairs(one.dense(n, m, None if one.tensors else "cpu").reshape(n, m))
         return draw_shades(one._tile_densities(*cell_edges(n, m, width), n, m))

@@ -168,6 +168,8 @@ def predicate(f: MaskMod) -> Mask:
     █··█··
     ··█··█
     ·█··█·
+
+    `picture` takes `batch` and `head`; `dense`, `density` and `allows` ask for batch item 0 and head 0.
     """
     if not callable(f):
         raise DtypeError(
