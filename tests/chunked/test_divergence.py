@@ -314,7 +314,7 @@ BAD: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (((X, X), (X, X[..., :3])), {}, ", b: query and key must have the same dim"),
     (((X, X), (X, X)), {"kind": "tv"}, 'kind must be "kl", "reverse" or "js". Got \'tv\''),
     (((X, X), (X, X)), {"heads": "max"}, 'heads must be None, "mean" or "pairs". Got \'max\''),
-    (((X, X), (X, X)), {"epsilon": 1.0}, "epsilon must be a number between 0 and 1. Got 1.0"),
+    (((X, X), (X, X)), {"epsilon": 1.0}, "epsilon must be a number above 0 and below 1. Got 1.0"),
     (((X, X), (X, X)), {"kind": "js", "epsilon": 0.1}, "is finite for all masks and takes no epsilon"),
     (((X, X), (X[:, :, :3], X)), {}, "4 rows and 4 keys in a, 3 rows and 4 keys in b"),
     (((X, X), (X[:, :1], X[:, :1])), {}, 'a has 2 heads and b has 1. Write heads="mean"'),

@@ -17,6 +17,8 @@ from regard.errors import DtypeError, RegardError
     ("name", "instead"),
     {
         "is_causal": "Write mask=regard.causal().",
+        "causal": "Write mask=regard.causal().",
+        "score_mod": "Write score=regard.scores.Pointwise(f).",
         "attn_mask": 'Write mask=, where True means "may attend"; what is added to the logits is bias=.',
         "dropout_p": "Write dropout=.",
         "enable_gqa": "Leave it out: grouped heads are recognized by their number.",

@@ -116,7 +116,10 @@ MASKS = {
     "complex mask": Wrong(DtypeError, ("complex64",), arguments={"mask": x(5, 7).to(torch.complex64)}),
     "mask of another type": Wrong(DtypeError, ("Mask", "list"), arguments={"mask": [[True]]}),
     "mask as a word": Wrong(DtypeError, ("Mask", "str"), arguments={"mask": "causal"}),
-    "mask as the factory": Wrong(DtypeError, ("Mask", "function"), arguments={"mask": regard.causal}),
+    "mask as the factory": Wrong(DtypeError, ("Mask", "function", "causal(…)"), arguments={"mask": regard.causal}),
+    "mask as a function": Wrong(
+        DtypeError, ("Mask", "function", "regard.predicate(f)"), arguments={"mask": lambda b, h, i, j: i >= j}
+    ),
     "mask elsewhere": Wrong(DeviceError, ("mask on meta", ".to("), arguments={"mask": x(5, 7, device="meta").bool()}),
     "padding for another batch": Wrong(
         MaskError, ("3 batch items", "2"), arguments={"mask": regard.padding([1, 2, 3])}
@@ -189,7 +192,9 @@ NUMBERS = {
 SCORES = {
     "score of another type": Wrong(DtypeError, ("Score", "str"), arguments={"score": "cosine"}),
     "score as its class": Wrong(DtypeError, ("Score",), arguments={"score": regard.scores.Cosine}),
-    "score as a function": Wrong(DtypeError, ("Score", "function"), arguments={"score": lambda q, k: q @ k.mT}),
+    "score as a function": Wrong(
+        DtypeError, ("Score", "function", "Pointwise(f)"), arguments={"score": lambda s, b, h, i, j: s}
+    ),
     "score of other dims": Wrong(ShapeError, ("8", "9"), arguments={"score": regard.scores.Bilinear(8, 9)}),
     "additive of other dims": Wrong(ShapeError, ("6", "8"), arguments={"score": regard.scores.Additive(6, 8, 3)}),
     "score for other heads": Wrong(

@@ -233,6 +233,8 @@ def test_wrong_arguments_are_refused() -> None:
         Pointwise(3)  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match=r"base must be a regard.scores Score"):
         Pointwise(f, base=3, parameters={"slopes": SLOPES, "table": TABLE})  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match=r"parameters must be a dict, of tensors by name. Got list"):
+        Pointwise(f, parameters=[SLOPES])  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="'f' cannot be the name of a parameter"):
         Pointwise(lambda s, b, h, i, j, f: s, parameters={"f": SLOPES})
     with pytest.raises(ShapeError, match=r"reads dimension 0 of a tensor of shape \(4,\) at 0 to 4; it has 4 entries"):

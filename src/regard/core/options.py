@@ -33,6 +33,9 @@ class Options(TypedDict):
 
 _INSTEAD = {
     "is_causal": "Write mask=regard.causal().",
+    "causal": "Write mask=regard.causal().",
+    "score_mod": "Write score=regard.scores.Pointwise(f).",
+    "block_mask": "Write mask=, a mask of regard such as regard.causal(), or regard.predicate(f).",
     "attn_mask": 'Write mask=, where True means "may attend"; what is added to the logits is bias=.',
     "dropout_p": "Write dropout=.",
     "enable_gqa": "Leave it out: grouped heads are recognized by their number.",
@@ -43,7 +46,7 @@ _INSTEAD = {
 
 
 def refuse_unknown(who: str, given: Mapping[str, object]) -> NoReturn:
-    """Refuse arguments that do not exist, and say what is meant instead by those of torch's own functions."""
+    """Refuse arguments that do not exist, and say what is meant instead by those of torch and other libraries."""
     name = next(iter(given))
     known = (*Options.__annotations__, "backend", *(["observe"] if who == "why" else []))
     close = get_close_matches(name, known, n=1)

@@ -202,7 +202,7 @@ def _mask(
     elif not isinstance(mask, Mask):
         raise DtypeError(
             f"{who}: mask must be a regard Mask or a tensor in which True means 'may attend'. "
-            f"Got {type(mask).__name__}; {_call_it(mask, 'regard.masks lists the masks')}."
+            f"Got {type(mask).__name__}; {_call_it(mask, 'regard.masks lists the masks', 'regard.predicate')}."
         )
     mask = mask.bind(first, heads, headless)
     misfit = mask.misfit(n, m)  # before the mask moves to a GPU, where the host does not read it
@@ -323,7 +323,7 @@ def _score(score: Score, query: Tensor, key: Tensor, scale: float | Tensor | Non
     if not isinstance(score, Score):
         raise DtypeError(
             f"{who}: score must be a regard.scores Score. Got {type(score).__name__}; "
-            f"{_call_it(score, 'regard.scores lists the scores')}."
+            f"{_call_it(score, 'regard.scores lists the scores', 'regard.scores.Pointwise')}."
         )
     if scale is not None:
         raise ArgumentError(
@@ -394,9 +394,13 @@ def _number(x: object) -> bool:
     return type(x) in (float, int) or (isinstance(x, Real | Integral) and not isinstance(x, bool))
 
 
-def _call_it(x: object, otherwise: str) -> str:
-    """The remedy for a function or a class that came in the place of what it makes."""
-    return f"call it: {getattr(x, '__name__', '…')}(…)" if callable(x) and not isinstance(x, Tensor) else otherwise
+def _call_it(x: object, otherwise: str, wrapper: str) -> str:
+    """The remedy for one of our functions or classes in the place of what it makes, or for a function of the caller."""
+    if not callable(x) or isinstance(x, Tensor):
+        return otherwise
+    if isinstance(x, type) or (getattr(x, "__module__", None) or "").startswith("regard."):
+        return f"call it: {getattr(x, '__name__', '…')}(…)"
+    return f"wrap a function: {wrapper}(f)"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -422,7 +426,7 @@ def check_pair(a: Problem, b: Problem, kind: Kind, heads: Heads, epsilon: float 
         if kind == "js":
             raise ArgumentError(f'{who}: kind="js" is finite for all masks and takes no epsilon. Got {epsilon!r}.')
         if not isinstance(epsilon, Real) or isinstance(epsilon, bool) or not 0 < epsilon < 1:
-            raise ArgumentError(f"{who}: epsilon must be a number between 0 and 1. Got {epsilon!r}.")
+            raise ArgumentError(f"{who}: epsilon must be a number above 0 and below 1. Got {epsilon!r}.")
     if a.device != b.device:
         raise DeviceError(f"{who}: a and b must be on one device. Got {a.device} and {b.device}; use .to(device).")
     if (a.rows, a.keys) != (b.rows, b.keys):

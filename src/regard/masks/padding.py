@@ -86,7 +86,9 @@ def padding(lengths_or_keep: Any = None, /, *, lengths: Any = None, keep: Any = 
     """
     given = [value for value in (lengths_or_keep, lengths, keep) if value is not None]
     if len(given) != 1:
-        raise ArgumentError(f"padding: give either lengths or keep; got {len(given)}. Use & if both should hold.")
+        raise ArgumentError(
+            f"padding: give either lengths or keep; got {'several' if given else 'neither'}. Use & if both should hold."
+        )
     if lengths is not None:
         return Padding(lengths=integers("padding", "lengths", lengths, least=0))
     value = tensor_like("padding", "lengths or keep" if keep is None else "keep", given[0])

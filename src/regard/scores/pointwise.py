@@ -55,6 +55,10 @@ class Pointwise(Score):
             raise ArgumentError(
                 "Pointwise: base is a Pointwise itself. Call one function in the other: f(g(score, …), …)."
             )
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise DtypeError(
+                f"Pointwise: parameters must be a dict, of tensors by name. Got {type(parameters).__name__}."
+            )
         self.base = Scaled() if base is None else base
         self.same_dims = self.base.same_dims  # type: ignore[misc]
         self.f = f
