@@ -246,6 +246,21 @@ def test_wrong_arguments_are_refused() -> None:
         regard.memory.Memory(4, 4, score=Pointwise(lambda s, b, h, i, j: s))
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda i: torch.where(i < 4, i, 3),
+        lambda i: torch.where(i >= 4, i - 4, i),
+        lambda i: i - i // 4 * 4,
+        lambda i: i // 2 % 7,
+    ],
+)
+def test_an_index_that_stays_within_its_tensor_is_not_refused(index: Callable[[Tensor], Tensor]) -> None:
+    query, table, i = torch.randn(1, 2, 6, 4), torch.randn(4), torch.arange(6)
+    found = regard.observe(query, query, query, score=Pointwise(lambda s, b, h, i, j: s + table[index(i)])).scores()
+    torch.testing.assert_close(found, query @ query.mT / 2 + table[index(i)][:, None])
+
+
 def test_under_torch_compile_the_call_leaves_the_graph() -> None:
     query, table = torch.randn(1, 2, 6, 4), torch.rand(2, requires_grad=True)
 

@@ -256,6 +256,18 @@ class Expression:
                 found[p] = _bounded(node, [found[x] for x in node.args])
         return found[place]
 
+    def attains_bounds(self, place: int) -> bool:
+        """Whether some indices give the least and the greatest value: nothing is chosen, and each occurs once.
+
+        >>> e = Expression()
+        >>> i, j = e.add("row", INT), e.add("key", INT)
+        >>> e.attains_bounds(e.add("sub", INT, i, j)), e.attains_bounds(e.add("sub", INT, i, e.add("neg", INT, i)))
+        (True, False)
+        """
+        nodes = {p: self.nodes[p] for p in self.needed([place])}
+        uses = [x for node in nodes.values() for x in node.args if nodes[x].op != "const"]
+        return len(uses) == len(set(uses)) and all(node.op != "where" for node in nodes.values())
+
     def is_bounded(self, place: int) -> bool:
         """Whether a value is known to be within the range of float32 for every finite score.
 
@@ -303,7 +315,7 @@ def _bounded(node: Node, inner: list[tuple[float, float]]) -> tuple[float, float
     if node.op == "div" and c == d != 0:
         return min(a / c, b / c), max(a / c, b / c)
     if node.kind == INT and node.op == "mod" and c == d > 0:
-        return 0, c - 1
+        return (a, b) if 0 <= a <= b < c else (0, c - 1)
     if node.kind == INT and node.op == "floordiv" and c == d > 0:
         return a // c, b // c
     return ends.get(node.op, unknown)

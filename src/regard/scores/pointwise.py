@@ -112,7 +112,7 @@ class Pointwise(Score):
             for at, index in enumerate(node.args):
                 size = shapes[node.value][at]
                 low, high = e.bounds(index, sizes)
-                certain = not masked or len(e.leaves(index)) <= 1
+                certain = e.attains_bounds(index) and (not masked or len(e.leaves(index)) <= 1)
                 if certain and (low < -size or size <= high) and abs(low) + abs(high) < float("inf"):
                     return (
                         f"f reads dimension {at} of a tensor of shape {tuple(shapes[node.value])} at {low} to {high}; "
