@@ -120,6 +120,17 @@ def test_a_mean_that_underflows_keeps_its_log(fused: list[Any]) -> None:
     assert fused
 
 
+@pytest.mark.parametrize(("kind", "epsilon"), [("kl", None), ("kl", 0.1), ("reverse", 0.1), ("js", None)], ids=str)
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_row_that_sees_nothing_has_no_weights(kind: str, epsilon: float | None, sink: bool, fused: list[Any]) -> None:
+    late = regard.causal(offset=-2)  # the first two rows see nothing
+    options: dict[str, Any] = {"mask": CAUSAL} | ({"sink": random(2, seed=1)} if sink else {})
+    for a, b in (({"mask": late}, {"mask": late}), ({"mask": late}, options)):
+        found = agree(sides(a, b), kind, epsilon=epsilon)
+        assert not found.isnan().any()
+    assert len(fused) == 2
+
+
 def test_a_hidden_nan_leaves_no_trace_and_a_visible_one_does() -> None:
     q, k, q2, k2 = (random(1, 1, 6, 4, seed=at) for at in range(4))
     bad = k.detach().clone()

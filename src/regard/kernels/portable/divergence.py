@@ -221,8 +221,7 @@ def kl_step(state, p, r, i0, R: tl.constexpr, C: tl.constexpr, b, slot, P: tl.co
 @triton.jit
 def with_sink(sinks, index, lse, SINK: tl.constexpr):
     """lse [BM] with the sink of a head in the denominator, and the sink's log2 weight; DEEP without one."""
-    weight = lse * 0.0 + DEEP
-    total = lse
+    weight, total = tl.full(lse.shape, DEEP, tl.float32), lse
     if SINK:
         sink = tl.load(sinks + index) * LOG2E
         high = tl.maximum(lse, sink)
@@ -368,15 +367,15 @@ def divergence_terms(
     at = p.head.first_row + i
     lse_p = tl.load(out.lse_p + at, mask=i < n, other=FAR)
     lse_r = tl.load(out.lse_r + at, mask=i < n, other=FAR)
-    floor = lse_p * 0.0
+    zeros = tl.zeros([P.BM], tl.float32)  # not lse · 0, which is NaN for a row that sees nothing
+    floor = zeros
     if C.KIND == _EPSILON:
         floor = tl.load(mix.floor + at, mask=i < n, other=0.0)
     row = PairRows(finite_lse(lse_p)[:, None], finite_lse(lse_r)[:, None], None, None, None, floor[:, None])
-    sums = Sums(lse_p * 0.0, lse_p * 0.0)
-    sums = over_both(over_keys, terms_step, sums, (p, r, row, mix, block * P.BM, R, C), p, r, block, tl.cdiv(m, P.BN), P, R)
+    sums = over_both(over_keys, terms_step, Sums(zeros, zeros), (p, r, row, mix, block * P.BM, R, C), p, r, block, tl.cdiv(m, P.BN), P, R)
     sum_p, sum_r = sums.p, sums.r
     if C.SINK_P or C.SINK_R:
-        sunk_p, sunk_r = lse_p * 0.0 + DEEP, lse_p * 0.0 + DEEP
+        sunk_p, sunk_r = zeros + DEEP, zeros + DEEP
         if C.SINK_P:
             sunk_p = tl.where(lse_p == float("-inf"), DEEP, tl.load(sinks_p + index) * LOG2E - lse_p)
         if C.SINK_R:
