@@ -77,7 +77,7 @@ class Engine(ABC):
     output_alone: bool = False
     """Whether nobody reads the statistics of the rows apart from the engine's own passes."""
     stacks: bool = False
-    """Whether `forward_stacked` has a result by now: then every call saves one tensor, as checkpoints need it."""
+    """Whether each call saves its statistics as one tensor: a checkpoint that repeats it must save as many."""
 
     def expect_vjp(self, x: MaybeTensors, needs: Needs) -> None:  # noqa: B027  (most engines need not)
         """Get ready for `vjp`, which may be asked for after the forward pass."""

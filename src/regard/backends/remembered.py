@@ -186,7 +186,7 @@ def remember(key: Key, given: Given, p: Problem, backend: Backend) -> Remembered
     """
     if not operations_are_plain():
         return None
-    same = all(x is y for x, y in zip(given, (p.query, p.key, p.value), strict=False))
+    same = all(x is y for x, y in zip(given[:3], (p.query, p.key, p.value), strict=True))
     same = same and (given[3] is p.mask or (isinstance(given[3], Mask) and on_device(given[3], p.device) is p.mask))
     if not same or isinstance(p.scale, Tensor) or (prepared := backend.prepare(p)) is None:
         return None

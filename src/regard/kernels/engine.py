@@ -121,7 +121,7 @@ class TritonEngine(Engine):
 
     @property
     def stacks(self) -> bool:  # type: ignore[override]
-        return not self.observed  # whether or not the call is remembered, so that its repetition saves as many tensors
+        return not self.observed  # `forward_stacked` has a result once the call is remembered
 
     def _short_forward(self, x: MaybeTensors, apart: bool) -> tuple[Tensor, Any] | None:
         short = self.shortcuts
