@@ -74,6 +74,8 @@ FLOATS = torch.ones(2, 3)
         (lambda: predicate(FLOATS > 0), DtypeError, "predicate: f must be a function f(batch, head, i, j); got Tensor"),
         (lambda: padding([1, 2]) & padding([1, 2, 3]), MaskError, "&: two masks must have the same number"),
         (lambda: dense(torch.ones(2, 3, 3) > 0) | dense(torch.ones(5, 3, 3) > 0), MaskError, "|: two masks must have"),
+        (lambda: causal().dense(2.5, 3), MaskError, "causal: n and m must be whole numbers; got n=2.5, m=3"),  # type: ignore[arg-type]
+        (lambda: causal().picture("a", 3), MaskError, "causal: n and m must be whole numbers; got n='a', m=3"),  # type: ignore[arg-type]
         (lambda: causal().picture(3, 3, width=0), ArgumentError, "picture: width must be at least 1; got 0"),
         (lambda: padding([1, 2]).picture(3, 3, batch=2), ArgumentError, "picture: batch must be from 0 to 1; got 2"),
         (lambda: causal() & FLOATS, MaskError, "bias= adds, mask= selects"),

@@ -564,6 +564,11 @@ def test_what_is_not_a_rule_is_refused() -> None:
     seen: Any = watched(None, a=Fixed(*random()))
     with pytest.raises(DtypeError, match=r"^findings: rules must be rules, such as Sink\(share=0\.5\)\. Got <class"):
         find(seen, [Sink])  # type: ignore[list-item]
+    for given in (3, Sink()):
+        with pytest.raises(
+            DtypeError, match=r"^findings: rules must be a list of rules, such as \[Sink\(share=0\.5\)\]\."
+        ):
+            find(seen, given)  # type: ignore[arg-type]
 
 
 def test_a_custom_rule_is_applied_like_the_others() -> None:

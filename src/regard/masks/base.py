@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
+from numbers import Integral
 from typing import Any, ClassVar, NoReturn, TypeVar, final
 
 import torch
@@ -278,6 +279,9 @@ class Mask(ABC):
 
     def check(self, n: int, m: int) -> None:
         """Raise if the mask does not fit `n` rows and `m` keys."""
+        for size in (n, m):
+            if not isinstance(size, int | torch.SymInt | Integral):
+                raise MaskError(f"{self.factory}: n and m must be whole numbers; got n={n!r}, m={m!r}.")
         if n < 0 or m < 0:
             raise MaskError(f"{self.factory}: n and m must be at least 0; got n={n}, m={m}.")
         if reason := self.misfit(n, m):

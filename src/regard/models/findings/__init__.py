@@ -87,8 +87,11 @@ def find(
       attention
     L0: the model itself
     """
+    rules = RULES if rules is None else rules
+    if isinstance(rules, Rule) or not isinstance(rules, Iterable):
+        raise DtypeError(f"findings: rules must be a list of rules, such as [Sink(share=0.5)]. Got {rules!r}.")
     found = []
-    for rank, rule in enumerate(RULES if rules is None else rules):
+    for rank, rule in enumerate(rules):
         if not isinstance(rule, Rule):
             raise DtypeError(f"findings: rules must be rules, such as Sink(share=0.5). Got {rule!r}.")
         for finding in rule.judge(seen):
