@@ -1,0 +1,113 @@
+"""Functions of scores, lists of keys and divergences by our kernels on a GPU: right by float64, with fixed bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.scores import Pointwise
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+DEVICE = "cuda"
+N = 700  # fills no tile
+HEADS = 4
+CAUSAL, LATE = regard.causal(), regard.causal(offset=-2)  # with LATE two rows see nothing
+Found = list[Tensor]
+SLOPES, TABLE = torch.tensor([0.5, 0.25, 0.125, 0.0625]), torch.linspace(-1, 1, HEADS * (2 * N - 1)).view(HEADS, -1)
+
+
+def close(found: Found, true: Found, tolerance: float) -> None:
+    for place, (x, y) in enumerate(zip(found, true, strict=True)):
+        assert not x.isnan().any(), place
+        assert torch.equal(x.isinf(), y.isinf()), place
+        x, y = torch.where(x.isinf(), 0, x).double(), torch.where(y.isinf(), 0, y)
+        assert (x - y).norm() <= tolerance * y.norm().clamp_min(1e-6), (place, ((x - y).norm() / y.norm()).item())
+
+
+def check(make: Callable[[Found], Found], inputs: Found, tolerance: float = 8e-3) -> None:
+    """What kernels make of bfloat16 against the same in float64; three times, bit for bit."""
+    first, *others = (make([x.detach().requires_grad_() for x in inputs]) for _ in range(3))
+    close(first, make([x.detach().double().requires_grad_() for x in inputs]), tolerance)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def backend_for(x: Tensor) -> str:
+    return "chunked" if x.dtype == torch.float64 else "triton"
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(torch.bfloat16)
+
+
+def rows_and_gradients(seen: Any, inputs: Found) -> Found:
+    loss = (seen.output.double() * seen.output.detach().double().sin()).sum() + seen.entropy.double().sum()
+    return [seen.output.detach(), seen.entropy.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "alibi": lambda table: lambda s, b, h, i, j: s - SLOPES.to(DEVICE)[h] * (i - j).abs(),
+    "softcap": lambda table: lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
+    "distance decay": lambda table: lambda s, b, h, i, j: s * torch.exp(-1e-2 * (i - j).abs()),
+    "table": lambda table: lambda s, b, h, i, j: s + table[h, i - j + N - 1],
+    "gate": lambda table: lambda s, b, h, i, j: torch.where(i - j < 99, s * torch.sigmoid(s), s / (N - i)),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_scores(name: str, dim: int) -> None:
+    torch.manual_seed(0)
+
+    def make(inputs: Found) -> Found:
+        *x, table = inputs
+        learnt = inputs if name == "table" else x
+        score = Pointwise(FUNCTIONS[name](table))
+        return rows_and_gradients(regard.observe(*x, mask=CAUSAL, score=score, backend=backend_for(x[0])), learnt)
+
+    check(make, [random(1, HEADS, N, dim) for _ in range(3)] + [TABLE.to(DEVICE)])
+
+
+LISTS = {
+    "keys": (1, 1, HEADS, 1),
+    "keys, ungrouped heads": (1, 1, 2, 2),
+    "keys, many heads": (1, 1, 64, 1),
+    "keys for 16 rows": (1, 16, HEADS, 1),
+    "blocks": (64, 1, HEADS, 1),
+    "blocks for 16 rows": (64, 16, HEADS, 1),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_keys(name: str, dim: int) -> None:
+    size, rows, heads, key_heads = LISTS[name]
+    torch.manual_seed(0)
+    n = 704
+    lists = torch.randint(-1, n // size, (1, key_heads, n // rows, 64 if size == 1 else 4), device=DEVICE)
+    mask = regard.chosen(lists, size=size, rows=rows)
+
+    def make(x: Found) -> Found:
+        return rows_and_gradients(regard.observe(*x, mask=mask, backend=backend_for(x[0])), x)
+
+    check(make, [random(1, h, n, dim) for h in (heads, key_heads, key_heads)])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("other", [LATE, CAUSAL, regard.window(40)], ids=["the same mask", "causal", "window"])
+@pytest.mark.parametrize(("kind", "epsilon"), [("kl", None), ("kl", 0.1), ("reverse", 0.1), ("js", None)])
+def test_divergences(kind: Any, epsilon: float | None, other: regard.Mask, dim: int) -> None:
+    torch.manual_seed(0)
+
+    def make(x: Found) -> Found:
+        sides = [{"query": x[i], "key": x[i + 1], "mask": mask} for i, mask in ((0, LATE), (2, other))]
+        found = regard.divergence(sides[0], sides[1], kind, epsilon=epsilon)
+        return [found.detach(), *torch.autograd.grad(torch.where(found.isinf(), 0, found).sum(), x)]
+
+    check(make, [random(1, HEADS, N, dim) for _ in range(4)])
