@@ -10,6 +10,7 @@ import pkgutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import regard.masks
@@ -89,16 +90,16 @@ def grids(length: int) -> list[Tensor]:
 def test_hidden_tiles_hide_all_and_full_tiles_show_all(case: Case) -> None:
     mask, n, m = case
     dense = mask.dense(n, m).expand(*mask.lead, n, m)
+    visible = F.pad(dense.flatten(0, 1).sum(0).cumsum(0).cumsum(1), (1, 0, 1, 0))  # pairs above and to the left
     for rows in grids(n):
         for cols in grids(m):
             cover = mask.cover(rows, cols, n, m)
             assert cover.dtype == torch.int8
             assert cover.shape == (len(rows) - 1, len(cols) - 1)
-            for r, line in enumerate(cover.tolist()):
-                for c, state in enumerate(line):
-                    tile = dense[..., rows[r] : rows[r + 1], cols[c] : cols[c + 1]]
-                    assert state != HIDDEN or not tile.any()
-                    assert state != FULL or tile.all()
+            found = visible[rows][:, cols].diff(dim=0).diff(dim=1)
+            pairs = rows.diff()[:, None] * cols.diff() * math.prod(mask.lead)
+            assert not found[cover == HIDDEN].any()
+            assert torch.equal(found[cover == FULL], pairs[cover == FULL])
 
 
 @every_case

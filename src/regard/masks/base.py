@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from numbers import Integral
 from typing import Any, ClassVar, NoReturn, TypeVar, final
 
 import torch
@@ -147,8 +146,8 @@ class Mask(ABC):
 
     def density(self, n: int, m: int) -> float:
         """Give the share of pairs that are allowed; 0 if there is no pair."""
-        i, _ = self._positions(n, 0, None if self.tensors else "cpu")
-        count = self.visible(i, n, m)
+        self.check(n, m)
+        count = self.visible(self._positions(n, 0, None if self.tensors else "cpu")[0], n, m)
         return float(count.sum()) / (count.numel() * m) if count.numel() * m else 0.0
 
     def picture(self, n: int, m: int, width: int = 64, batch: int = 0, head: int = 0) -> str:
@@ -279,11 +278,8 @@ class Mask(ABC):
 
     def check(self, n: int, m: int) -> None:
         """Raise if the mask does not fit `n` rows and `m` keys."""
-        for size in (n, m):
-            if not isinstance(size, int | torch.SymInt | Integral):
-                raise MaskError(f"{self.factory}: n and m must be whole numbers; got n={n!r}, m={m!r}.")
-        if n < 0 or m < 0:
-            raise MaskError(f"{self.factory}: n and m must be at least 0; got n={n}, m={m}.")
+        if not (hasattr(n, "__index__") and hasattr(m, "__index__") and n >= 0 and m >= 0):
+            raise MaskError(f"{self.factory}: n and m must be whole numbers of at least 0; got n={n!r}, m={m!r}.")
         if reason := self.misfit(n, m):
             raise MaskError(reason)
 
