@@ -15,6 +15,7 @@ from ..portable.tile_ops import (
     _SPANS,
     bias_row_pointers,
     block_list_start,
+    mask_item,
 )
 from . import ptx
 from .online_softmax import MASK_BIT
@@ -79,9 +80,9 @@ def dq_position(params, t, b, first, batch, h, block, MASK: gl.constexpr):
     if MASK == _NONE:
         position = block
     elif MASK == _SPANS:
-        mask_item = batch // (params.lists.inner // 16)
-        position = gl.load(order.rank + mask_item * order.key_item + h * order.key_head + block)
-        position -= gl.load(order.base + mask_item * order.row_item + h * order.row_head + b)
+        item = mask_item(params.lists, batch)
+        position = gl.load(order.rank + item * order.key_item + h * order.key_head + block)
+        position -= gl.load(order.base + item * order.row_item + h * order.row_head + b)
     else:
         position = gl.load(order.position + first + t)
     return position
@@ -111,7 +112,7 @@ def common_rows(params, batch, h, key, MASK: gl.constexpr):
     begin, end = 0, params.n
     if MASK == _SPANS:
         order = params.dq_order
-        at = (batch // (params.lists.inner // 16)) * order.span_item + h * order.span_head
+        at = mask_item(params.lists, batch) * order.span_item + h * order.span_head
         begin = gl.load(order.begin + at + (gl.minimum(key + ROWS, params.M) - 1))
         end = gl.load(order.end + at + gl.minimum(key, params.M - 1))
     return begin, end
@@ -137,7 +138,7 @@ def load_mask(batch, h, b, j, slot, partial, params, TRAITS: gl.constexpr):
         at = order.bits + gl.maximum(slot, 0).to(gl.int64) * 512 + (j % 128) * 4 + b * TRAITS.BM % 128 // 32  # slot 0 shows all
         low, high = gl.load(at, mask=some, other=0), gl.load(at + 1, mask=some, other=0)
     elif TRAITS.MASK == _SPANS:
-        at = (batch // (params.lists.inner // 16)) * order.span_item + h * order.span_head + j
+        at = mask_item(params.lists, batch) * order.span_item + h * order.span_head + j
         low, high = gl.load(order.begin + at, mask=some, other=0), gl.load(order.end + at, mask=some, other=0)
     return low, high
 

@@ -23,6 +23,7 @@ from ..portable.tile_ops import (
     block_range,
     full_block,
     load_rows,
+    mask_item,
     mask_tile,
     partial_block,
     program_tile,
@@ -92,7 +93,7 @@ def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
         if HIDING:
             at = params.seen + (batch * params.num_heads + h).to(gl.int64) * params.M
         else:
-            at = lists.seen + (batch // (lists.inner // 16)).to(gl.int64) * lists.seen_item + h * lists.seen_head
+            at = lists.seen + mask_item(lists, batch).to(gl.int64) * lists.seen_item + h * lists.seen_head
         some = some | gl.load(at + j, mask=j < params.M, other=1).to(gl.int32)
     return some
 
@@ -149,7 +150,7 @@ def clean_queries(X, XB, lse, empty, TRAITS: gl.constexpr):
 @gluon.jit
 def seen_offset(lists, rows):
     """Where `lists.seen` begins for the rows' head: which keys are visible to some row."""
-    return (rows.batch // (lists.inner // 16)).to(gl.int64) * lists.seen_item + rows.h * lists.seen_head
+    return mask_item(lists, rows.batch).to(gl.int64) * lists.seen_item + rows.h * lists.seen_head
 
 
 @gluon.jit

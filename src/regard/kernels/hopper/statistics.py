@@ -29,6 +29,7 @@ from ..portable.tile_ops import (
     bias_row_pointers,
     block_list_start,
     block_range,
+    mask_item,
     mask_tile,
     row_offset,
     row_spans,
@@ -358,7 +359,7 @@ def mask_slots(b, full, full_end, map_part, head, grid, params, MASK: gl.constex
     masked = (b < full) | (b >= full_end)
     if MASK == _BITS:
         left = start // PAIR
-        at = lists.table + (head.batch // (lists.inner // 16)).to(gl.int64) * lists.table_item + head.h * lists.table_head + b * grid.key_blocks + left
+        at = lists.table + mask_item(lists, head.batch).to(gl.int64) * lists.table_item + head.h * lists.table_head + b * grid.key_blocks + left
         slots = (gl.load(at, mask=start < stop, other=0), gl.load(at + 1, mask=(stop - 1) // PAIR > left, other=0))
         masked = (slots[0] != 0) | (slots[1] != 0)  # slot 0 is all ones
     return slots, masked

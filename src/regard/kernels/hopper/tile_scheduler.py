@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...compat.gluon import tma_load
-from ..portable.tile_ops import _BITS, _SPANS, block_list_start, block_range
+from ..portable.tile_ops import _BITS, _SPANS, block_list_start, block_range, mask_item
 from . import ptx
 from .aggregates import KeyBlocks
 from .configs import ROWS as _ROWS
@@ -82,7 +82,7 @@ def group_range(lists, batch, h, row, key_blocks, n, BN: gl.constexpr, MASK: gl.
     start, unmasked = 0, partial
     none = total == 0
     if MASK == _SPANS:
-        at = (batch // (lists.inner // 16)).to(gl.int64) * lists.item + h * lists.head
+        at = mask_item(lists, batch).to(gl.int64) * lists.item + h * lists.head
         last = gl.minimum(row + ROWS, n) - 1
         begin, end_of_first, end = gl.load(lists.lo + at + last), gl.load(lists.hi + at + gl.minimum(row, n - 1)), gl.load(lists.hi + at + last)
         seen = gl.maximum(gl.cdiv(end, BN) - first, 0)  # blocks up to there

@@ -28,7 +28,7 @@ from .program import (
     raw_scores,
     v_at,
 )
-from .tile_ops import _BIAS_ALIBI, _BITS, _SPANS, dropout_keep, mask_tile, program_tile, row_spans
+from .tile_ops import _BIAS_ALIBI, _BITS, _SPANS, dropout_keep, mask_item, mask_tile, program_tile, row_spans
 
 PAIRS, ROWS, KEYS, TABLE = 0, 1, 2, 3
 _PAIRS, _ROWS, _KEYS, _TABLE = tl.constexpr(PAIRS), tl.constexpr(ROWS), tl.constexpr(KEYS), tl.constexpr(TABLE)
@@ -37,7 +37,7 @@ _PAIRS, _ROWS, _KEYS, _TABLE = tl.constexpr(PAIRS), tl.constexpr(ROWS), tl.const
 @triton.jit
 def mask_slot(blocks, batch, index, ib, jb, key_blocks, PER: tl.constexpr):
     """The slot of the bits of tile (ib, jb) in blocks of 128 / PER; −1 where all is hidden."""
-    at = (batch // (blocks.inner // 16)).to(tl.int64) * blocks.table_item + index * blocks.table_head
+    at = mask_item(blocks, batch).to(tl.int64) * blocks.table_item + index * blocks.table_head
     return tl.load(blocks.table + at + (ib // PER) * key_blocks + jb // PER)
 
 

@@ -33,7 +33,18 @@ from .program import (
     visible_logits,
     visible_logits_transposed,
 )
-from .tile_ops import _BITS, _SPANS, DEEP, LN2, LOG2E, LOWEST, block_list_start, program_tile, select_in_spans
+from .tile_ops import (
+    _BITS,
+    _SPANS,
+    DEEP,
+    LN2,
+    LOG2E,
+    LOWEST,
+    block_list_start,
+    mask_item,
+    program_tile,
+    select_in_spans,
+)
 
 KL, EPSILON, JS = 0, 1, 2
 _KL, _EPSILON, _JS = tl.constexpr(KL), tl.constexpr(EPSILON), tl.constexpr(JS)
@@ -127,7 +138,7 @@ def slot_at(head, i0, j0, C: tl.constexpr):
     slot = 0
     if C.MASK == _BITS:
         blocks = head.blocks
-        at = (head.batch // (blocks.inner // 16)).to(tl.int64) * blocks.table_item + head.index * blocks.table_head
+        at = mask_item(blocks, head.batch).to(tl.int64) * blocks.table_item + head.index * blocks.table_head
         slot = tl.load(blocks.table + at + (i0 // 128) * tl.cdiv(head.sizes.m, 128) + j0 // 128)
     return slot
 

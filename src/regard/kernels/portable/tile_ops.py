@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 
 from ..arguments import BIAS_ALIBI, BIAS_NONE, BIAS_TENSOR
-from ..block_lists import BITS, NONE, SPANS
+from ..block_lists import BITS, MULTIPLE, NONE, SPANS
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 DEEP = tl.constexpr(-1e4)  # exp2(−1e4) is 0, and products with it stay finite
 PACK = tl.constexpr(128)  # rows that a program packs; packed heads are padded to a multiple, so that no reader asks where rows end
-_NONE, _SPANS, _BITS = tl.constexpr(NONE), tl.constexpr(SPANS), tl.constexpr(BITS)
+_NONE, _SPANS, _BITS, _MULTIPLE = tl.constexpr(NONE), tl.constexpr(SPANS), tl.constexpr(BITS), tl.constexpr(MULTIPLE)
 _BIAS_NONE, _BIAS_TENSOR, _BIAS_ALIBI = tl.constexpr(BIAS_NONE), tl.constexpr(BIAS_TENSOR), tl.constexpr(BIAS_ALIBI)
 
 
@@ -117,10 +117,16 @@ def logits(S, scale, cap, bias, at, i, j, n, m, CAP: tl.constexpr, BIAS: tl.cons
 
 
 @triton.jit
+def mask_item(blocks, batch):
+    """Which item of the mask a batch item has."""
+    return batch // (blocks.inner // _MULTIPLE)
+
+
+@triton.jit
 def row_spans(blocks, batch, head, i, n, m, MASK: tl.constexpr):
     """The spans of keys [BM] that rows i attend to; no keys for rows beyond the last."""
     if MASK == _SPANS:
-        at = (batch // (blocks.inner // 16)).to(tl.int64) * blocks.item + head * blocks.head + i
+        at = mask_item(blocks, batch).to(tl.int64) * blocks.item + head * blocks.head + i
         lo, hi = tl.load(blocks.lo + at, mask=i < n, other=0), tl.load(blocks.hi + at, mask=i < n, other=0)
     else:
         lo, hi = i * 0, tl.where(i < n, m, 0)
@@ -162,7 +168,7 @@ def select_in_spans(a, b, j, lo, hi, other, PTX: tl.constexpr):
 def unaligned_mask_tile(blocks, batch, head, lo, hi, i, j, key_blocks, MASK: tl.constexpr):
     """Which pairs the mask shows, for tiles that are not aligned to the blocks of the lists: bool [BM, BN]."""
     if MASK == _BITS:
-        at = (batch // (blocks.inner // 16)).to(tl.int64) * blocks.table_item + head * blocks.table_head + (i // 128) * key_blocks  # [BM]
+        at = mask_item(blocks, batch).to(tl.int64) * blocks.table_item + head * blocks.table_head + (i // 128) * key_blocks  # [BM]
         inside = (hi > 0)[:, None] & (j < key_blocks * 128)[None, :]
         slot = tl.load(blocks.table + at[:, None] + (j // 128)[None, :], mask=inside, other=-1)  # [BM, BN]
         at = tl.maximum(slot, 0).to(tl.int64) * 512 + (i % 128)[:, None] * 4 + ((j % 128) // 32)[None, :]
@@ -181,7 +187,7 @@ def zero_hidden_keys(X, show, blocks, batch, head, j, m, MASK: tl.constexpr, BIA
     if BIAS != _BIAS_NONE:
         X = tl.where((tl.max(show.to(tl.int32), 0) > 0)[:, None], X, 0.0)
     elif MASK != _NONE:
-        at = (batch // (blocks.inner // 16)).to(tl.int64) * blocks.seen_item + head * blocks.seen_head
+        at = mask_item(blocks, batch).to(tl.int64) * blocks.seen_item + head * blocks.seen_head
         X = tl.where((tl.load(blocks.seen + at + j, mask=j < m, other=0) != 0)[:, None], X, 0.0)
     return X
 
@@ -191,7 +197,7 @@ def block_list_start(blocks, batch, head, MASK: tl.constexpr):
     """Where the lists of a batch item and head begin in `bounds` or `start`."""
     at = 0
     if MASK != _NONE:
-        at = (batch // (blocks.inner // 16)) * blocks.block_item + head * blocks.block_head
+        at = mask_item(blocks, batch) * blocks.block_item + head * blocks.block_head
     return at
 
 
