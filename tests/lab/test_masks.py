@@ -12,7 +12,7 @@ from regard import lab
 from regard.lab import masks
 from regard.lab.masks import gallery
 
-SMALL = {"length": 1536, "chunk": 128, "heads": 8}
+SMALL = {"length": 1024, "chunk": 128, "heads": 8}
 
 
 @pytest.fixture(scope="module")
