@@ -65,7 +65,7 @@ def test_ids_on_a_gpu_are_read_once_until_they_change(monkeypatch: pytest.Monkey
     read.clear()
     del ids
     gc.collect()
-    assert not [known for known in module._SORTED.values() if known[0]() is None]
+    assert not [known for known in module._READ.values() if known.ids() is None]
 
 
 @pytest.mark.parametrize("changes", ["collectives", "a captured graph"])

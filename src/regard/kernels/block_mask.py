@@ -189,9 +189,9 @@ class BlockMask:
         from .portable.spans_launch import launch_spans
 
         self.wait()
-        known = self._launches.get((BM, BN, before))
-        if known is not None:
-            return known
+        made = self._launches.get((BM, BN, before))
+        if made is not None:
+            return made
         known = self._known
         if before is None and known.addresses.lo is None:
             known = self._launched(terms, MASK_BLOCK, MASK_BLOCK, 0)

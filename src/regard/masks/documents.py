@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -31,7 +31,17 @@ from regard.masks.transfer import copy_to
 __all__ = ["Documents", "Packed", "Varlen", "documents", "packed"]
 
 _DTYPES = (torch.int64, torch.int32)  # these stay as they are: a converted tensor would be another one at each call
-_SORTED: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}  # by tensor: its version, and whether no id falls then
+
+
+class _Read(NamedTuple):
+    """What the host has read of a tensor of ids."""
+
+    ids: weakref.ref[Tensor]
+    version: int
+    is_sorted: bool
+
+
+_READ: dict[int, _Read] = {}  # by the id of the tensor
 
 
 @final
@@ -119,11 +129,11 @@ def _is_sorted(ids: Tensor) -> bool:
         or (version := versions_of((ids,))[0]) < 0
     ):
         return _never_falls(ids)
-    known, key = _SORTED, id(ids)
-    found = known.get(key)
-    if found is None or found[0]() is not ids or found[1] != version:
-        found = known[key] = weakref.ref(ids, lambda _: known.pop(key, None)), version, _never_falls(ids)
-    return found[2]
+    read, key = _READ, id(ids)
+    found = read.get(key)
+    if found is None or found.ids() is not ids or found.version != version:
+        found = read[key] = _Read(weakref.ref(ids, lambda _: read.pop(key, None)), version, _never_falls(ids))
+    return found.is_sorted
 
 
 def _may_change_uncounted() -> bool:

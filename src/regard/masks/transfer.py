@@ -14,7 +14,6 @@ __all__ = ["Arrival", "copy_by_value", "copy_to"]
 
 _MOST_NUMBERS = 1024  # of a tensor that is copied once for all equal ones
 _MOST_COPIES = 64
-_COPIES: dict[tuple[object, ...], tuple[Tensor, list[int], Arrival]] = {}  # a copy, its version, and when it is there
 
 
 def copy_to(x: Tensor, device: torch.device) -> Tensor:
@@ -31,17 +30,17 @@ def copy_by_value(x: Tensor, device: torch.device) -> Tensor:
         return copy_to(x, device)
     key = (x.dtype, x.shape, tuple(x.flatten().tolist()), device)
     found = _COPIES.pop(key, None)
-    if found is None or versions_of(found[:1]) != found[1]:
+    if found is None or versions_of((found.tensor,)) != found.versions:
         made = copy_to(x, device)
         if is_wrapped(made):  # within a transform, which ends before the copy does
             return made
-        found = made, versions_of((made,)), Arrival.of([made])
-    found[2].wait([found[0]])
+        found = _Copy(made, versions_of((made,)), Arrival.of([made]))
+    found.arrival.wait([found.tensor])
     _COPIES[key] = found  # now the most recently used
     if len(_COPIES) > _MOST_COPIES:
         for oldest in list(_COPIES)[:1]:
             _COPIES.pop(oldest, None)
-    return found[0]
+    return found.tensor
 
 
 def _is_queued(x: Tensor, device: torch.device) -> bool:
@@ -72,3 +71,16 @@ class Arrival(NamedTuple):
         stream.wait_event(self.event)
         for x in tensors:
             x.record_stream(stream)
+
+
+class _Copy(NamedTuple):
+    """A copy that equal tensors share, its versions when it was made, and when it is there."""
+
+    tensor: Tensor
+    versions: list[int]
+    arrival: Arrival
+
+
+_COPIES: dict[
+    tuple[object, ...], _Copy
+] = {}  # by dtype, shape, numbers and device; the least recently used comes first
