@@ -26,11 +26,13 @@ __all__ = ["chosen_dkdv", "chosen_dq", "sum_entries"]
 
 
 @triton.jit
-def store_entries(x, at, column, inside, X, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Store what columns [BN] of a list add, [BN, PADDED], to the buffer whose rows for this list begin at `at`."""
-    d = tl.arange(0, PADDED)
-    to = x + (at + column).to(tl.int64)[:, None] * DIM + d[None, :]
-    tl.store(to, X.to(x.dtype.element_ty), mask=inside[:, None] & (d < DIM)[None, :])
+def store_entries(parts, at, column, inside, dK, dV, C: tl.constexpr):
+    """Store what columns [BN] of a list add, dK [BN, DP] beside dV [BN, DVP], to the buffer whose rows for this list begin at `at`."""
+    to = parts + (at + column).to(tl.int64) * (C.D + C.DV)
+    d = tl.arange(0, C.DP)
+    tl.store(to[:, None] + d[None, :], dK.to(parts.dtype.element_ty), mask=inside[:, None] & (d < C.D)[None, :])
+    d = tl.arange(0, C.DVP)
+    tl.store(to[:, None] + C.D + d[None, :], dV.to(parts.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])
 
 
 @triton.jit(do_not_specialize=["first_list", "n", "m", "heads", "groups", "owners", "height", "count", "width", "tiles"])
@@ -57,9 +59,9 @@ def chosen_dq(
         if PARTS:
             column = first + tl.arange(0, C.BN)
             inside = column < entries * C.SIZE
-            store_entries(parts.dk, to, column, inside, tl.dot(tl.trans(dS), Q, input_precision=C.PRECISION), C.D, C.DP)
+            dK = tl.dot(tl.trans(dS), Q, input_precision=C.PRECISION)
             dV = tl.dot(tl.trans(P.to(row.dO.dtype)), row.dO, input_precision=C.PRECISION)
-            store_entries(parts.dv, to, column, inside, dV, C.DV, C.DVP)
+            store_entries(parts, to, column, inside, dK, dV, C)
     store_tile(dq, strides.dq, item, rows, dQ, C.D, C.DP)
 
 
@@ -88,8 +90,7 @@ def chosen_dkdv(
     column = block * C.BN + tl.arange(0, C.BN)
     inside = column < entries * C.SIZE
     to = ((item.to(tl.int64) * (heads // groups) + group) * count + place) * (width * C.SIZE)
-    store_entries(parts.dk, to, column, inside, dK, C.D, C.DP)
-    store_entries(parts.dv, to, column, inside, dV, C.DV, C.DVP)
+    store_entries(parts, to, column, inside, dK, dV, C)
 
 
 @triton.jit(do_not_specialize=["m", "kv_heads", "owners", "count", "width", "blocks", "chunk", "chunks", "offset", "entries", "inner", "shared", "items", "heads"])

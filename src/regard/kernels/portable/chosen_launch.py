@@ -162,13 +162,6 @@ class _Given(NamedTuple):
     entropy: Tensor | None
 
 
-class _Parts(NamedTuple):
-    """What each entry of some lists adds to the gradients of its keys."""
-
-    dk: Tensor
-    dv: Tensor
-
-
 class ChosenGradients(NamedTuple):
     """Gradients of queries, keys and values; those of keys and values in float32."""
 
@@ -190,22 +183,21 @@ def backward(
     if not wants_keys:
         _dq(w, given, dq, None, strides, 0, w.lists.entries.shape[2], C, BN, options)
         return ChosenGradients(dq, None, None)
-    totals = tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (w.key, w.value))
+    dims = (w.key.shape[3], w.value.shape[3])
+    total = torch.zeros((*w.key.shape[:3], sum(dims)), dtype=torch.float32, device=dq.device)  # dK, and beside it dV
     dtype = torch.bfloat16 if w.query.dtype == torch.bfloat16 and not INTERPRETED else torch.float32
-    inverted = _inverted(w, dtype.itemsize * (w.key.shape[3] + w.value.shape[3]))
-    buffers = [torch.empty(inverted.chunk * w.list_room * x.shape[3], dtype=dtype, device=x.device) for x in totals]
+    inverted = _inverted(w, dtype.itemsize * sum(dims))
+    parts = torch.empty((inverted.chunk * w.list_room, sum(dims)), dtype=dtype, device=dq.device)
     for at, first, count in inverted.chunks(w.lists.entries.shape[2]):
-        parts = _Parts(*buffers)
         alone = w.tiles == 1
         _dq(w, given, dq, parts if alone else None, strides, first, count, C, BN, options)
         if not alone:
             _dkdv(w, given, parts, strides, first, count, C, BN, options)
-        for buffer, total in zip(parts, totals, strict=True):
-            _add(w, buffer, total, inverted, at, count)
-    return ChosenGradients(dq, *totals)
+        _add(w, parts, total, inverted, at, count)
+    return ChosenGradients(dq, *total.split(dims, -1))
 
 
-def _dq(w: ChosenArgs, given: _Given, dq: Tensor, parts: _Parts | None, strides: _Strides, first: int, count: int, C: Constants, BN: int, options: dict[str, Any]) -> None:  # fmt: skip
+def _dq(w: ChosenArgs, given: _Given, dq: Tensor, parts: Tensor | None, strides: _Strides, first: int, count: int, C: Constants, BN: int, options: dict[str, Any]) -> None:  # fmt: skip
     programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count * w.tiles
     chosen_dq[(programs,)](
         w.query, w.key, w.value, given, dq, parts, strides, w.list_args(), w.drop, first_list=first, count=count, **w.sizes(), C=C,
@@ -213,7 +205,7 @@ def _dq(w: ChosenArgs, given: _Given, dq: Tensor, parts: _Parts | None, strides:
     )  # fmt: skip
 
 
-def _dkdv(w: ChosenArgs, given: _Given, parts: _Parts, strides: _Strides, first: int, count: int, C: Constants, BN: int, options: dict[str, Any]) -> None:  # fmt: skip
+def _dkdv(w: ChosenArgs, given: _Given, parts: Tensor, strides: _Strides, first: int, count: int, C: Constants, BN: int, options: dict[str, Any]) -> None:  # fmt: skip
     blocks = triton.cdiv(w.lists.entries.shape[3] * w.lists.size, BN)
     programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count * blocks
     chosen_dkdv[(programs,)](
