@@ -42,6 +42,7 @@ from regard.kernels.hopper import (
     backward_192,
     backward_launch,
     backward_wide,
+    chosen_launch,
     dq_semaphore,
     forward_launch,
     jvp_launch,
@@ -178,6 +179,7 @@ class Partition(threading.Thread):
         self.spins = 0  # how often it has read a semaphore since it last set one
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
+        self.copies: list[list[Callable[[], None]]] = [[]]  # groups; the last one is not committed
 
     def run(self) -> None:
         self.baton.acquire()
@@ -198,6 +200,12 @@ class Partition(threading.Thread):
         self.baton.acquire()
         if self.stopped:
             raise SystemExit
+
+    def wait_for_copies(self, left: int) -> None:
+        """Let all groups of copies arrive but the last `left`."""
+        while len(self.copies) - 1 > left:
+            for copy in self.copies.pop(0):
+                copy()
 
     def wait_for_stores(self) -> None:
         for store in self.stores:
@@ -269,6 +277,12 @@ def tma_store(descriptor: Descriptor, coordinates: Sequence[Any], block: Shared,
     here().stores.append(lambda: descriptor.store(coordinates, block, add))
 
 
+def start_copy(into: Shared, at: Pointer, mask: Any = True) -> None:
+    """Copy by `cp.async`; until it is waited for, the block holds NaN."""
+    into.x[...] = np.full(into.x.nbytes, 0xFF, np.uint8).view(into.x.dtype).reshape(into.x.shape)
+    here().copies[-1].append(lambda: into.store(at.load(mask)))
+
+
 def mma(a: Any, b: Shared, into: Any, use_acc: Any = True, is_async: bool = False) -> Product:
     product = Product(a, b, into, bool(use_acc))
     here().products.append(product)
@@ -336,6 +350,7 @@ ASSEMBLY: dict[str, Callable[..., Tile]] = {
     ptx.TANH: lambda x: Tile(np.tanh(x.x.astype(np.float64) * np.log(2) / 2), FP32),
     ptx.COUNT: count_up,
     ptx.BROADCAST: tile,
+    ptx.PREFETCH: lambda at: at.load(),
     ptx.pair("bf16"): pair(BF16),
     ptx.pair("f16"): pair(FP16),
     **{ptx.LOAD_BIAS[name]: lambda at, each: (at + each).load().to(FP32) for name in ptx.LOAD_BIAS},
@@ -399,6 +414,11 @@ HOPPER: dict[str, Any] = {
     "tma": SimpleNamespace(store_wait=lambda left: here().wait_for_stores()),
     "tma_load": tma_load, "tma_store": tma_store, "tma_add": partial(tma_store, add=True),
     "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
+    "async_copy": SimpleNamespace(
+        async_copy_global_to_shared=start_copy,
+        commit_group=lambda: here().copies.append([]),
+        wait_group=lambda left: here().wait_for_copies(int(left)),
+    ),
     "fence_async_shared": lambda: None, "group_barrier": lambda: None,
     "traits_of": SimpleNamespace, "mma_layout": no_layout, "transposed_layout": no_layout,
 }  # fmt: skip
@@ -444,9 +464,13 @@ class Interpreted:
             arguments = {
                 name: given[name] if name in self._constant else argument(given[name]) for name in self.arg_names
             }
+            alone = "warp_specialize" not in self._kernel.fn.__globals__
             for at[0] in range(grid[0]):
                 with np.errstate(all="ignore"):
-                    function(**arguments)
+                    if alone:  # one group of warps
+                        specialize([(function, tuple(arguments.values()))], chance=self._chance)
+                    else:
+                        function(**arguments)
 
         return run
 
@@ -472,6 +496,8 @@ def run_hopper_kernels(monkeypatch: pytest.MonkeyPatch, seed: int = 0, programs:
         (backward_wide, "backward"),
         (backward_192, "backward"),
         (jvp_launch, "jvp"),
+        (chosen_launch, "chosen_forward"),
+        (chosen_launch, "chosen_backward"),
     )
     for module, name in (*modules, (statistics_launch, "received_kernel"), (statistics_launch, "pooled_kernel")):
         monkeypatch.setattr(module, name, Interpreted(getattr(module, name), started, seed))
@@ -480,6 +506,10 @@ def run_hopper_kernels(monkeypatch: pytest.MonkeyPatch, seed: int = 0, programs:
         forward_launch,
         "refuses",
         lambda *args: [reason for reason in refuses(*args) if "interpreter" not in reason],
+    )
+    refuses_lists = chosen_launch.refuses
+    monkeypatch.setattr(
+        chosen_launch, "refuses", lambda w: [reason for reason in refuses_lists(w) if "not on a GPU" not in reason]
     )
     monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(launch, "on_hopper", lambda query: True)

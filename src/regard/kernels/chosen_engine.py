@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from .portable.chosen_launch import ChosenArgs, ChosenLists
 
 __all__ = ["ChosenEngine", "kernel_lists"]
+
+BY_CHIP = False
+"""Whether the kernels for Hopper are used where they can be; they have not been measured yet."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +47,10 @@ class ChosenEngine(Engine):
         from .portable import chosen_launch
 
         args = self.kernel_args(x)
+        chip = _chip(args)
         with torch.cuda.device_of(args.query):
-            return chosen_launch.forward(args, self.observed)
+            rows: Rows = (chosen_launch if chip is None else chip).forward(args, self.observed)
+        return rows
 
     @not_compiled
     @without_autocast
@@ -57,8 +63,10 @@ class ChosenEngine(Engine):
         g_lse = None if g_lse is None else torch.where(rows.lse > -torch.inf, g_lse, 0.0).contiguous()
         g_H = None if g_H is None else g_H.contiguous()
         rows = Rows(_readable(rows.output), *(None if t is None else t.contiguous() for t in rows[1:]))
+        chip = None if g_H is not None else _chip(args)
+        by_lists = None if chip is None or chip.refuses_gradients(args) else chip.backward
         with torch.cuda.device_of(args.query):
-            found = chosen_launch.backward(args, rows, dO, g_lse, g_H, needs[1] or needs[2])
+            found = chosen_launch.backward(args, rows, dO, g_lse, g_H, needs[1] or needs[2], by_lists)
         return tuple(
             None if g is None or not need else g.to(t.dtype)
             for g, need, t in zip(found, needs, (args.query, args.key, args.value), strict=True)
@@ -112,6 +120,17 @@ class ChosenEngine(Engine):
         query, key, value = (_readable(_present(t).detach()) for t in x)
         lists = kernel_lists(self.spec)
         return ChosenArgs(query, key, value, lists, self.scale, self.spec.softcap, dropout_args(self.spec, query))
+
+
+def _chip(args: ChosenArgs) -> ModuleType | None:
+    """The kernels of the chip itself, if they can compute a problem."""
+    from . import launch
+
+    if not (BY_CHIP and launch.on_hopper(args.query)):
+        return None
+    from .hopper import chosen_launch
+
+    return None if chosen_launch.refuses(args) else chosen_launch
 
 
 def kernel_lists(spec: Spec) -> ChosenLists:

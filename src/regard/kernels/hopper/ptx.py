@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BROADCAST", "COUNT", "EXP2", "LOAD_BIAS", "LOG2", "MASK_BIT", "MASK_END", "MASK_SPAN", "TANH", "pair"]
+__all__ = ["BROADCAST", "COUNT", "EXP2", "LOAD_BIAS", "LOG2", "MASK_BIT", "MASK_END", "MASK_SPAN", "PREFETCH", "TANH", "pair"]
 
 
 # $1, or −inf: unless $3 ≤ $2 < $4 (MASK_SPAN); unless $2 < $3 (MASK_END); unless $2 has one of the bits $3 (MASK_BIT).
@@ -29,6 +29,8 @@ TANH = (
 COUNT = (
     "{.reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.s32 p, lane, 0; mov.b32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1;}"
 )
+# Bring the line of address $1 to L2.
+PREFETCH = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
 BROADCAST = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from .chosen_tile import ListArgs, TensorStrides
 from .configs import padded
 from .statistics_launch import WeightStats, ranked
 
-__all__ = ["ChosenArgs", "ChosenGradients", "ChosenLists", "backward", "forward", "received", "top"]
+__all__ = ["ByLists", "ChosenArgs", "ChosenGradients", "ChosenLists", "ChosenStrides", "backward", "forward", "new_rows", "received", "tensor_strides", "top"]
 
 _MOST_ROWS = 64  # of a tile
 _MOST_RANKED = 32  # rows of a tile whose strongest keys are ranked
@@ -118,7 +118,9 @@ class ChosenArgs(NamedTuple):
         return keys, {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
-class _Strides(NamedTuple):
+class ChosenStrides(NamedTuple):
+    """Strides of all tensors of a pass."""
+
     q: TensorStrides
     k: TensorStrides
     v: TensorStrides
@@ -127,22 +129,28 @@ class _Strides(NamedTuple):
     dq: TensorStrides | None = None
 
 
-def _strides(x: Tensor) -> TensorStrides:
+def tensor_strides(x: Tensor) -> TensorStrides:
     return TensorStrides(*x.stride()[:3])
 
 
-def forward(w: ChosenArgs, entropy: bool) -> Rows:
-    """The forward pass."""
+def new_rows(w: ChosenArgs, entropy: bool) -> Rows:
+    """Room for what the forward pass finds."""
     L, H, N, _ = w.query.shape
     rows = Rows(
         w.value.new_empty(L, H, N, w.value.shape[3]),
         *(w.query.new_empty(L, H, N, dtype=torch.float32) for _ in range(4)),
     )
-    rows = rows if entropy else rows._replace(entropy=NO_ENTROPY)
+    return rows if entropy else rows._replace(entropy=NO_ENTROPY)
+
+
+def forward(w: ChosenArgs, entropy: bool) -> Rows:
+    """The forward pass."""
+    L, H = w.query.shape[:2]
+    rows = new_rows(w, entropy)
     BN, options = w.config("forward")
     count = w.lists.entries.shape[2]
     programs = L * (H // w.groups) * count * w.tiles
-    strides = _Strides(_strides(w.query), _strides(w.key), _strides(w.value), None, _strides(rows.output))
+    strides = ChosenStrides(tensor_strides(w.query), tensor_strides(w.key), tensor_strides(w.value), None, tensor_strides(rows.output))
     chosen_forward[(programs,)](
         w.query, w.key, w.value, rows, strides, w.list_args(), w.drop,
         **w.sizes(), count=count, programs=programs, C=w.constants(BN, entropy), **options,
@@ -150,8 +158,8 @@ def forward(w: ChosenArgs, entropy: bool) -> Rows:
     return rows
 
 
-class _Given(NamedTuple):
-    """The rows, and their cotangents."""
+class RowsAndCotangents(NamedTuple):
+    """What the backward is given of the rows."""
 
     dO: Tensor
     output: Tensor
@@ -170,14 +178,18 @@ class ChosenGradients(NamedTuple):
     dv: Tensor | None
 
 
+ByLists = Callable[[ChosenArgs, RowsAndCotangents, Tensor, Tensor, ChosenStrides, int, int], None]
+"""Stores dq of some lists, and what they add to the gradients of their keys: (w, given, dq, parts, strides, first list, how many)."""
+
+
 def backward(
-    w: ChosenArgs, rows: Rows, dO: Tensor, g_lse: Tensor | None, g_entropy: Tensor | None, wants_keys: bool
+    w: ChosenArgs, rows: Rows, dO: Tensor, g_lse: Tensor | None, g_entropy: Tensor | None, wants_keys: bool, by_lists: ByLists | None = None
 ) -> ChosenGradients:
-    """The gradients of queries, and of keys and values if they are wanted, some lists at a time."""
+    """The gradients of queries, and of keys and values if they are wanted, some lists at a time; `by_lists` is a chip's own kernel."""
     dq = torch.empty(w.query.shape, dtype=w.query.dtype, device=w.query.device)
     entropy = None if g_entropy is None else rows.entropy
-    given = _Given(dO, rows.output, rows.max_logit, rows.log_row_sum, g_lse, g_entropy, entropy)
-    strides = _Strides(*map(_strides, (w.query, w.key, w.value, dO, rows.output, dq)))
+    given = RowsAndCotangents(dO, rows.output, rows.max_logit, rows.log_row_sum, g_lse, g_entropy, entropy)
+    strides = ChosenStrides(*map(tensor_strides, (w.query, w.key, w.value, dO, rows.output, dq)))
     BN, options = w.config("backward")
     C = w.constants(BN, g_entropy is not None)
     if not wants_keys:
@@ -185,19 +197,22 @@ def backward(
         return ChosenGradients(dq, None, None)
     dims = (w.key.shape[3], w.value.shape[3])
     total = torch.zeros((*w.key.shape[:3], sum(dims)), dtype=torch.float32, device=dq.device)  # dK, and beside it dV
-    dtype = torch.bfloat16 if w.query.dtype == torch.bfloat16 and not INTERPRETED else torch.float32
+    dtype = torch.float32 if by_lists is None and (INTERPRETED or w.query.dtype != torch.bfloat16) else w.query.dtype
     inverted = _inverted(w, dtype.itemsize * sum(dims))
     parts = torch.empty((inverted.chunk * w.list_room, sum(dims)), dtype=dtype, device=dq.device)
     for at, first, count in inverted.chunks(w.lists.entries.shape[2]):
         alone = w.tiles == 1
-        _dq(w, given, dq, parts if alone else None, strides, first, count, C, BN, options)
-        if not alone:
-            _dkdv(w, given, parts, strides, first, count, C, BN, options)
+        if by_lists is not None:
+            by_lists(w, given, dq, parts, strides, first, count)
+        else:
+            _dq(w, given, dq, parts if alone else None, strides, first, count, C, BN, options)
+            if not alone:
+                _dkdv(w, given, parts, strides, first, count, C, BN, options)
         _add(w, parts, total, inverted, at, count)
     return ChosenGradients(dq, *total.split(dims, -1))
 
 
-def _dq(w: ChosenArgs, given: _Given, dq: Tensor, parts: Tensor | None, strides: _Strides, first: int, count: int, C: Constants, BN: int, options: dict[str, Any]) -> None:  # fmt: skip
+def _dq(w: ChosenArgs, given: RowsAndCotangents, dq: Tensor, parts: Tensor | None, strides: ChosenStrides, first: int, count: int, C: Constants, BN: int, options: dict[str, Any]) -> None:  # fmt: skip
     programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count * w.tiles
     chosen_dq[(programs,)](
         w.query, w.key, w.value, given, dq, parts, strides, w.list_args(), w.drop, first_list=first, count=count, **w.sizes(), C=C,
@@ -205,7 +220,7 @@ def _dq(w: ChosenArgs, given: _Given, dq: Tensor, parts: Tensor | None, strides:
     )  # fmt: skip
 
 
-def _dkdv(w: ChosenArgs, given: _Given, parts: Tensor, strides: _Strides, first: int, count: int, C: Constants, BN: int, options: dict[str, Any]) -> None:  # fmt: skip
+def _dkdv(w: ChosenArgs, given: RowsAndCotangents, parts: Tensor, strides: ChosenStrides, first: int, count: int, C: Constants, BN: int, options: dict[str, Any]) -> None:  # fmt: skip
     blocks = triton.cdiv(w.lists.entries.shape[3] * w.lists.size, BN)
     programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count * blocks
     chosen_dkdv[(programs,)](
@@ -281,7 +296,7 @@ def received(w: ChosenArgs, row_max: Tensor, log_row_sum: Tensor) -> Tensor:
     tiles, width = triton.cdiv(w.lists.rows, BM // HB), w.lists.entries.shape[3] * w.lists.size
     columns = width if tiles == 1 else BN
     blocks = triton.cdiv(width, columns)
-    strides = _LateStrides(_strides(w.query), _strides(w.key))
+    strides = _LateStrides(tensor_strides(w.query), tensor_strides(w.key))
     for at, first, some in inverted.chunks(count):
         programs = L * (H // w.groups) * some * triton.cdiv(w.groups, HB) * blocks
         chosen_received[(programs,)](
@@ -301,7 +316,7 @@ def top(w: ChosenArgs, k: int) -> tuple[Tensor, Tensor]:
     tiles = triton.cdiv(w.lists.rows * w.groups, BM)
     programs = L * (H // w.groups) * count * tiles
     chosen_top[(programs,)](
-        w.query, w.key, ranks, _LateStrides(_strides(w.query), _strides(w.key)), w.list_args(), w.drop, **{**w.sizes(), "tiles": tiles},
+        w.query, w.key, ranks, _LateStrides(tensor_strides(w.query), tensor_strides(w.key)), w.list_args(), w.drop, **{**w.sizes(), "tiles": tiles},
         count=count, programs=programs, k_best=k, C=w.constants(BN, BM=BM, KP=KP), **options,
     )  # fmt: skip
     return ranked(ranks, k)

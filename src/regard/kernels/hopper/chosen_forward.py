@@ -1,0 +1,122 @@
+"""The forward pass on Hopper for lists of keys that 64 rows share: a program has one list, and folds 64 keys at a time."""
+# Written for Triton's compiler, which has types of its own.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ...compat.gluon import group_barrier
+from ...masks.lists import NONE
+from ..portable.tile_ops import LN2, LOWEST, clamp_exponent
+from .chosen_tile import (
+    KEYS,
+    ROWS,
+    fetch_list,
+    find_list,
+    gather,
+    gathered_layout,
+    load_rows,
+    next_entries,
+    row_index,
+    shared_matrix,
+    store_rows,
+)
+from .online_softmax import exp2
+from .register_layouts import mma_layout
+
+__all__ = ["chosen_forward"]
+
+_NONE = gl.constexpr(NONE)
+
+
+@gluon.jit
+def start_copies(k, v, strides, entry, K, V, hidden, D: gl.constexpr, DV: gl.constexpr):
+    """Start to copy a tile of keys and values, and say what its logits begin with: −inf for NONE."""
+    gather(k, strides.k.row, entry, K, gathered_layout(D))
+    gather(v, strides.v.row, gl.convert_layout(entry, gl.SliceLayout(1, gathered_layout(DV))), V, gathered_layout(DV))
+    async_copy.commit_group()
+    hidden.store(gl.where(entry != _NONE, 0.0, float("-inf")))
+
+
+@gluon.jit
+def fold(S, row_max, l, e, unit, ENTROPY: gl.constexpr):
+    """Add products S [ROWS, KEYS]: the weights relative to the new max, the new statistics, and what rescales O."""
+    m = gl.maximum(row_max, gl.max(S, 1) * unit)  # [ROWS] in log2 units
+    T = S * unit - m[:, None]
+    shift = row_max - m
+    if ENTROPY:
+        T = clamp_exponent(T)  # finite, so that P·T is 0 and not NaN
+        shift = clamp_exponent(shift)
+    P, a = exp2(T), exp2(shift)
+    if ENTROPY:
+        e = a * (e + shift * l) + gl.sum(P * T, 1)
+    return P, m, a * l + gl.sum(P, 1), e, a
+
+
+@gluon.jit
+def store_statistics(out, at, m, l, e, ENTROPY: gl.constexpr):
+    """Store the statistics of rows at `at`."""
+    empty = l == 0.0
+    log_row_sum = gl.log2(gl.where(empty, 1.0, l)) * LN2
+    gl.store(out.lse + at, gl.where(empty, float("-inf"), m * LN2 + log_row_sum))
+    gl.store(out.max_logit + at, gl.where(empty, float("-inf"), m * LN2))
+    gl.store(out.log_row_sum + at, log_row_sum)
+    if ENTROPY:
+        gl.store(out.entropy + at, log_row_sum - e / gl.where(empty, 1.0, l) * LN2)
+
+
+@gluon.jit(do_not_specialize=["n", "heads", "groups", "owners", "height", "count", "programs"])
+def chosen_forward(
+    q, k, v, out, strides, lists, unit, n, heads, groups, owners, height, count, width, programs, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, ENTROPY: gl.constexpr
+):  # fmt: skip
+    """Program (list, group of heads, batch item); the last lists first, which often are the longest. `unit` is the scale times log2 e."""
+    list_, group, item, kv_head, entries, tiles = find_list(programs - 1 - gl.program_id(0), lists, 0, count, width, heads, groups, owners)
+    fetch_list(entries, width)
+    LK: gl.constexpr = gathered_layout(D)
+    LV: gl.constexpr = gathered_layout(DV)
+    SL: gl.constexpr = mma_layout(KEYS)
+    OL: gl.constexpr = mma_layout(DV)
+    dtype: gl.constexpr = q.dtype.element_ty
+    Q = gl.allocate_shared_memory(dtype, [ROWS, D], shared_matrix(D, dtype))
+    K = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], shared_matrix(D, dtype))
+    V = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DV], shared_matrix(DV, dtype))
+    hidden = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k += item.to(gl.int64) * strides.k.item + kv_head.to(gl.int64) * strides.k.head
+    v += item.to(gl.int64) * strides.v.item + kv_head.to(gl.int64) * strides.v.head
+    for s in gl.static_range(STAGES - 1):
+        start_copies(k, v, strides, next_entries(entries, s, width, LK), K.index(s), V.index(s), hidden.index(s), D, DV)
+    entry = next_entries(entries, STAGES - 1, width, LK)
+    Q.store(load_rows(q, strides.q, item, list_, group, groups, height, D, LK))
+
+    O = gl.zeros([ROWS, DV], gl.float32, OL)
+    row_max = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, SL))
+    l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SL))
+    e = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SL))
+    S0 = gl.zeros([ROWS, KEYS], gl.float32, SL)
+    stage = 0
+    for t in range(tiles):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        group_barrier()  # all warps have what they copied, and are done with the tile before
+        _, begin = gl.broadcast(S0, hidden.index(stage).load(gl.SliceLayout(0, SL))[None, :])
+        S = warpgroup_mma(Q, K.index(stage).permute((1, 0)), begin, is_async=True)
+        free = gl.where(stage == 0, STAGES - 1, stage - 1)
+        start_copies(k, v, strides, entry, K.index(free), V.index(free), hidden.index(free), D, DV)
+        entry = next_entries(entries, t + STAGES, width, LK)
+        S = warpgroup_mma_wait(0, [S])
+        P, row_max, l, e, a = fold(S, row_max, l, e, unit, ENTROPY)
+        P = gl.convert_layout(P.to(dtype), gl.DotOperandLayout(0, OL, 2))
+        O *= gl.convert_layout(a, gl.SliceLayout(1, OL))[:, None]
+        O = warpgroup_mma(P, V.index(stage), O, is_async=True)
+        O = warpgroup_mma_wait(0, [O])
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+
+    async_copy.wait_group(0)
+    O *= gl.convert_layout(1.0 / gl.where(l == 0.0, 1.0, l), gl.SliceLayout(1, OL))[:, None]
+    store_rows(out.output, strides.output, item, list_, group, groups, height, O, LV)
+    i, head = row_index(list_, group, groups, height, gl.SliceLayout(1, SL))
+    store_statistics(out, (item.to(gl.int64) * heads + head) * n + i, row_max, l, e, ENTROPY)

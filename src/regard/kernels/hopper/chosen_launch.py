@@ -1,0 +1,92 @@
+"""Launch the kernels for lists of keys that 64 rows share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ...compat.gluon import TensorDescriptor
+from ...compat.triton import INTERPRETED
+from ...core.rows import Rows
+from ..portable.chosen_launch import ChosenArgs, ChosenStrides, RowsAndCotangents, new_rows, tensor_strides
+from ..portable.tile_ops import LOG2E
+from .chosen_backward import chosen_backward
+from .chosen_forward import chosen_forward
+from .chosen_tile import KEYS, ROWS
+from .descriptors import GLUON_DTYPES
+
+__all__ = ["backward", "forward", "refuses", "refuses_gradients"]
+
+STAGES = 3  # tiles of keys and values in shared memory, in the forward
+SUMMED = (torch.bfloat16,)  # dtypes in which the backward stores what lists add to gradients
+_DIMS = (64, 128)
+
+
+class PartDescriptors(NamedTuple):
+    """Where tiles of dK and dV go."""
+
+    dk: Any
+    dv: Any
+
+
+def refuses(w: ChosenArgs) -> list[str]:
+    """Why these kernels cannot compute a problem; empty if they can."""
+    reasons = []
+    q, k, v, lists = w.query, w.key, w.value, w.lists
+    if INTERPRETED or not q.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(q.device) != (9, 0):
+        reasons.append("the tensors are not on a GPU of compute capability 9.0")
+    if q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
+        reasons.append(f"it takes float16 or bfloat16 throughout; got {q.dtype}, {k.dtype} and {v.dtype}")
+    if q.shape[3] not in _DIMS or v.shape[3] not in _DIMS:
+        reasons.append(f"dims are 64 or 128; got {q.shape[3]} and {v.shape[3]}")
+    if lists.rows * w.groups != ROWS.value or q.shape[2] % lists.rows:
+        reasons.append(f"{ROWS.value} rows share a list; got {lists.rows * w.groups}")
+    if lists.size != 1 or lists.lo is not None or lists.entries.shape[3] % KEYS.value:
+        reasons.append(f"lists have a multiple of {KEYS.value} single keys, and no mask is beside them")
+    if w.softcap is not None or w.drop.keys is not None or not w.scale > 0:
+        reasons.append("there is a cap, dropout, or a scale that is not positive")
+    if any(stride * x.element_size() % 16 for x in (q, k, v) for stride in x.stride()[:3]) or any(x.data_ptr() % 16 for x in (q, k, v)):
+        reasons.append("rows do not begin at multiples of 16 bytes")
+    return reasons
+
+
+def refuses_gradients(w: ChosenArgs) -> list[str]:
+    """Why `backward` cannot compute a problem; empty if it can."""
+    return refuses(w) + ([] if w.query.dtype in SUMMED else ["what a list adds to a gradient may be too large for float16"])
+
+
+def forward(w: ChosenArgs, entropy: bool) -> Rows:
+    """The forward pass."""
+    rows = new_rows(w, entropy)
+    strides = ChosenStrides(tensor_strides(w.query), tensor_strides(w.key), tensor_strides(w.value), None, tensor_strides(rows.output))
+    sizes, count = _sizes(w), w.lists.entries.shape[2]
+    programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count
+    chosen_forward[(programs,)](
+        q=w.query, k=w.key, v=w.value, out=rows, strides=strides, lists=w.list_args(), unit=w.scale * LOG2E.value, count=count,
+        programs=programs, STAGES=STAGES, ENTROPY=entropy, num_warps=4, **sizes,
+    )  # fmt: skip
+    return rows
+
+
+def backward(w: ChosenArgs, given: RowsAndCotangents, dq: Tensor, parts: Tensor, strides: ChosenStrides, first: int, count: int) -> None:
+    """The gradients of queries, and what `count` lists from `first` on add to those of their keys, (entries, D + DV)."""
+    programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count
+    dim, wide = w.query.shape[3], w.value.shape[3]
+    chosen_backward[(programs,)](
+        q=w.query, k=w.key, v=w.value, given=given, dq=dq, parts=PartDescriptors(_descriptor(parts, dim), _descriptor(parts, wide)),
+        strides=strides, lists=w.list_args(), scale=w.scale, first_list=first, count=count, num_warps=4, **_sizes(w),
+    )  # fmt: skip
+
+
+def _sizes(w: ChosenArgs) -> dict[str, Any]:
+    names = ("n", "heads", "groups", "owners", "height", "width")
+    return {**{name: w.sizes()[name] for name in names}, "D": w.query.shape[3], "DV": w.value.shape[3]}
+
+
+def _descriptor(x: Tensor, dim: int) -> Any:
+    """A descriptor of a matrix in blocks of so many columns, for one tile of keys."""
+    block = [KEYS.value, dim]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[x.dtype]))

@@ -1,0 +1,98 @@
+"""The Hopper kernels for lists of keys without a GPU: numbers and hazards, by an interpreter of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from gluon_interpreter import run_hopper_kernels
+from regard.kernels import chosen_engine
+from regard.kernels.hopper import chosen_launch as chip
+from regard.kernels.portable import chosen_launch
+
+N, M = 3, 300
+
+
+def lists(*shape: int, below: int = M) -> Tensor:
+    """Random lists: some entries are −1, and some keys are named twice."""
+    return torch.randint(-1, below, shape, generator=torch.Generator().manual_seed(7))
+
+
+def inputs(heads: int, key_heads: int, n: int, dims: tuple[int, int]) -> list[Tensor]:
+    made = torch.Generator().manual_seed(1)
+    sizes = ((heads, n, dims[0]), (key_heads, M, dims[0]), (key_heads, M, dims[1]))
+    return [torch.randn(1, *size, generator=made).half() for size in sizes]
+
+
+SHORT = lists(N, 256)
+SHORT[1, 70:] = -1
+SHORT[2] = -1
+CASES = {
+    "64 heads share a list": (64, 1, N, (128, 128), regard.chosen(SHORT)),
+    "two key heads, two dims": (128, 2, 2, (64, 128), regard.chosen(lists(1, 2, 2, 128))),
+    "lists for two rows": (32, 1, 4, (128, 64), regard.chosen(lists(2, 64, below=40), rows=2)),
+}
+
+
+def found(x: list[Tensor], mask: regard.Mask, backend: str, entropy: bool = False) -> dict[str, Tensor]:
+    x = [t.clone().requires_grad_() for t in x]
+    seen: Any = regard.observe(*x, mask=mask, backend=backend) if entropy else None
+    output = seen.output if entropy else regard.attention(*x, mask=mask, backend=backend)
+    loss = (output * torch.arange(output.numel()).view(output.shape).cos()).sum()
+    if entropy:
+        loss = loss + torch.where(seen.lse > -torch.inf, seen.lse, 0.0).square().sum() * 0.01
+    slopes = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss, x), strict=True))
+    return {"output": output, **({"entropy": seen.entropy, "lse": seen.lse} if entropy else {}), **slopes}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(chosen_engine, "BY_CHIP", True)
+    monkeypatch.setattr(chip, "SUMMED", (torch.float16,))  # the interpreter has no bfloat16
+    return run_hopper_kernels(monkeypatch)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_agree_with_float64(
+    name: str, stages: int, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, key_heads, n, dims, mask = CASES[name]
+    monkeypatch.setattr(chosen_launch, "_BUFFER", 2**18)  # several chunks of lists
+    monkeypatch.setattr(chip, "STAGES", stages)
+    x = inputs(heads, key_heads, n, dims)
+    ours = found(x, mask, "triton")
+    true = found([t.double() for t in x], mask, "reference")
+    assert started[0] == "chosen_forward"
+    assert set(started[1:]) == {"chosen_backward"}
+    for what, wanted in true.items():
+        error = (ours[what].double() - wanted).abs().max() / wanted.abs().max()
+        assert error < 0.01, f"{what}: {error:.1e}"
+
+
+def test_statistics_are_those_of_float32(started: list[str]) -> None:
+    heads, key_heads, n, dims, mask = CASES["64 heads share a list"]
+    x = inputs(heads, key_heads, n, dims)
+    ours = found(x, mask, "triton", entropy=True)
+    true = found([t.double() for t in x], mask, "reference", entropy=True)
+    assert set(started) == {"chosen_forward", "chosen_backward"}
+    for what in ("entropy", "lse"):
+        torch.testing.assert_close(ours[what].double(), true[what], rtol=1e-5, atol=1e-5)
+    for what in ("output", "dq", "dk", "dv"):
+        assert (ours[what].double() - true[what]).abs().max() < 0.01 * true[what].abs().max()
+
+
+def test_keys_outside_of_the_lists_leave_no_trace(started: list[str]) -> None:
+    x = inputs(64, 1, 1, (128, 128))
+    mask = regard.chosen(torch.cat([torch.arange(5, 75), -torch.ones(58, dtype=torch.long)])[None])
+    before = found(x, mask, "triton")
+    for t in x[1:]:
+        t[:, :, :5] = torch.nan
+        t[:, :, 75:] = torch.inf
+    after = found(x, mask, "triton")
+    for what, value in before.items():
+        torch.testing.assert_close(after[what], value, rtol=0, atol=0)
