@@ -26,13 +26,11 @@ __all__ = ["chosen_dkdv", "chosen_dq", "sum_entries"]
 
 
 @triton.jit
-def store_entries(parts, at, column, inside, dK, dV, C: tl.constexpr):
-    """Store what columns [BN] of a list add, dK [BN, DP] beside dV [BN, DVP], to the buffer whose rows for this list begin at `at`."""
-    to = parts + (at + column).to(tl.int64) * (C.D + C.DV)
-    d = tl.arange(0, C.DP)
-    tl.store(to[:, None] + d[None, :], dK.to(parts.dtype.element_ty), mask=inside[:, None] & (d < C.D)[None, :])
-    d = tl.arange(0, C.DVP)
-    tl.store(to[:, None] + C.D + d[None, :], dV.to(parts.dtype.element_ty), mask=inside[:, None] & (d < C.DV)[None, :])
+def store_entries(parts, at, column, inside, X, FIRST: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
+    """Store what columns [BN] of a list add, [BN, PADDED], at FIRST of the buffer's rows, which for this list begin at `at`."""
+    d = tl.arange(0, PADDED)
+    to = parts + (at + column).to(tl.int64)[:, None] * (C.D + C.DV) + FIRST + d[None, :]
+    tl.store(to, X.to(parts.dtype.element_ty), mask=inside[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["first_list", "n", "m", "heads", "groups", "owners", "height", "count", "width", "tiles"])
@@ -59,9 +57,9 @@ def chosen_dq(
         if PARTS:
             column = first + tl.arange(0, C.BN)
             inside = column < entries * C.SIZE
-            dK = tl.dot(tl.trans(dS), Q, input_precision=C.PRECISION)
+            store_entries(parts, to, column, inside, tl.dot(tl.trans(dS), Q, input_precision=C.PRECISION), 0, C.D, C.DP, C)
             dV = tl.dot(tl.trans(P.to(row.dO.dtype)), row.dO, input_precision=C.PRECISION)
-            store_entries(parts, to, column, inside, dK, dV, C)
+            store_entries(parts, to, column, inside, dV, C.D, C.DV, C.DVP, C)
     store_tile(dq, strides.dq, item, rows, dQ, C.D, C.DP)
 
 
@@ -90,12 +88,13 @@ def chosen_dkdv(
     column = block * C.BN + tl.arange(0, C.BN)
     inside = column < entries * C.SIZE
     to = ((item.to(tl.int64) * (heads // groups) + group) * count + place) * (width * C.SIZE)
-    store_entries(parts, to, column, inside, dK, dV, C)
+    store_entries(parts, to, column, inside, dK, 0, C.D, C.DP, C)
+    store_entries(parts, to, column, inside, dV, C.D, C.DV, C.DVP, C)
 
 
 @triton.jit(do_not_specialize=["m", "kv_heads", "owners", "count", "width", "blocks", "chunk", "chunks", "offset", "entries", "inner", "shared", "items", "heads"])
 def sum_entries(
-    parts, total, order, starts, m, kv_heads, owners, count, width, blocks, chunk, chunks, offset, entries, inner, shared, items, heads, SIZE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+    parts, total, order, starts, m, kv_heads, owners, count, width, blocks, chunk, chunks, offset, entries, inner, shared, items, heads, SIZE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
     """Program (ROWS keys of an entry, entry, key head, batch item): add up what one chunk of the lists adds to them.
 
@@ -112,23 +111,27 @@ def sum_entries(
     d = tl.arange(0, DP)
     j = block * SIZE + r
     inside = ((r < SIZE) & (j < m))[:, None] & (d < D)[None, :]
-    to = total + ((item.to(tl.int64) * kv_heads + kv_head) * m + j.to(tl.int64))[:, None] * D + d[None, :]
-    X = tl.load(to, mask=inside, other=0.0)  # [ROWS, DP] float32
+    X = tl.zeros([ROWS, DP], tl.float32)
+    named = 0
     for g in range(owners):
         group = kv_head * owners + g
         listed = tl.where(items > 1, item // inner, 0).to(tl.int64) * heads + tl.where(heads > 1, group // shared, 0)
         start = (listed * chunks + chunk) * (blocks + 1) + block
         first, last = tl.load(starts + start), tl.load(starts + start + 1)
+        named += last - first
         own = parts + (item.to(tl.int64) * (kv_heads * owners) + group) * count * width * SIZE * D
-        if SIZE == 1:  # sixteen entries at a time
-            for s in range(first, last, 16):
-                some = s + tl.arange(0, 16)
-                e = tl.load(order + listed * entries + offset + some, mask=some < last, other=0)
-                Y = tl.load(own + e.to(tl.int64)[:, None] * D + d[None, :], mask=(some < last)[:, None] & (d < D)[None, :], other=0.0)
+        its = order + listed * entries + offset
+        if SIZE == 1:  # some entries at a time
+            for s in range(first, last, AT_ONCE):
+                some = s + tl.arange(0, AT_ONCE)
+                e = tl.load(its + some, mask=some < last, other=offset).to(tl.int64) - offset
+                Y = tl.load(own + e[:, None] * D + d[None, :], mask=(some < last)[:, None] & (d < D)[None, :], other=0.0)
                 X += tl.sum(Y.to(tl.float32), 0)[None, :]
         else:
             for s in range(first, last):
-                e = tl.load(order + listed * entries + offset + s)
-                Y = tl.load(own + (e.to(tl.int64) * SIZE + r)[:, None] * D + d[None, :], mask=inside, other=0.0)
+                e = tl.load(its + s).to(tl.int64) - offset
+                Y = tl.load(own + (e * SIZE + r)[:, None] * D + d[None, :], mask=inside, other=0.0)
                 X += Y.to(tl.float32)
-    tl.store(to, X, mask=inside)
+    if named > 0:
+        to = total + ((item.to(tl.int64) * kv_heads + kv_head) * m + j.to(tl.int64))[:, None] * D + d[None, :]
+        tl.store(to, tl.load(to, mask=inside, other=0.0) + X, mask=inside)
