@@ -79,3 +79,27 @@ def test_they_compile_and_fit(name: str, direction: str, hopper: None, monkeypat
         assert used["LOCAL"] == 0
         assert used["STACK"] <= 16
         assert kernel.metadata.shared <= SHARED // 2, "two programs share a multiprocessor"
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_those_for_hopper_compile_and_two_programs_fit(
+    in_turn: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from regard.kernels.hopper import chosen_launch as chip
+
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(chip, "IN_TURN", in_turn)
+    for kernel in ("chosen_forward", "chosen_backward"):
+        monkeypatch.setattr(chip, kernel, Compiled(getattr(chip, kernel), found))
+    query, key = (torch.zeros(1, h, N, 128, dtype=HALF) for h in (64, 1))
+    lists = torch.arange(64).expand(N, 64)
+    args = ChosenArgs(query, key, key, kernel_lists(Spec(N, N, regard.chosen(lists))), 0.1, None, DropoutArgs())
+    rows = chip.forward(args, entropy=False)
+    monkeypatch.setattr(chosen_launch, "sum_entries", Compiled(chosen_launch.sum_entries, {}))
+    chosen_launch.backward(args, rows, rows.output, None, None, wants_keys=True, by_lists=chip.backward)
+    assert set(found) == {"chosen_forward", "chosen_backward"}
+    for kernel in found.values():
+        assert usage(kernel)["LOCAL"] == 0
+        assert kernel.metadata.shared + 1024 <= (SHARED + 1024) // 2, "two programs share a multiprocessor"

@@ -61,9 +61,12 @@ def load_gradients(given, strides, scale, item, list_, group, groups, height, n,
 
 @gluon.jit(do_not_specialize=["first_list", "n", "heads", "groups", "owners", "height", "count"])
 def chosen_backward(
-    q, k, v, given, dq, parts, strides, lists, scale, first_list, n, heads, groups, owners, height, count, width, D: gl.constexpr, DV: gl.constexpr
+    q, k, v, given, dq, parts, strides, lists, scale, first_list, n, heads, groups, owners, height, count, width, D: gl.constexpr, DV: gl.constexpr, IN_TURN: gl.constexpr
 ):  # fmt: skip
-    """Program (one of `count` lists from `first_list` on, group of heads, batch item). `parts` are descriptors of where dK and dV go."""
+    """Program (one of `count` lists from `first_list` on, group of heads, batch item). `parts` are descriptors of where dK and dV go.
+
+    IN_TURN starts dK when dV has left its registers, so that these need not spill.
+    """
     list_, group, item, kv_head, entries, tiles = find_list(gl.program_id(0), lists, first_list, count, width, heads, groups, owners)
     fetch_list(entries, width)
     LK: gl.constexpr = gathered_layout(D)
@@ -112,9 +115,13 @@ def chosen_backward(
         fence_async_shared()
         group_barrier()
         dQ = warpgroup_mma(dS_smem.permute((1, 0)), K.index(stage), dQ, is_async=True)
-        dK = warpgroup_mma(gl.convert_layout(dS, gl.DotOperandLayout(0, KL, 2)), Q, gl.zeros([KEYS, D], gl.float32, KL), use_acc=False, is_async=True)
-        dV = warpgroup_mma_wait(2, [dV])
+        dS = gl.convert_layout(dS, gl.DotOperandLayout(0, KL, 2))
+        if not IN_TURN:
+            dK = warpgroup_mma(dS, Q, gl.zeros([KEYS, D], gl.float32, KL), use_acc=False, is_async=True)
+        dV = warpgroup_mma_wait(1 if IN_TURN else 2, [dV])
         V.index(stage).store(dV.to(dtype))
+        if IN_TURN:
+            dK = warpgroup_mma(dS, Q, gl.zeros([KEYS, D], gl.float32, KL), use_acc=False, is_async=True)
         dQ, dK = warpgroup_mma_wait(0, [dQ, dK])
         group_barrier()  # all warps are done with these keys
         K.index(stage).store(dK.to(dtype))

@@ -22,6 +22,7 @@ __all__ = ["backward", "forward", "refuses", "refuses_gradients"]
 
 STAGES = 3  # tiles of keys and values in shared memory, in the forward
 SUMMED = (torch.bfloat16,)  # dtypes in which the backward stores what lists add to gradients
+IN_TURN = False  # whether the backward starts dK only when dV has left its registers
 _DIMS = (64, 128)
 
 
@@ -77,7 +78,7 @@ def backward(w: ChosenArgs, given: RowsAndCotangents, dq: Tensor, parts: Tensor,
     dim, wide = w.query.shape[3], w.value.shape[3]
     chosen_backward[(programs,)](
         q=w.query, k=w.key, v=w.value, given=given, dq=dq, parts=PartDescriptors(_descriptor(parts, dim), _descriptor(parts, wide)),
-        strides=strides, lists=w.list_args(), scale=w.scale, first_list=first, count=count, num_warps=4, **_sizes(w),
+        strides=strides, lists=w.list_args(), scale=w.scale, first_list=first, count=count, IN_TURN=IN_TURN, num_warps=4, **_sizes(w),
     )  # fmt: skip
 
 
