@@ -61,9 +61,9 @@ def load_gradients(given, strides, scale, item, list_, group, groups, height, n,
 
 @gluon.jit(do_not_specialize=["first_list", "n", "heads", "groups", "owners", "height", "count"])
 def chosen_backward(
-    q, k, v, given, dq, parts, strides, lists, scale, first_list, n, heads, groups, owners, height, count, width, D: gl.constexpr, DV: gl.constexpr, IN_TURN: gl.constexpr
+    q, k, v, given, dq, dk_parts, dv_parts, strides, lists, scale, first_list, n, heads, groups, owners, height, count, width, D: gl.constexpr, DV: gl.constexpr, IN_TURN: gl.constexpr
 ):  # fmt: skip
-    """Program (one of `count` lists from `first_list` on, group of heads, batch item). `parts` are descriptors of where dK and dV go.
+    """Program (one of `count` lists from `first_list` on, group of heads, batch item). `dk_parts` and `dv_parts` describe where dK and dV go.
 
     IN_TURN starts dK when dV has left its registers, so that these need not spill.
     """
@@ -127,8 +127,8 @@ def chosen_backward(
         K.index(stage).store(dK.to(dtype))
         fence_async_shared()
         group_barrier()
-        tma_store(parts.dk, [to + t * KEYS, 0], K.index(stage))
-        tma_store(parts.dv, [to + t * KEYS, D], V.index(stage))
+        tma_store(dk_parts, [to + t * KEYS, 0], K.index(stage))
+        tma_store(dv_parts, [to + t * KEYS, D], V.index(stage))
 
     async_copy.wait_group(0)
     store_rows(dq, strides.dq, item, list_, group, groups, height, dQ, LK)

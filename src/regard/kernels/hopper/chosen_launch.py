@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +24,6 @@ STAGES = 3  # tiles of keys and values in shared memory, in the forward
 SUMMED = (torch.bfloat16,)  # dtypes in which the backward stores what lists add to gradients
 IN_TURN = False  # whether the backward starts dK only when dV has left its registers
 _DIMS = (64, 128)
-
-
-class PartDescriptors(NamedTuple):
-    """Where tiles of dK and dV go."""
-
-    dk: Any
-    dv: Any
 
 
 def refuses(w: ChosenArgs) -> list[str]:
@@ -77,7 +70,7 @@ def backward(w: ChosenArgs, given: RowsAndCotangents, dq: Tensor, parts: Tensor,
     programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count
     dim, wide = w.query.shape[3], w.value.shape[3]
     chosen_backward[(programs,)](
-        q=w.query, k=w.key, v=w.value, given=given, dq=dq, parts=PartDescriptors(_descriptor(parts, dim), _descriptor(parts, wide)),
+        q=w.query, k=w.key, v=w.value, given=given, dq=dq, dk_parts=_descriptor(parts, dim), dv_parts=_descriptor(parts, wide),
         strides=strides, lists=w.list_args(), scale=w.scale, first_list=first, count=count, IN_TURN=IN_TURN, num_warps=4, **_sizes(w),
     )  # fmt: skip
 
