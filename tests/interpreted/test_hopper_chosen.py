@@ -56,15 +56,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return run_hopper_kernels(monkeypatch)
 
 
-@pytest.mark.parametrize(("stages", "in_turn"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("stages", "unrolled"), [(2, False), (3, False), (2, True)])
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_agree_with_float64(
-    name: str, stages: int, in_turn: bool, started: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, stages: int, unrolled: bool, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads, key_heads, n, dims, mask = CASES[name]
     monkeypatch.setattr(chosen_launch, "_BUFFER", 2**18)  # several chunks of lists
     monkeypatch.setattr(chip, "STAGES", stages)
-    monkeypatch.setattr(chip, "IN_TURN", in_turn)
+    monkeypatch.setattr(chip, "PAIRS", unrolled)
+    monkeypatch.setattr(chip, "IN_TURN", unrolled)
     x = inputs(heads, key_heads, n, dims)
     ours = found(x, mask, "triton")
     true = found([t.double() for t in x], mask, "reference")

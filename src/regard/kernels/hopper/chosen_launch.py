@@ -21,6 +21,7 @@ from .descriptors import GLUON_DTYPES
 __all__ = ["backward", "forward", "refuses", "refuses_gradients"]
 
 STAGES = 3  # tiles of keys and values in shared memory, in the forward
+PAIRS = False  # whether the forward unrolls its loop over two tiles, with two stages
 SUMMED = (torch.bfloat16,)  # dtypes in which the backward stores what lists add to gradients
 IN_TURN = False  # whether the backward starts dK only when dV has left its registers
 _DIMS = (64, 128)
@@ -60,7 +61,7 @@ def forward(w: ChosenArgs, entropy: bool) -> Rows:
     programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count
     chosen_forward[(programs,)](
         q=w.query, k=w.key, v=w.value, out=rows, strides=strides, lists=w.list_args(), unit=w.scale * LOG2E.value, count=count,
-        programs=programs, STAGES=STAGES, ENTROPY=entropy, num_warps=4, **sizes,
+        programs=programs, STAGES=STAGES, PAIRS=PAIRS, ENTROPY=entropy, num_warps=4, **sizes,
     )  # fmt: skip
     return rows
 
