@@ -68,7 +68,7 @@ class ChosenEngine(Engine):
         with torch.cuda.device_of(args.query):
             found = chosen_launch.backward(args, rows, dO, g_lse, g_H, needs[1] or needs[2], by_lists)
         return tuple(
-            None if g is None or not need else g.to(t.dtype)
+            None if g is None or not need else g.to(t.dtype).contiguous()
             for g, need, t in zip(found, needs, (args.query, args.key, args.value), strict=True)
         )
 
