@@ -414,8 +414,8 @@ HOPPER: dict[str, Any] = {
     "tma": SimpleNamespace(store_wait=lambda left: here().wait_for_stores()),
     "tma_load": tma_load, "tma_store": tma_store, "tma_add": partial(tma_store, add=True),
     "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
+    "start_copy": start_copy,
     "async_copy": SimpleNamespace(
-        async_copy_global_to_shared=start_copy,
         commit_group=lambda: here().copies.append([]),
         wait_group=lambda left: here().wait_for_copies(int(left)),
     ),

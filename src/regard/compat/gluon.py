@@ -7,14 +7,16 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language._semantic import GluonCallerContext
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "group_barrier", "tma_add", "tma_load", "tma_store", "warp_specialize"]
+__all__ = ["TensorDescriptor", "group_barrier", "start_copy", "tma_add", "tma_load", "tma_store", "warp_specialize"]
 
 # Triton 3.6 has these under longer names.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+start_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ...compat.gluon import start_copy
 from ...masks.lists import NONE
 from . import ptx
 
@@ -75,7 +75,7 @@ def gather(x, row_stride, entry, into, L: gl.constexpr):
     d = gl.arange(0, into.shape[1], gl.SliceLayout(0, L))
     some = entry != _NONE
     at = x + (gl.where(some, entry, 0).to(gl.int64) * row_stride)[:, None] + d[None, :]
-    async_copy.async_copy_global_to_shared(into, at, mask=some[:, None])
+    start_copy(into, at, mask=some[:, None])
 
 
 @gluon.jit
