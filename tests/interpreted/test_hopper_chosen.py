@@ -88,6 +88,51 @@ def test_statistics_are_those_of_float32(started: list[str]) -> None:
         assert (ours[what].double() - true[what]).abs().max() < 0.01 * true[what].abs().max()
 
 
+def wide_rows(x: Tensor) -> Tensor:
+    """The same numbers with rows that begin every 136 numbers."""
+    return torch.nn.functional.pad(x, (0, 136 - x.shape[-1]))[..., : x.shape[-1]]
+
+
+SHARED = regard.chosen(lists(N, 64))
+REFUSED: dict[str, tuple[tuple[Any, ...], regard.Mask, dict[str, Any]]] = {
+    "32 rows share a list": ((32, 1, N, (64, 64)), SHARED, {}),
+    "dims of 96": ((64, 1, N, (96, 96)), SHARED, {}),
+    "lists of 70": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 70)), {}),
+    "a mask beside": ((64, 1, N, (64, 64)), SHARED & regard.causal(), {}),
+    "blocks": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 64, below=M // 4), size=4), {}),
+    "a cap": ((64, 1, N, (64, 64)), SHARED, {"softcap": 5.0}),
+    "dropout": ((64, 1, N, (64, 64)), SHARED, {"dropout": 0.1}),
+    "a negative scale": ((64, 1, N, (64, 64)), SHARED, {"scale": -0.1}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_problems_are_left_to_the_portable_kernels(name: str, started: list[str]) -> None:
+    sizes, mask, more = REFUSED[name]
+    regard.attention(*inputs(*sizes), mask=mask, backend="triton", **more)
+    assert started == []
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_rows_of_queries_may_begin_anywhere_and_those_of_keys_at_multiples_of_16(
+    which: int, started: list[str]
+) -> None:
+    x = inputs(64, 1, N, (128, 128))
+    true = regard.attention(*x, mask=SHARED, backend="reference")
+    x[which] = wide_rows(x[which])
+    found = regard.attention(*x, mask=SHARED, backend="triton")
+    assert started == (["chosen_forward"] if which == 0 else [])
+    torch.testing.assert_close(found, true, rtol=0.01, atol=0.01)
+
+
+def test_gradients_in_float16_are_those_of_the_portable_kernels(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chip, "SUMMED", (torch.bfloat16,))
+    found(inputs(64, 1, N, (64, 64)), SHARED, "triton")
+    assert started == ["chosen_forward"]
+
+
 def test_keys_outside_of_the_lists_leave_no_trace(started: list[str]) -> None:
     x = inputs(64, 1, 1, (128, 128))
     mask = regard.chosen(torch.cat([torch.arange(5, 75), -torch.ones(58, dtype=torch.long)])[None])

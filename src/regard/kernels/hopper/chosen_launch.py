@@ -43,8 +43,8 @@ def refuses(w: ChosenArgs) -> list[str]:
         reasons.append(f"lists have a multiple of {KEYS.value} single keys, and no mask is beside them")
     if w.softcap is not None or w.drop.keys is not None or not w.scale > 0:
         reasons.append("there is a cap, dropout, or a scale that is not positive")
-    if any(stride * x.element_size() % 16 for x in (q, k, v) for stride in x.stride()[:3]) or any(x.data_ptr() % 16 for x in (q, k, v)):
-        reasons.append("rows do not begin at multiples of 16 bytes")
+    if any(x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]) for x in (k, v)):
+        reasons.append("keys or values have an address that is not a multiple of 16 bytes, or strides that are not of 16 numbers, as Triton asks for")
     return reasons
 
 
