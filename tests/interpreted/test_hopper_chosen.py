@@ -10,7 +10,6 @@ from torch import Tensor
 
 import regard
 from gluon_interpreter import run_hopper_kernels
-from regard.kernels import chosen_engine
 from regard.kernels.hopper import chosen_launch as chip
 from regard.kernels.portable import chosen_launch
 
@@ -22,19 +21,20 @@ def lists(*shape: int, below: int = M) -> Tensor:
     return torch.randint(-1, below, shape, generator=torch.Generator().manual_seed(7))
 
 
-def inputs(heads: int, key_heads: int, n: int, dims: tuple[int, int]) -> list[Tensor]:
+def inputs(heads: int, key_heads: int, n: int, dims: tuple[int, int], batch: int = 1) -> list[Tensor]:
     made = torch.Generator().manual_seed(1)
     sizes = ((heads, n, dims[0]), (key_heads, M, dims[0]), (key_heads, M, dims[1]))
-    return [torch.randn(1, *size, generator=made).half() for size in sizes]
+    return [torch.randn(batch, *size, generator=made).half() for size in sizes]
 
 
 SHORT = lists(N, 256)
 SHORT[1, 70:] = -1
 SHORT[2] = -1
 CASES = {
-    "64 heads share a list": (64, 1, N, (128, 128), regard.chosen(SHORT)),
-    "two key heads, two dims": (128, 2, 2, (64, 128), regard.chosen(lists(1, 2, 2, 128))),
-    "lists for two rows": (32, 1, 4, (128, 64), regard.chosen(lists(2, 64, below=40), rows=2)),
+    "64 heads share a list": ((64, 1, N, (128, 128)), regard.chosen(SHORT)),
+    "two key heads, two dims": ((128, 2, 2, (64, 128)), regard.chosen(lists(1, 2, 2, 128))),
+    "lists for two rows": ((32, 1, 4, (128, 64)), regard.chosen(lists(2, 64, below=40), rows=2)),
+    "lists by batch item": ((64, 1, 1, (64, 64), 2), regard.chosen(lists(2, 1, 1, 128))),
 }
 
 
@@ -51,22 +51,15 @@ def found(x: list[Tensor], mask: regard.Mask, backend: str, entropy: bool = Fals
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(chosen_engine, "BY_CHIP", True)
     monkeypatch.setattr(chip, "SUMMED", (torch.float16,))  # the interpreter has no bfloat16
     return run_hopper_kernels(monkeypatch)
 
 
-@pytest.mark.parametrize(("stages", "unrolled"), [(2, False), (3, False), (2, True)])
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernels_agree_with_float64(
-    name: str, stages: int, unrolled: bool, started: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heads, key_heads, n, dims, mask = CASES[name]
+def test_the_kernels_agree_with_float64(name: str, started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, mask = CASES[name]
     monkeypatch.setattr(chosen_launch, "_BUFFER", 2**18)  # several chunks of lists
-    monkeypatch.setattr(chip, "STAGES", stages)
-    monkeypatch.setattr(chip, "PAIRS", unrolled)
-    monkeypatch.setattr(chip, "IN_TURN", unrolled)
-    x = inputs(heads, key_heads, n, dims)
+    x = inputs(*sizes)
     ours = found(x, mask, "triton")
     true = found([t.double() for t in x], mask, "reference")
     assert started[0] == "chosen_forward"
@@ -77,8 +70,8 @@ def test_the_kernels_agree_with_float64(
 
 
 def test_statistics_are_those_of_float32(started: list[str]) -> None:
-    heads, key_heads, n, dims, mask = CASES["64 heads share a list"]
-    x = inputs(heads, key_heads, n, dims)
+    sizes, mask = CASES["64 heads share a list"]
+    x = inputs(*sizes)
     ours = found(x, mask, "triton", entropy=True)
     true = found([t.double() for t in x], mask, "reference", entropy=True)
     assert set(started) == {"chosen_forward", "chosen_backward"}

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ChosenEngine", "kernel_lists"]
 
-BY_CHIP = False
-"""Whether the kernels for Hopper are used where they can be; they have not been measured yet."""
-
 
 @dataclass(frozen=True, eq=False)
 class ChosenEngine(Engine):
@@ -126,7 +123,7 @@ def _chip(args: ChosenArgs) -> ModuleType | None:
     """The kernels of the chip itself, if they can compute a problem."""
     from . import launch
 
-    if not (BY_CHIP and launch.on_hopper(args.query)):
+    if not launch.on_hopper(args.query):
         return None
     from .hopper import chosen_launch
 

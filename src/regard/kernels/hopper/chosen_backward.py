@@ -20,26 +20,18 @@ from .chosen_tile import (
     ROWS,
     fetch_list,
     find_list,
-    gather,
     gathered_layout,
     load_rows,
     next_entries,
     row_index,
     shared_matrix,
+    start_copies,
     store_rows,
 )
 from .online_softmax import exp2
 from .register_layouts import mma_layout
 
 __all__ = ["chosen_backward"]
-
-
-@gluon.jit
-def start_copies(k, v, strides, entry, K, V, D: gl.constexpr, DV: gl.constexpr):
-    """Start to copy a tile of keys and values."""
-    gather(k, strides.k.row, entry, K, gathered_layout(D))
-    gather(v, strides.v.row, gl.convert_layout(entry, gl.SliceLayout(1, gathered_layout(DV))), V, gathered_layout(DV))
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -61,12 +53,9 @@ def load_gradients(given, strides, scale, item, list_, group, groups, height, n,
 
 @gluon.jit(do_not_specialize=["first_list", "n", "heads", "groups", "owners", "height", "count"])
 def chosen_backward(
-    q, k, v, given, dq, dk_parts, dv_parts, strides, lists, scale, first_list, n, heads, groups, owners, height, count, width, D: gl.constexpr, DV: gl.constexpr, IN_TURN: gl.constexpr
+    q, k, v, given, dq, dk_parts, dv_parts, strides, lists, scale, first_list, n, heads, groups, owners, height, count, width, D: gl.constexpr, DV: gl.constexpr
 ):  # fmt: skip
-    """Program (one of `count` lists from `first_list` on, group of heads, batch item). `dk_parts` and `dv_parts` describe where dK and dV go.
-
-    IN_TURN starts dK when dV has left its registers, so that these need not spill.
-    """
+    """Program (one of `count` lists from `first_list` on, group of heads, batch item). `dk_parts` and `dv_parts` describe where dK and dV go."""
     list_, group, item, kv_head, entries, tiles = find_list(gl.program_id(0), lists, first_list, count, width, heads, groups, owners)
     fetch_list(entries, width)
     LK: gl.constexpr = gathered_layout(D)
@@ -116,12 +105,10 @@ def chosen_backward(
         group_barrier()
         dQ = warpgroup_mma(dS_smem.permute((1, 0)), K.index(stage), dQ, is_async=True)
         dS = gl.convert_layout(dS, gl.DotOperandLayout(0, KL, 2))
-        if not IN_TURN:
-            dK = warpgroup_mma(dS, Q, gl.zeros([KEYS, D], gl.float32, KL), use_acc=False, is_async=True)
-        dV = warpgroup_mma_wait(1 if IN_TURN else 2, [dV])
+        dV = warpgroup_mma_wait(1, [dV])
         V.index(stage).store(dV.to(dtype))
-        if IN_TURN:
-            dK = warpgroup_mma(dS, Q, gl.zeros([KEYS, D], gl.float32, KL), use_acc=False, is_async=True)
+        # dV has left its registers before dK needs some: 100 bytes per thread spill, otherwise 400.
+        dK = warpgroup_mma(dS, Q, gl.zeros([KEYS, D], gl.float32, KL), use_acc=False, is_async=True)
         dQ, dK = warpgroup_mma_wait(0, [dQ, dK])
         group_barrier()  # all warps are done with these keys
         K.index(stage).store(dK.to(dtype))

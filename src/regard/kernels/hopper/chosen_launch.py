@@ -20,10 +20,7 @@ from .descriptors import GLUON_DTYPES
 
 __all__ = ["backward", "forward", "refuses", "refuses_gradients"]
 
-STAGES = 3  # tiles of keys and values in shared memory, in the forward
-PAIRS = False  # whether the forward unrolls its loop over two tiles, with two stages
 SUMMED = (torch.bfloat16,)  # dtypes in which the backward stores what lists add to gradients
-IN_TURN = False  # whether the backward starts dK only when dV has left its registers
 _DIMS = (64, 128)
 
 
@@ -61,7 +58,7 @@ def forward(w: ChosenArgs, entropy: bool) -> Rows:
     programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count
     chosen_forward[(programs,)](
         q=w.query, k=w.key, v=w.value, out=rows, strides=strides, lists=w.list_args(), unit=w.scale * LOG2E.value, count=count,
-        programs=programs, STAGES=STAGES, PAIRS=PAIRS, ENTROPY=entropy, num_warps=4, enable_fp_fusion=True, **sizes,
+        programs=programs, ENTROPY=entropy, num_warps=4, enable_fp_fusion=True, **sizes,
     )  # fmt: skip
     return rows
 
@@ -72,7 +69,7 @@ def backward(w: ChosenArgs, given: RowsAndCotangents, dq: Tensor, parts: Tensor,
     dim, wide = w.query.shape[3], w.value.shape[3]
     chosen_backward[(programs,)](
         q=w.query, k=w.key, v=w.value, given=given, dq=dq, dk_parts=_descriptor(parts, dim), dv_parts=_descriptor(parts, wide),
-        strides=strides, lists=w.list_args(), scale=w.scale, first_list=first, count=count, IN_TURN=IN_TURN, num_warps=4, enable_fp_fusion=True, **_sizes(w),
+        strides=strides, lists=w.list_args(), scale=w.scale, first_list=first, count=count, num_warps=4, enable_fp_fusion=True, **_sizes(w),
     )  # fmt: skip
 
 

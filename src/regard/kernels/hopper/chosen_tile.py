@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...compat.gluon import start_copy
 from ...masks.lists import NONE
 from . import ptx
 
-__all__ = ["KEYS", "ROWS", "fetch_list", "find_list", "gather", "gathered_layout", "load_rows", "next_entries", "row_index", "shared_matrix", "store_rows"]
+__all__ = ["KEYS", "ROWS", "fetch_list", "find_list", "gathered_layout", "load_rows", "next_entries", "row_index", "shared_matrix", "start_copies", "store_rows"]
 
 KEYS = gl.constexpr(64)  # of a tile
 ROWS = gl.constexpr(64)  # that share a list
@@ -70,12 +71,20 @@ def next_entries(entries, tile, width, L: gl.constexpr):
 
 
 @gluon.jit
-def gather(x, row_stride, entry, into, L: gl.constexpr):
+def _gather(x, row_stride, entry, into, L: gl.constexpr):
     """Start to copy the rows of x that a tile of a list names; zeros for NONE."""
     d = gl.arange(0, into.shape[1], gl.SliceLayout(0, L))
     some = entry != _NONE
     at = x + (gl.where(some, entry, 0).to(gl.int64) * row_stride)[:, None] + d[None, :]
     start_copy(into, at, mask=some[:, None])
+
+
+@gluon.jit
+def start_copies(k, v, strides, entry, K, V, D: gl.constexpr, DV: gl.constexpr):
+    """Start to copy a tile of keys and values."""
+    _gather(k, strides.k.row, entry, K, gathered_layout(D))
+    _gather(v, strides.v.row, gl.convert_layout(entry, gl.SliceLayout(1, gathered_layout(DV))), V, gathered_layout(DV))
+    async_copy.commit_group()
 
 
 @gluon.jit
