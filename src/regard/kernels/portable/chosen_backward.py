@@ -24,6 +24,10 @@ from .chosen_tile import (
 
 __all__ = ["chosen_dkdv", "chosen_dq", "sum_entries"]
 
+# Entries of one key that a program sums at a time. On an H200, 65,536 rows with lists of 2,048 keys, d 128: 17.0 ms; 16 and 32 at a
+# time 17.4 ms, 32 by two warps 19.2 ms, 64 by four 30.7 ms.
+_AT_ONCE = tl.constexpr(8)
+
 
 @triton.jit
 def store_entries(parts, at, column, inside, X, FIRST: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
@@ -94,7 +98,7 @@ def chosen_dkdv(
 
 @triton.jit(do_not_specialize=["m", "kv_heads", "owners", "count", "width", "blocks", "chunk", "chunks", "offset", "entries", "inner", "shared", "items", "heads"])
 def sum_entries(
-    parts, total, order, starts, m, kv_heads, owners, count, width, blocks, chunk, chunks, offset, entries, inner, shared, items, heads, SIZE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+    parts, total, order, starts, m, kv_heads, owners, count, width, blocks, chunk, chunks, offset, entries, inner, shared, items, heads, SIZE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
     """Program (ROWS keys of an entry, entry, key head, batch item): add up what one chunk of the lists adds to them.
 
@@ -122,8 +126,8 @@ def sum_entries(
         own = parts + (item.to(tl.int64) * (kv_heads * owners) + group) * count * width * SIZE * D
         its = order + listed * entries + offset
         if SIZE == 1:  # some entries at a time
-            for s in range(first, last, AT_ONCE):
-                some = s + tl.arange(0, AT_ONCE)
+            for s in range(first, last, _AT_ONCE):
+                some = s + tl.arange(0, _AT_ONCE)
                 e = tl.load(its + some, mask=some < last, other=offset).to(tl.int64) - offset
                 Y = tl.load(own + e[:, None] * D + d[None, :], mask=(some < last)[:, None] & (d < D)[None, :], other=0.0)
                 X += tl.sum(Y.to(tl.float32), 0)[None, :]

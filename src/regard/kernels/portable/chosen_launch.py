@@ -27,7 +27,6 @@ _MOST_ROWS = 64  # of a tile
 _MOST_RANKED = 32  # rows of a tile whose strongest keys are ranked
 _BUFFER = 2**31  # bytes for what lists add to sums by key
 _SUMMED = 32  # keys of an entry that a program sums at a time
-_SUM = (16, 1)  # entries of one key that a program sums at a time, and its warps
 # Keys of a tile, warps and stages, by pass and bytes per number. On an H200, 64 heads with one list of 2,048 of 65,536 keys each row,
 # d 128: the backward of queries 45 ms; with 32 keys 65 ms, with 8 warps 78 ms.
 CONFIGS: dict[tuple[str, int], tuple[int, int, int]] = {
@@ -276,8 +275,8 @@ def _add(w: ChosenArgs, buffer: Tensor, total: Tensor, inverted: _Inverted, chun
     sum_entries[(programs,)](
         buffer, total, inverted.order, inverted.starts, m=m, kv_heads=kv_heads, owners=groups // kv_heads, count=count, width=width,
         blocks=inverted.blocks, chunk=chunk, chunks=inverted.starts.shape[2], offset=chunk * inverted.chunk * width, entries=entries,
-        inner=w.lists.inner, shared=groups // heads, items=items, heads=heads, SIZE=size, ROWS=ROWS, AT_ONCE=_SUM[0], D=dim, DP=padded(dim),
-        num_warps=_SUM[1] if size == 1 else 4, enable_fp_fusion=True,
+        inner=w.lists.inner, shared=groups // heads, items=items, heads=heads, SIZE=size, ROWS=ROWS, D=dim, DP=padded(dim),
+        num_warps=1 if size == 1 else 4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
