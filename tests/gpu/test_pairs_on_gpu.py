@@ -42,8 +42,8 @@ def backend_for(x: Tensor) -> str:
     return "chunked" if x.dtype == torch.float64 else "triton"
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(torch.bfloat16)
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
 
 
 def rows_and_gradients(seen: Any, inputs: Found) -> Found:
@@ -97,6 +97,61 @@ def test_lists_of_keys(name: str, dim: int) -> None:
         return rows_and_gradients(regard.observe(*x, mask=mask, backend=backend_for(x[0])), x)
 
     check(make, [random(1, h, n, dim) for h in (heads, key_heads, key_heads)])
+
+
+M = 500  # keys of the lists below
+FOR_HOPPER: dict[str, tuple[tuple[int, int, int], tuple[int, int], tuple[int, ...], int]] = {
+    # Batch, query heads and key heads; dims; the shape of the lists; rows that share one.
+    "64 heads": ((1, 64, 1), (128, 128), (1, 1, 301, 256), 1),
+    "64 heads, one tile of keys": ((1, 64, 1), (64, 64), (1, 1, 301, 64), 1),
+    "two key heads, two dims": ((1, 128, 2), (64, 128), (1, 2, 301, 128), 1),
+    "two lists per key head": ((1, 128, 1), (128, 64), (1, 2, 301, 128), 1),
+    "lists for four rows, by batch item": ((2, 16, 1), (128, 128), (2, 1, 75, 192), 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", FOR_HOPPER)
+def test_lists_that_64_rows_share(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.kernels.launch import on_hopper
+    from regard.kernels.portable import chosen_launch
+
+    (batch, heads, key_heads), dims, shape, rows = FOR_HOPPER[name]
+    torch.manual_seed(0)
+    monkeypatch.setattr(chosen_launch, "_BUFFER", 2**24)  # several chunks of lists
+    lists = torch.randint(-1, M, shape, device=DEVICE)
+    lists[:, :, 1] = -1  # rows that see nothing,
+    lists[:, :, 2, 5:] = -1  # rows that see few keys,
+    lists[:, :, 3:, :9] = torch.arange(9, device=DEVICE)  # and keys that nearly all rows see
+    mask, n = regard.chosen(lists, rows=rows), shape[2] * rows
+    started = note_starts(monkeypatch)
+
+    def make(x: Found) -> Found:
+        seen = regard.observe(*x, mask=mask, backend=backend_for(x[0]))
+        lse = torch.where(seen.lse > -torch.inf, seen.lse, 0.0)
+        loss = (seen.output.double() * seen.output.detach().double().sin()).sum() + lse.double().sin().sum()
+        statistics = [t.detach() for t in (seen.output, seen.lse, seen.entropy, seen.max_logit)]
+        return [*statistics, *torch.autograd.grad(loss, x)]
+
+    sizes = ((heads, n, dims[0]), (key_heads, M, dims[0]), (key_heads, M, dims[1]))
+    x = [random(batch, *size, dtype=dtype) for size in sizes]
+    check(make, x)
+    if on_hopper(x[0]):
+        assert set(started) == ({"forward", "backward"} if dtype == torch.bfloat16 else {"forward"})
+
+
+def note_starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The passes that Hopper's kernels of lists have run, as they run."""
+    from regard.kernels.hopper import chosen_launch as chip
+
+    started: list[str] = []
+
+    def noted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (started.append(name), run(*args))[1]
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(chip, name, noted(name, getattr(chip, name)))
+    return started
 
 
 @pytest.mark.parametrize("dim", [64, 128])
