@@ -34,6 +34,7 @@ CASES = {
     "64 heads share a list": ((64, 1, N, (128, 128)), regard.chosen(SHORT)),
     "two key heads, two dims": ((128, 2, 2, (64, 128)), regard.chosen(lists(1, 2, 2, 128))),
     "lists for two rows": ((32, 1, 4, (128, 64)), regard.chosen(lists(2, 64, below=40), rows=2)),
+    "two lists per key head": ((128, 1, 1, (64, 64)), regard.chosen(lists(1, 2, 1, 64))),
     "lists by batch item": ((64, 1, 1, (64, 64), 2), regard.chosen(lists(2, 1, 1, 128))),
 }
 
