@@ -51,8 +51,13 @@ def rows_and_gradients(seen: Any, inputs: Found) -> Found:
     return [seen.output.detach(), seen.entropy.detach(), *torch.autograd.grad(loss, inputs)]
 
 
+def alibi(table: Tensor) -> Any:
+    slopes = SLOPES.to(table.device)
+    return lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
-    "alibi": lambda table: lambda s, b, h, i, j: s - SLOPES.to(DEVICE)[h] * (i - j).abs(),
+    "alibi": alibi,
     "softcap": lambda table: lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
     "distance decay": lambda table: lambda s, b, h, i, j: s * torch.exp(-1e-2 * (i - j).abs()),
     "table": lambda table: lambda s, b, h, i, j: s + table[h, i - j + N - 1],

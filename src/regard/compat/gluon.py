@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language._semantic import GluonCallerContext
@@ -11,13 +12,25 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "group_barrier", "start_copy", "tma_add", "tma_load", "tma_store", "warp_specialize"]
+__all__ = [
+    "KEYS_IN_REGISTERS",
+    "TensorDescriptor",
+    "group_barrier",
+    "start_copy",
+    "tma_add",
+    "tma_load",
+    "tma_store",
+    "warp_specialize",
+]
 
 # Triton 3.6 has these under longer names.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 start_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Whether registers are left for the keys of a backward group with up to 64 dims. The code of Triton 3.9 has some 20 too
+# few for them, and spills in each iteration.
+KEYS_IN_REGISTERS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6))
 
 
 def _reduce_add():

@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import group_barrier, tma_load, tma_store, warp_specialize
-from ..portable.tile_ops import _BIAS_NONE, DEEP, LN2, LOG2E
+from ...compat.gluon import KEYS_IN_REGISTERS, group_barrier, tma_load, tma_store, warp_specialize
+from ..portable.tile_ops import _BIAS_NONE, _NONE, DEEP, LN2, LOG2E
 from .aggregates import (
     BackwardBarriers,
     BackwardDescriptors,
@@ -219,6 +219,10 @@ def consumer(params, G, TRAITS: gl.constexpr):
         zero_unseen_keys(KB, unseen, batch, kv_head, key, params, TRAITS)
         dKB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
         dVB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
+    elif SPLIT and TRAITS.BIAS == _BIAS_NONE and not DROP:  # left operands in registers: products read half as much shared memory
+        V = V.load(gl.DotOperandLayout(0, SL, 2))
+        if KEYS_IN_REGISTERS and MASK == _NONE:
+            K = K.load(gl.DotOperandLayout(0, SL, 2))
     stage = 0
     phase = 0
     buffer = 0  # of dS; if the group computes dQ, then of dQ, too
@@ -235,19 +239,12 @@ def consumer(params, G, TRAITS: gl.constexpr):
             if TRAITS.SCALES:
                 scale = gl.load(params.scales + h)
             unit = scale * LOG2E
-            b, slot = row_block_at(params, t, first, MASK)
-            partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
             q = flat(smem.Q.index(stage), BM, DA)
             qb = q
             do = flat(smem.dO.index(stage), BM, EA)
             if DB > 0:
                 qb = flat(smem.QB.index(stage), BM, DB)
                 dob = flat(smem.dOB.index(stage), BM, DB)
-            j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
-            low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
-            tile = TileIndex(batch, h, b, j, low, high)
-            if DROP:
-                bits = keep_bits(tile, params, BM)
             if not SPLIT:
                 mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
                 share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
@@ -263,6 +260,13 @@ def consumer(params, G, TRAITS: gl.constexpr):
             dP = start_product(V, do, zero)
             if DB > 0:
                 dP = add_product(VB, dob, dP)
+            b, slot = row_block_at(params, t, first, MASK)  # here, where the products run: above, they would wait for it
+            partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
+            j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
+            low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
+            tile = TileIndex(batch, h, b, j, low, high)
+            if DROP:
+                bits = keep_bits(tile, params, BM)
             empty = some_empty(row_stats.lse.index(stage), partial, TRAITS)
             lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             S = transposed(warpgroup_mma_wait(CHUNKS, deps=[S]), BM)
