@@ -138,6 +138,20 @@ def test_a_predicate_must_give_a_bool_for_each_pair(f: object, message: str) -> 
     assert message in str(caught.value)
 
 
+def test_a_predicate_that_decides_by_if_says_what_to_write_instead() -> None:
+    def before(batch: Any, head: Any, i: Any, j: Any) -> Any:
+        return i >= j and j >= 0
+
+    with pytest.raises(MaskError, match=r"^predicate: before decides by if, .* Combine conditions by &, \| and ~"):
+        predicate(before).dense(6, 6)
+
+
+def test_an_error_of_a_predicate_itself_stays_as_it_is() -> None:
+    table = torch.zeros(3, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        predicate(lambda b, h, i, j: (i >= j) & table).dense(6, 6)
+
+
 def test_masks_compose_with_masks_and_tensors_only() -> None:
     for other in (1, None, "causal"):
         with pytest.raises(TypeError):

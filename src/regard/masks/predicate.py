@@ -60,7 +60,7 @@ class Predicate(Mask):
         shape = broadcast_shapes(i.shape, j.shape)
         batch = _index_tensor(self.batch, i).reshape(-1, 1, *(1,) * i.dim())
         head = _index_tensor(self.head, i).reshape(1, -1, *(1,) * i.dim())
-        found = _checked(self.f(batch, head, i, j), (batch.shape[0], head.shape[1], *shape))
+        found = _checked(_called(self.f, batch, head, i, j), (batch.shape[0], head.shape[1], *shape))
         return found[0, 0] if self.batch is None else found
 
     @property
@@ -96,7 +96,7 @@ class Predicate(Mask):
         first = torch.zeros(1, 1, dtype=torch.int64, device=device)
         batch = _index_tensor(self.batch, first).reshape(-1, 1, 1, 1)
         head = _index_tensor(self.head, first).reshape(-1, 1, 1)
-        shape = getattr(self.f(batch, head, first, first), "shape", ())
+        shape = getattr(_called(self.f, batch, head, first, first), "shape", ())
         size = (1, 1, 1, 1, *shape)[-4:]  # 1 where f ignores the index
         return replace(self, batch=self.batch.part(slice(0, size[0])), head=self.head.part(slice(0, size[1])))
 
@@ -107,6 +107,18 @@ class Predicate(Mask):
 
     def __repr__(self) -> str:
         return f"predicate({_name_of(self.f)})"
+
+
+def _called(f: MaskMod, *at: Tensor) -> Tensor:
+    try:
+        return f(*at)
+    except RuntimeError as error:
+        if "Boolean value of Tensor" not in str(error):
+            raise
+        raise MaskError(
+            f"predicate: {_name_of(f)} decides by if, while, and, or, or not, and it is called for all pairs at once. "
+            "Combine conditions by &, | and ~, or choose by torch.where(condition, a, b)."
+        ) from error
 
 
 def _tensors_in(x: object, names: tuple[str, ...] = (), depth: int = 4) -> Iterator[Tensor]:
