@@ -17,6 +17,7 @@ from gpu.test_kernels_on_gpu import DEVICE
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention-4 needs a GPU"),
+    pytest.mark.filterwarnings("default"),  # FlashAttention-4 and its compiler warn when they compile
 ]
 flash4 = pytest.importorskip("flash_attn.cute", reason="FlashAttention-4 is not installed")
 interface = pytest.importorskip("flash_attn.cute.interface")
