@@ -196,9 +196,9 @@ def from_a_new_process(peer: str) -> list[float]:
     return ms
 
 
-FIRST: dict[str, Callable[[list[Tensor], Mod], Peer]] = {
-    "regard": lambda x, f: ours(x, f, entropy=False),
-    "FlexAttention": lambda x, f: flex(*x, before, score=f),
+FIRST: dict[str, Callable[[list[Tensor], Function], Peer]] = {
+    "regard": lambda x, function: ours(x, function.f, entropy=False),
+    "FlexAttention": lambda x, function: flex(*x, before, score=function.f, **dict(function.flex)),
 }
 
 
@@ -207,7 +207,7 @@ def in_a_new_process(peer: str) -> None:
     x = [random(1, HEADS, N, DIMS[0], grad=True) for _ in range(3)]
     g, times = random(1, HEADS, N, DIMS[0]), []
     for function in (decay(), relative()):
-        output, forward = wall(FIRST[peer](x, function.f))
+        output, forward = wall(FIRST[peer](x, function))
         _, backward = wall(lambda output=output: torch.autograd.grad(output, x, g))
         times += [forward, forward + backward]
     print(json.dumps(times), flush=True)
