@@ -350,6 +350,7 @@ ASSEMBLY: dict[str, Callable[..., Tile]] = {
     ptx.TANH: lambda x: Tile(np.tanh(x.x.astype(np.float64) * np.log(2) / 2), FP32),
     ptx.COUNT: count_up,
     ptx.BROADCAST: tile,
+    ptx.HOLD: tile,
     ptx.PREFETCH: lambda at: at.load(),
     ptx.pair("bf16"): pair(BF16),
     ptx.pair("f16"): pair(FP16),

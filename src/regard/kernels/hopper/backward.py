@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...compat.gluon import KEYS_IN_REGISTERS, group_barrier, tma_load, tma_store, warp_specialize
 from ..portable.tile_ops import _BIAS_NONE, _NONE, DEEP, LN2, LOG2E
+from . import ptx
 from .aggregates import (
     BackwardBarriers,
     BackwardDescriptors,
@@ -54,6 +55,8 @@ from .nonfinite import clean_queries, some_empty, some_unseen, zero_unseen_keys
 from .online_softmax import capped_tanh, exp2, log2, may_hide
 from .register_layouts import mma_layout, transposed_layout
 from .tile_scheduler import ROWS, advance, new_barriers
+
+HOLD = gl.constexpr(ptx.HOLD)
 
 
 @gluon.jit
@@ -181,6 +184,22 @@ def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale
 
 
 @gluon.jit
+def kept(X):
+    """An operand that stays in its registers, marked as changed: the assembler of Triton 3.6 may overwrite one that a loop only reads."""
+    return gl.inline_asm_elementwise(HOLD, "=r,r", [X], X.dtype, True, 2)
+
+
+@gluon.jit
+def find_tile(params, t, h, first, begin, end, past_end, key, batch, TRAITS: gl.constexpr):
+    """Row block t of head h against the keys of a group, with its mask, and whether it is partial."""
+    b, slot = row_block_at(params, t, first, TRAITS.MASK)
+    partial = is_partial(b, slot, begin, end, params.n, TRAITS.BM, TRAITS.MASK) | past_end
+    j = key + gl.arange(0, ROWS, gl.SliceLayout(0, transposed_layout(TRAITS.BM)))  # [ROWS]
+    low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
+    return TileIndex(batch, h, b, j, low, high), partial
+
+
+@gluon.jit
 def consumer(params, G, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS keys against all rows that see the block. Its part of dQ, if it has one, is one iteration late."""
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
@@ -194,6 +213,8 @@ def consumer(params, G, TRAITS: gl.constexpr):
     MASK: gl.constexpr = TRAITS.MASK
     DROP: gl.constexpr = TRAITS.DROP
     SPLIT: gl.constexpr = TRAITS.SPLIT
+    V_HELD: gl.constexpr = SPLIT and DB == 0 and EA <= 64 and TRAITS.BIAS == _BIAS_NONE and not DROP  # in registers: half as much is read from smem
+    K_HELD: gl.constexpr = V_HELD and DA <= 64 and KEYS_IN_REGISTERS and MASK == _NONE
     SL: gl.constexpr = mma_layout(BM)
     KL: gl.constexpr = mma_layout(DA)
     VL: gl.constexpr = mma_layout(EA)
@@ -219,10 +240,10 @@ def consumer(params, G, TRAITS: gl.constexpr):
         zero_unseen_keys(KB, unseen, batch, kv_head, key, params, TRAITS)
         dKB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
         dVB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
-    elif SPLIT and TRAITS.BIAS == _BIAS_NONE and not DROP:  # left operands in registers: products read half as much shared memory
+    if V_HELD:
         V = V.load(gl.DotOperandLayout(0, SL, 2))
-        if KEYS_IN_REGISTERS and MASK == _NONE:
-            K = K.load(gl.DotOperandLayout(0, SL, 2))
+    if K_HELD:
+        K = K.load(gl.DotOperandLayout(0, SL, 2))
     stage = 0
     phase = 0
     buffer = 0  # of dS; if the group computes dQ, then of dQ, too
@@ -245,6 +266,9 @@ def consumer(params, G, TRAITS: gl.constexpr):
             if DB > 0:
                 qb = flat(smem.QB.index(stage), BM, DB)
                 dob = flat(smem.dOB.index(stage), BM, DB)
+            if DROP:
+                tile, partial = find_tile(params, t, h, first, begin, end, past_end, key, batch, TRAITS)
+                bits = keep_bits(tile, params, BM)
             if not SPLIT:
                 mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
                 share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
@@ -260,13 +284,8 @@ def consumer(params, G, TRAITS: gl.constexpr):
             dP = start_product(V, do, zero)
             if DB > 0:
                 dP = add_product(VB, dob, dP)
-            b, slot = row_block_at(params, t, first, MASK)  # here, where the products run: above, they would wait for it
-            partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
-            j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
-            low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
-            tile = TileIndex(batch, h, b, j, low, high)
-            if DROP:
-                bits = keep_bits(tile, params, BM)
+            if not DROP:  # here, beside the products, which would wait for it above; dropout leaves no registers for that
+                tile, partial = find_tile(params, t, h, first, begin, end, past_end, key, batch, TRAITS)
             empty = some_empty(row_stats.lse.index(stage), partial, TRAITS)
             lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             S = transposed(warpgroup_mma_wait(CHUNKS, deps=[S]), BM)
@@ -309,6 +328,10 @@ def consumer(params, G, TRAITS: gl.constexpr):
                 dV, dVB, dK, dKB = warpgroup_mma_wait(0, deps=[dV, dVB, dK, dKB])
             else:
                 dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
+            if V_HELD:
+                V = kept(V)
+            if K_HELD:
+                K = kept(K)
             mbarrier.arrive(q_free.index(stage))
             if SPLIT:
                 buffer, ds_phase = advance(buffer, ds_phase, TRAITS.DS_BUFFERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BROADCAST", "COUNT", "EXP2", "LOAD_BIAS", "LOG2", "MASK_BIT", "MASK_END", "MASK_SPAN", "PREFETCH", "TANH", "pair"]
+__all__ = ["BROADCAST", "COUNT", "EXP2", "HOLD", "LOAD_BIAS", "LOG2", "MASK_BIT", "MASK_END", "MASK_SPAN", "PREFETCH", "TANH", "pair"]
 
 
 # $1, or −inf: unless $3 ≤ $2 < $4 (MASK_SPAN); unless $2 < $3 (MASK_END); unless $2 has one of the bits $3 (MASK_BIT).
@@ -32,6 +32,8 @@ COUNT = (
 # Bring the line of address $1 to L2.
 PREFETCH = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
 BROADCAST = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
+# A register as it is, by an instruction that seems to change it. ctaid.z is 0, since grids have one dimension.
+HOLD = "{ .reg .b32 zero; mov.u32 zero, %ctaid.z; or.b32 $0, $1, zero; }"
 
 
 def pair(dtype: str) -> str:
