@@ -30,13 +30,39 @@ def inputs(heads: int, key_heads: int, n: int, dims: tuple[int, int], batch: int
 SHORT = lists(N, 256)
 SHORT[1, 70:] = -1
 SHORT[2] = -1
+BLOCKS = lists(N, 4, below=5)  # 300 keys fill four blocks and a part of the fifth
+BLOCKS[0, 0], BLOCKS[1, 2:], BLOCKS[2] = 4, -1, -1
 CASES = {
     "64 heads share a list": ((64, 1, N, (128, 128)), regard.chosen(SHORT)),
     "two key heads, two dims": ((128, 2, 2, (64, 128)), regard.chosen(lists(1, 2, 2, 128))),
     "lists for two rows": ((32, 1, 4, (128, 64)), regard.chosen(lists(2, 64, below=40), rows=2)),
     "two lists per key head": ((128, 1, 1, (64, 64)), regard.chosen(lists(1, 2, 1, 64))),
     "lists by batch item": ((64, 1, 1, (64, 64), 2), regard.chosen(lists(2, 1, 1, 128))),
+    "four heads, lists for 16 rows": ((4, 1, 32, (64, 64)), regard.chosen(lists(2, 64, below=90), rows=16)),
+    "16 heads, lists for 16 rows": ((16, 1, 32, (64, 64)), regard.chosen(lists(2, 128), rows=16)),
+    "blocks of 64": ((64, 1, N, (128, 128)), regard.chosen(BLOCKS, size=64)),
+    "blocks of 128": ((64, 1, N, (64, 128)), regard.chosen(lists(N, 2, below=3), size=128)),
+    "16 heads, blocks for 16 rows": ((16, 1, 32, (64, 64)), regard.chosen(lists(2, 3, below=5), size=64, rows=16)),
+    "two lists of blocks per key head": (
+        (128, 1, 4, (64, 64)),
+        regard.chosen(lists(1, 2, 2, 2, below=3), size=128, rows=2),
+    ),
+    "causal": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 128, below=5)) & regard.causal(offset=0)),
+    "causal, lists for 16 rows": (
+        (16, 1, 32, (64, 64)),
+        regard.chosen(lists(2, 192, below=60), rows=16) & regard.causal(offset=0),
+    ),
+    "causal, blocks for 16 rows": (
+        (16, 1, 32, (128, 128)),
+        regard.chosen(lists(2, 3, below=3), size=64, rows=16) & regard.causal(offset=60),
+    ),
+    "window, blocks by batch item": (
+        (32, 1, 4, (64, 64), 2),
+        regard.chosen(lists(2, 1, 2, 2, below=3), size=128, rows=2)
+        & regard.window(70, offset=torch.tensor([100, 290])),
+    ),
 }
+OBSERVED = ("64 heads share a list", "16 heads, blocks for 16 rows", "causal, lists for 16 rows")
 
 
 def found(x: list[Tensor], mask: regard.Mask, backend: str, entropy: bool = False) -> dict[str, Tensor]:
@@ -70,8 +96,9 @@ def test_the_kernels_agree_with_float64(name: str, started: list[str], monkeypat
         assert error < 0.01, f"{what}: {error:.1e}"
 
 
-def test_statistics_are_those_of_float32(started: list[str]) -> None:
-    sizes, mask = CASES["64 heads share a list"]
+@pytest.mark.parametrize("name", OBSERVED)
+def test_statistics_are_those_of_float32(name: str, started: list[str]) -> None:
+    sizes, mask = CASES[name]
     x = inputs(*sizes)
     ours = found(x, mask, "triton", entropy=True)
     true = found([t.double() for t in x], mask, "reference", entropy=True)
@@ -90,10 +117,12 @@ def wide_rows(x: Tensor) -> Tensor:
 SHARED = regard.chosen(lists(N, 64))
 REFUSED: dict[str, tuple[tuple[Any, ...], regard.Mask, dict[str, Any]]] = {
     "32 rows share a list": ((32, 1, N, (64, 64)), SHARED, {}),
+    "96 rows share a list": ((96, 1, N, (64, 64)), SHARED, {}),
+    "a last list with fewer rows": ((64, 1, 3, (64, 64)), regard.chosen(lists(2, 64), rows=2), {}),
     "dims of 96": ((64, 1, N, (96, 96)), SHARED, {}),
     "lists of 70": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 70)), {}),
-    "a mask beside": ((64, 1, N, (64, 64)), SHARED & regard.causal(), {}),
-    "blocks": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 64, below=M // 4), size=4), {}),
+    "blocks of 4": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 64, below=M // 4), size=4), {}),
+    "blocks of 96": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 2, below=4), size=96), {}),
     "a cap": ((64, 1, N, (64, 64)), SHARED, {"softcap": 5.0}),
     "dropout": ((64, 1, N, (64, 64)), SHARED, {"dropout": 0.1}),
     "a negative scale": ((64, 1, N, (64, 64)), SHARED, {"scale": -0.1}),
@@ -127,13 +156,21 @@ def test_gradients_in_float16_are_those_of_the_portable_kernels(
     assert started == ["chosen_forward"]
 
 
-def test_keys_outside_of_the_lists_leave_no_trace(started: list[str]) -> None:
-    x = inputs(64, 1, 1, (128, 128))
-    mask = regard.chosen(torch.cat([torch.arange(5, 75), -torch.ones(58, dtype=torch.long)])[None])
+UNSEEN = {
+    "keys": regard.chosen(torch.cat([torch.arange(5, 75), -torch.ones(58, dtype=torch.long)])[None]),
+    "keys under a mask": regard.chosen(torch.arange(128)[None]) & regard.window(69, offset=74),
+    "blocks under a mask": regard.chosen([[0, 1]], size=64) & regard.window(69, offset=74),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_keys_that_no_row_sees_leave_no_trace(name: str, started: list[str]) -> None:
+    x, mask = inputs(64, 1, 1, (128, 128)), UNSEEN[name]
     before = found(x, mask, "triton")
     for t in x[1:]:
         t[:, :, :5] = torch.nan
         t[:, :, 75:] = torch.inf
     after = found(x, mask, "triton")
+    assert set(started) == {"chosen_forward", "chosen_backward"}
     for what, value in before.items():
         torch.testing.assert_close(after[what], value, rtol=0, atol=0)

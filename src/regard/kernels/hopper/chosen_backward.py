@@ -1,6 +1,6 @@
-"""The backward pass on Hopper for lists of keys that 64 rows share: a program has one list, and takes 64 keys at a time.
+"""The backward pass on Hopper for lists of keys: a program has 64 of the rows that share a list, and takes 64 keys at a time.
 
-It computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that Pᵀ and dSᵀ stay in registers for what the list adds to the gradients of its keys,
+It computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, so that Pᵀ and dSᵀ stay in registers for what the rows add to the gradients of their keys,
 dV = Pᵀ dO and dK = dSᵀ Q. These leave through the shared memory of the keys and values that are no longer needed.
 """
 # Written for Triton's compiler, which has types of its own.
@@ -21,9 +21,12 @@ from .chosen_tile import (
     fetch_list,
     find_list,
     gathered_layout,
+    is_cut,
+    listed_keys,
     load_rows,
-    next_entries,
+    load_spans,
     row_index,
+    seen_keys,
     shared_matrix,
     start_copies,
     store_rows,
@@ -35,13 +38,13 @@ __all__ = ["chosen_backward"]
 
 
 @gluon.jit
-def load_gradients(given, strides, scale, item, list_, group, groups, height, n, heads, dO_to, lse_to, delta_to, DV: gl.constexpr):
+def load_gradients(given, strides, scale, item, row_tile, group, groups, n, heads, dO_to, lse_to, delta_to, DV: gl.constexpr):
     """Bring what the backward is given of the rows to shared memory: dO, the lse in log2 units, and the scale times Σ dO ∘ O − g_lse."""
     L: gl.constexpr = gathered_layout(DV)
-    dO = load_rows(given.dO, strides.dO, item, list_, group, groups, height, DV, L)
-    O = load_rows(given.output, strides.output, item, list_, group, groups, height, DV, L)
+    dO = load_rows(given.dO, strides.dO, item, row_tile, group, groups, DV, L)
+    O = load_rows(given.output, strides.output, item, row_tile, group, groups, DV, L)
     dO_to.store(dO)
-    i, head = row_index(list_, group, groups, height, gl.SliceLayout(1, L))
+    i, head = row_index(row_tile, group, groups, gl.SliceLayout(1, L))
     at = (item.to(gl.int64) * heads + head) * n + i
     delta = gl.sum(dO.to(gl.float32) * O.to(gl.float32), 1)
     if given.g_lse is not None:
@@ -51,12 +54,16 @@ def load_gradients(given, strides, scale, item, list_, group, groups, height, n,
     delta_to.store(delta * scale)
 
 
-@gluon.jit(do_not_specialize=["first_list", "n", "heads", "groups", "owners", "height", "count"])
+@gluon.jit(do_not_specialize=["first_list", "n", "m", "heads", "groups", "owners", "tiles", "count"])
 def chosen_backward(
-    q, k, v, given, dq, dk_parts, dv_parts, strides, lists, scale, first_list, n, heads, groups, owners, height, count, width, D: gl.constexpr, DV: gl.constexpr
+    q, k, v, given, dq, dk_parts, dv_parts, strides, lists, scale, first_list, n, m, heads, groups, owners, tiles, count, width, SIZE: gl.constexpr, D: gl.constexpr, DV: gl.constexpr
 ):  # fmt: skip
-    """Program (one of `count` lists from `first_list` on, group of heads, batch item). `dk_parts` and `dv_parts` describe where dK and dV go."""
-    list_, group, item, kv_head, entries, tiles = find_list(gl.program_id(0), lists, first_list, count, width, heads, groups, owners)
+    """Program (tile of rows, one of `count` lists from `first_list` on, group of heads, batch item).
+
+    `dk_parts` and `dv_parts` describe where dK and dV go: all that first tiles of rows add, then what second ones do, and so on.
+    """
+    at = gl.program_id(0)
+    row_tile, group, item, kv_head, entries, key_tiles = find_list(at, lists, first_list, count, width, heads, groups, owners, tiles, SIZE)
     fetch_list(entries, width)
     LK: gl.constexpr = gathered_layout(D)
     SL: gl.constexpr = mma_layout(ROWS)
@@ -73,16 +80,27 @@ def chosen_backward(
     delta = gl.allocate_shared_memory(gl.float32, [ROWS], VECTOR)
     k += item.to(gl.int64) * strides.k.item + kv_head.to(gl.int64) * strides.k.head
     v += item.to(gl.int64) * strides.v.item + kv_head.to(gl.int64) * strides.v.head
-    start_copies(k, v, strides, next_entries(entries, 0, width, LK), K.index(0), V.index(0), D, DV)
-    entry = next_entries(entries, 1, width, LK)
-    Q.store(load_rows(q, strides.q, item, list_, group, groups, height, D, LK))
-    load_gradients(given, strides, scale, item, list_, group, groups, height, n, heads, dO, lse, delta, DV)
+    seen = None
+    if lists.lo is not None:
+        lo, hi = load_spans(lists, item, row_tile, group, groups, gl.SliceLayout(0, SL))
+        seen = seen_keys(lo, hi)
+        keys = gl.allocate_shared_memory(gl.int32, [2, KEYS], VECTOR)
+        spans = gl.allocate_shared_memory(gl.int32, [2, ROWS], VECTOR)
+        spans.index(0).store(lo)
+        spans.index(1).store(hi)
+    j = listed_keys(entries, 0, width, m, seen, SIZE, LK)
+    start_copies(k, v, strides, j, K.index(0), V.index(0), D, DV)
+    if lists.lo is not None:
+        keys.index(0).store(j)
+    j = listed_keys(entries, 1, width, m, seen, SIZE, LK)
+    Q.store(load_rows(q, strides.q, item, row_tile, group, groups, D, LK))
+    load_gradients(given, strides, scale, item, row_tile, group, groups, n, heads, dO, lse, delta, DV)
 
     unit = scale * LOG2E
-    to = gl.program_id(0) * width
+    to = (at % tiles * (gl.num_programs(0) // tiles) + at // tiles) * width * SIZE
     dQ = gl.zeros([ROWS, D], gl.float32, KL)
     zero = gl.zeros([KEYS, ROWS], gl.float32, SL)
-    for t in range(tiles):
+    for t in range(key_tiles):
         stage = t % 2
         async_copy.wait_group(0)
         fence_async_shared()
@@ -91,10 +109,17 @@ def chosen_backward(
         dP = warpgroup_mma(V.index(stage), dO.permute((1, 0)), zero, use_acc=False, is_async=True)
         tma.store_wait(0)
         group_barrier()  # what the tile before left in the other buffers has been read
-        start_copies(k, v, strides, entry, K.index(1 - stage), V.index(1 - stage), D, DV)
-        entry = next_entries(entries, t + 2, width, LK)
+        start_copies(k, v, strides, j, K.index(1 - stage), V.index(1 - stage), D, DV)
+        if lists.lo is not None:
+            keys.index(1 - stage).store(j)
+        j = listed_keys(entries, t + 2, width, m, seen, SIZE, LK)
 
         S = warpgroup_mma_wait(1, [S])
+        if lists.lo is not None:
+            if is_cut(entries, t, width, seen, SIZE):
+                its = keys.index(stage).load(gl.SliceLayout(1, SL))[:, None]
+                first, end = spans.index(0).load(gl.SliceLayout(0, SL))[None, :], spans.index(1).load(gl.SliceLayout(0, SL))[None, :]
+                S = gl.where((its >= first) & (its < end), S, float("-inf"))
         # At most 1, also where the key is NONE: its K and V are zeros, and nobody reads its dK and dV.
         P = exp2(gl.minimum(S * unit - lse.load(gl.SliceLayout(0, SL))[None, :], 0.0))  # [KEYS, ROWS]
         dV = warpgroup_mma(gl.convert_layout(P.to(dtype), gl.DotOperandLayout(0, VL, 2)), dO, gl.zeros([KEYS, DV], gl.float32, VL), use_acc=False, is_async=True)
@@ -118,5 +143,5 @@ def chosen_backward(
         tma_store(dv_parts, [to + t * KEYS, D], V.index(stage))
 
     async_copy.wait_group(0)
-    store_rows(dq, strides.dq, item, list_, group, groups, height, dQ, LK)
+    store_rows(dq, strides.dq, item, row_tile, group, groups, dQ, LK)
     tma.store_wait(0)

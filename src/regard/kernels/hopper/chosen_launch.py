@@ -1,4 +1,4 @@
-"""Launch the kernels for lists of keys that 64 rows share."""
+"""Launch the kernels for lists of keys that a multiple of 64 rows share."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ def refuses(w: ChosenArgs) -> list[str]:
         reasons.append(f"it takes float16 or bfloat16 throughout; got {q.dtype}, {k.dtype} and {v.dtype}")
     if q.shape[3] not in _DIMS or v.shape[3] not in _DIMS:
         reasons.append(f"dims are 64 or 128; got {q.shape[3]} and {v.shape[3]}")
-    if lists.rows * w.groups != ROWS.value or q.shape[2] % lists.rows:
-        reasons.append(f"{ROWS.value} rows share a list; got {lists.rows * w.groups}")
-    if lists.size != 1 or lists.lo is not None or lists.entries.shape[3] % KEYS.value:
-        reasons.append(f"lists have a multiple of {KEYS.value} single keys, and no mask is beside them")
+    if lists.rows * w.groups % ROWS.value:
+        reasons.append(f"a multiple of {ROWS.value} rows share a list; got {lists.rows * w.groups}")
+    if q.shape[2] % lists.rows:
+        reasons.append(f"all lists have as many rows; got {q.shape[2]} rows, {lists.rows} for each list")
+    if (lists.entries.shape[3] if lists.size == 1 else lists.size) % KEYS.value:
+        got = f"{lists.entries.shape[3]} keys" if lists.size == 1 else f"blocks of {lists.size}"
+        reasons.append(f"lists have a multiple of {KEYS.value} single keys, or blocks of a multiple of {KEYS.value} keys; got {got}")
     if w.softcap is not None or w.drop.keys is not None or not w.scale > 0:
         reasons.append("there is a cap, dropout, or a scale that is not positive")
     if any(x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]) for x in (k, v)):
@@ -55,7 +58,7 @@ def forward(w: ChosenArgs, entropy: bool) -> Rows:
     rows = new_rows(w, entropy)
     strides = ChosenStrides(tensor_strides(w.query), tensor_strides(w.key), tensor_strides(w.value), None, tensor_strides(rows.output))
     sizes, count = _sizes(w), w.lists.entries.shape[2]
-    programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count
+    programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count * w.tiles
     chosen_forward[(programs,)](
         q=w.query, k=w.key, v=w.value, out=rows, strides=strides, lists=w.list_args(), unit=w.scale * LOG2E.value, count=count,
         programs=programs, ENTROPY=entropy, num_warps=4, enable_fp_fusion=True, **sizes,
@@ -64,8 +67,8 @@ def forward(w: ChosenArgs, entropy: bool) -> Rows:
 
 
 def backward(w: ChosenArgs, given: RowsAndCotangents, dq: Tensor, parts: Tensor, strides: ChosenStrides, first: int, count: int) -> None:
-    """The gradients of queries, and what `count` lists from `first` on add to those of their keys, (entries, D + DV)."""
-    programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count
+    """The gradients of queries, and what the rows of `count` lists from `first` on add to those of their keys, (tiles · entries, D + DV)."""
+    programs = w.query.shape[0] * (w.query.shape[1] // w.groups) * count * w.tiles
     dim, wide = w.query.shape[3], w.value.shape[3]
     chosen_backward[(programs,)](
         q=w.query, k=w.key, v=w.value, given=given, dq=dq, dk_parts=_descriptor(parts, dim), dv_parts=_descriptor(parts, wide),
@@ -74,8 +77,8 @@ def backward(w: ChosenArgs, given: RowsAndCotangents, dq: Tensor, parts: Tensor,
 
 
 def _sizes(w: ChosenArgs) -> dict[str, Any]:
-    names = ("n", "heads", "groups", "owners", "height", "width")
-    return {**{name: w.sizes()[name] for name in names}, "D": w.query.shape[3], "DV": w.value.shape[3]}
+    names = ("n", "m", "heads", "groups", "owners", "tiles", "width")
+    return {**{name: w.sizes()[name] for name in names}, "SIZE": w.lists.size, "D": w.query.shape[3], "DV": w.value.shape[3]}
 
 
 def _descriptor(x: Tensor, dim: int) -> Any:

@@ -24,11 +24,6 @@ from .chosen_tile import (
 
 __all__ = ["chosen_dkdv", "chosen_dq", "sum_entries"]
 
-# Entries of one key that a program sums at a time. On an H200, 65,536 rows with lists of 2,048 keys, d 128: 17.0 ms; 16 and 32 at a
-# time 17.4 ms, 32 by two warps 19.2 ms, 64 by four 30.7 ms.
-_AT_ONCE = tl.constexpr(8)
-
-
 @triton.jit
 def store_entries(parts, at, column, inside, X, FIRST: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
     """Store what columns [BN] of a list add, [BN, PADDED], at FIRST of the buffer's rows, which for this list begin at `at`."""
@@ -96,15 +91,16 @@ def chosen_dkdv(
     store_entries(parts, to, column, inside, dV, C.D, C.DV, C.DVP, C)
 
 
-@triton.jit(do_not_specialize=["m", "kv_heads", "owners", "count", "width", "blocks", "chunk", "chunks", "offset", "entries", "inner", "shared", "items", "heads"])
+@triton.jit(do_not_specialize=["m", "kv_heads", "owners", "count", "width", "blocks", "chunk", "chunks", "offset", "entries", "inner", "shared", "items", "heads", "stride"])
 def sum_entries(
-    parts, total, order, starts, m, kv_heads, owners, count, width, blocks, chunk, chunks, offset, entries, inner, shared, items, heads, SIZE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+    parts, total, order, starts, m, kv_heads, owners, count, width, blocks, chunk, chunks, offset, entries, inner, shared, items, heads, stride, COPIES: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
     """Program (ROWS keys of an entry, entry, key head, batch item): add up what one chunk of the lists adds to them.
 
     `order` (items, heads, entries of all lists) are the entries of each chunk by key, `starts` (items, heads, chunks,
     blocks + 1) where those of a key begin, counted from `offset`, where the chunk does. `items` and `heads` are 1 where
-    these are shared.
+    these are shared. `parts` has COPIES of each entry, `stride` keys apart, from different rows. AT_ONCE of all these
+    are added up at a time.
     """
     at = tl.program_id(0)
     pieces = (SIZE + ROWS - 1) // ROWS
@@ -115,27 +111,23 @@ def sum_entries(
     d = tl.arange(0, DP)
     j = block * SIZE + r
     inside = ((r < SIZE) & (j < m))[:, None] & (d < D)[None, :]
+    within = r[:, None] * D + d[None, :]  # [ROWS, DP]
     X = tl.zeros([ROWS, DP], tl.float32)
     named = 0
     for g in range(owners):
         group = kv_head * owners + g
         listed = tl.where(items > 1, item // inner, 0).to(tl.int64) * heads + tl.where(heads > 1, group // shared, 0)
         start = (listed * chunks + chunk) * (blocks + 1) + block
-        first, last = tl.load(starts + start), tl.load(starts + start + 1)
+        first, last = tl.load(starts + start) * COPIES, tl.load(starts + start + 1) * COPIES
         named += last - first
         own = parts + (item.to(tl.int64) * (kv_heads * owners) + group) * count * width * SIZE * D
         its = order + listed * entries + offset
-        if SIZE == 1:  # some entries at a time
-            for s in range(first, last, _AT_ONCE):
-                some = s + tl.arange(0, _AT_ONCE)
-                e = tl.load(its + some, mask=some < last, other=offset).to(tl.int64) - offset
-                Y = tl.load(own + e[:, None] * D + d[None, :], mask=(some < last)[:, None] & (d < D)[None, :], other=0.0)
-                X += tl.sum(Y.to(tl.float32), 0)[None, :]
-        else:
-            for s in range(first, last):
-                e = tl.load(its + s).to(tl.int64) - offset
-                Y = tl.load(own + (e * SIZE + r)[:, None] * D + d[None, :], mask=inside, other=0.0)
-                X += Y.to(tl.float32)
+        for s in range(first, last, AT_ONCE):
+            some = s + tl.arange(0, AT_ONCE)
+            e = tl.load(its + some // COPIES, mask=some < last, other=offset).to(tl.int64) - offset
+            row = some % COPIES * stride + e * SIZE
+            Y = tl.load(own + (row * D)[:, None, None] + within[None, :, :], mask=(some < last)[:, None, None] & inside[None, :, :], other=0.0)
+            X += tl.sum(Y.to(tl.float32), 0)
     if named > 0:
         to = total + ((item.to(tl.int64) * kv_heads + kv_head) * m + j.to(tl.int64))[:, None] * D + d[None, :]
         tl.store(to, tl.load(to, mask=inside, other=0.0) + X, mask=inside)
