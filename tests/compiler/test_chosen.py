@@ -81,22 +81,38 @@ def test_they_compile_and_fit(name: str, direction: str, hopper: None, monkeypat
         assert kernel.metadata.shared <= SHARED // 2, "two programs share a multiprocessor"
 
 
+SPREAD = torch.arange(64).expand(N, 64)
+FOR_HOPPER: dict[str, tuple[Mask, int, int]] = {  # the mask, query heads, bytes per thread that the backward spills at most
+    "keys": (regard.chosen(SPREAD), 64, 128),
+    "keys under a mask": (regard.chosen(SPREAD[:4], rows=16) & regard.causal(), 16, 192),
+    "blocks": (regard.chosen(SPREAD[:4, :1], size=64, rows=16), 64, 128),
+    "blocks under a mask": (regard.chosen(SPREAD[:, :1], size=128) & regard.causal(), 64, 192),
+}
+
+
 @compiles
-def test_those_for_hopper_compile_and_two_programs_fit(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "keys" else [pytest.mark.slow]) for name in FOR_HOPPER]
+)
+def test_those_for_hopper_compile_and_two_programs_fit(
+    name: str, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regard.kernels.hopper import chosen_launch as chip
 
+    mask, heads, spilled = FOR_HOPPER[name]
     found: dict[str, Any] = {}
     for kernel in ("chosen_forward", "chosen_backward"):
         monkeypatch.setattr(chip, kernel, Compiled(getattr(chip, kernel), found))
-    query, key = (torch.zeros(1, h, N, 128, dtype=HALF) for h in (64, 1))
-    lists = torch.arange(64).expand(N, 64)
-    args = ChosenArgs(query, key, key, kernel_lists(Spec(N, N, regard.chosen(lists))), 0.1, None, DropoutArgs())
+    query, key = (torch.zeros(1, h, N, 128, dtype=HALF) for h in (heads, 1))
+    args = ChosenArgs(query, key, key, kernel_lists(Spec(N, N, mask)), 0.1, None, DropoutArgs())
+    assert [reason for reason in chip.refuses(args) if "not on a GPU" not in reason] == []
     rows = chip.forward(args, entropy=False)
-    monkeypatch.setattr(chosen_launch, "sum_entries", Compiled(chosen_launch.sum_entries, {}))
+    monkeypatch.setattr(chosen_launch, "sum_entries", Compiled(chosen_launch.sum_entries, found))
     chosen_launch.backward(args, rows, rows.output, None, None, wants_keys=True, by_lists=chip.backward)
-    assert set(found) == {"chosen_forward", "chosen_backward"}
-    for name, kernel in found.items():
+    assert set(found) == {"chosen_forward", "chosen_backward", "sum_entries"}
+    for kind, kernel in found.items():
         used = usage(kernel)
         assert used["LOCAL"] == 0
-        assert used["STACK"] <= (0 if name == "chosen_forward" else 128)
+        assert used["STACK"] <= (spilled if kind == "chosen_backward" else 0)
         assert kernel.metadata.shared + 1024 <= (SHARED + 1024) // 2, "two programs share a multiprocessor"
+    assert "ld.global.v4" in found["sum_entries"].asm["ptx"], "a thread loads 16 bytes at a time"
