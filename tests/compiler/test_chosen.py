@@ -82,7 +82,9 @@ def test_they_compile_and_fit(name: str, direction: str, hopper: None, monkeypat
 
 
 SPREAD = torch.arange(64).expand(N, 64)
-FOR_HOPPER: dict[str, tuple[Mask, int, int]] = {  # the mask, query heads, bytes per thread that the backward spills at most
+FOR_HOPPER: dict[
+    str, tuple[Mask, int, int]
+] = {  # the mask, query heads, bytes per thread that the backward spills at most
     "keys": (regard.chosen(SPREAD), 64, 128),
     "keys under a mask": (regard.chosen(SPREAD[:4], rows=16) & regard.causal(), 16, 192),
     "blocks": (regard.chosen(SPREAD[:4, :1], size=64, rows=16), 64, 128),

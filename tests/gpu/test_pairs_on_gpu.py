@@ -105,30 +105,44 @@ def test_lists_of_keys(name: str, dim: int) -> None:
 
 
 M = 500  # keys of the lists below
-FOR_HOPPER: dict[str, tuple[tuple[int, int, int], tuple[int, int], tuple[int, ...], int]] = {
-    # Batch, query heads and key heads; dims; the shape of the lists; rows that share one.
-    "64 heads": ((1, 64, 1), (128, 128), (1, 1, 301, 256), 1),
-    "64 heads, one tile of keys": ((1, 64, 1), (64, 64), (1, 1, 301, 64), 1),
-    "two key heads, two dims": ((1, 128, 2), (64, 128), (1, 2, 301, 128), 1),
-    "two lists per key head": ((1, 128, 1), (128, 64), (1, 2, 301, 128), 1),
-    "lists for four rows, by batch item": ((2, 16, 1), (128, 128), (2, 1, 75, 192), 4),
+Heads = tuple[int, int, int]  # batch, query heads and key heads
+FOR_HOPPER: dict[str, tuple[Heads, tuple[int, int], tuple[int, ...], int, int, regard.Mask | None]] = {
+    # Dims; the shape of the lists; the size of blocks, and rows that share a list; a mask beside the lists.
+    "64 heads": ((1, 64, 1), (128, 128), (1, 1, 301, 256), 1, 1, None),
+    "64 heads, one tile of keys": ((1, 64, 1), (64, 64), (1, 1, 301, 64), 1, 1, None),
+    "two key heads, two dims": ((1, 128, 2), (64, 128), (1, 2, 301, 128), 1, 1, None),
+    "two lists per key head": ((1, 128, 1), (128, 64), (1, 2, 301, 128), 1, 1, None),
+    "lists for four rows, by batch item": ((2, 16, 1), (128, 128), (2, 1, 75, 192), 1, 4, None),
+    "lists for 16 rows, 64 heads": ((1, 64, 1), (128, 128), (1, 1, 19, 256), 1, 16, None),
+    "lists for 16 rows, 16 heads": ((1, 16, 1), (64, 64), (1, 1, 19, 192), 1, 16, None),
+    "blocks of 64": ((1, 64, 1), (128, 128), (1, 1, 301, 5), 64, 1, None),
+    "blocks of 128": ((1, 64, 1), (64, 128), (1, 1, 301, 3), 128, 1, None),
+    "blocks of 64 for 16 rows": ((1, 64, 1), (128, 128), (1, 1, 19, 5), 64, 16, None),
+    "blocks of 64 for 16 rows, two lists per key head": ((2, 32, 1), (64, 64), (1, 2, 19, 5), 64, 16, None),
+    "causal": ((1, 64, 1), (128, 128), (1, 1, 301, 256), 1, 1, regard.causal(offset=100)),
+    "lists for 16 rows, causal": ((1, 16, 1), (128, 128), (1, 1, 19, 256), 1, 16, regard.causal(offset=100)),
+    "blocks of 64, causal": ((1, 64, 1), (128, 128), (1, 1, 301, 5), 64, 1, regard.causal(offset=100)),
+    "blocks of 64 for 16 rows, window": ((2, 16, 1), (128, 128), (1, 1, 19, 5), 64, 16, regard.window(90, offset=150)),
+    "blocks of 128 for 16 rows, causal": ((1, 64, 1), (64, 64), (1, 1, 19, 3), 128, 16, regard.causal(offset=100)),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", FOR_HOPPER)
-def test_lists_that_64_rows_share(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_that_tiles_of_64_rows_share(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from regard.kernels.launch import on_hopper
     from regard.kernels.portable import chosen_launch
 
-    (batch, heads, key_heads), dims, shape, rows = FOR_HOPPER[name]
+    (batch, heads, key_heads), dims, shape, size, rows, beside = FOR_HOPPER[name]
     torch.manual_seed(0)
     monkeypatch.setattr(chosen_launch, "_BUFFER", 2**24)  # several chunks of lists
-    lists = torch.randint(-1, M, shape, device=DEVICE)
+    lists = torch.randint(-1, -(-M // size), shape, device=DEVICE)
     lists[:, :, 1] = -1  # rows that see nothing,
     lists[:, :, 2, 5:] = -1  # rows that see few keys,
-    lists[:, :, 3:, :9] = torch.arange(9, device=DEVICE)  # and keys that nearly all rows see
-    mask, n = regard.chosen(lists, rows=rows), shape[2] * rows
+    if size == 1:
+        lists[:, :, 3:, :9] = torch.arange(9, device=DEVICE)  # and keys that nearly all rows see
+    mask, n = regard.chosen(lists, size=size, rows=rows), shape[2] * rows
+    mask = mask if beside is None else mask & beside
     started = note_starts(monkeypatch)
 
     def make(x: Found) -> Found:
