@@ -112,11 +112,12 @@ def chosen_backward(
         start_copies(k, v, strides, j, K.index(1 - stage), V.index(1 - stage), D, DV)
         if lists.lo is not None:
             keys.index(1 - stage).store(j)
+            cut = is_cut(entries, t, width, seen, SIZE)
         j = listed_keys(entries, t + 2, width, m, seen, SIZE, LK)
 
         S = warpgroup_mma_wait(1, [S])
         if lists.lo is not None:
-            if is_cut(entries, t, width, seen, SIZE):
+            if cut:
                 its = keys.index(stage).load(gl.SliceLayout(1, SL))[:, None]
                 first, end = spans.index(0).load(gl.SliceLayout(0, SL))[None, :], spans.index(1).load(gl.SliceLayout(0, SL))[None, :]
                 S = gl.where((its >= first) & (its < end), S, float("-inf"))
