@@ -29,8 +29,8 @@ _BUFFER = 2**31  # bytes for what lists add to sums by key
 # Keys of an entry and entries that a program sums at a time, and warps. On an H200, 65,536 rows with lists of 2,048 single keys, d 128:
 # 17.0 ms; 16 and 32 entries at a time 17.4 ms, 32 by two warps 19.2 ms, 64 by four 30.7 ms.
 _SUMMED = (1, 8, 1)
-_SUMMED_SHORT = (32, 1, 4)  # where blocks have few numbers per key
-_SHORT = 512  # bytes of a key
+_SUMMED_BLOCKS = (32, 1, 4)  # of blocks with fewer bytes per key than this:
+_FEW_BYTES = 256
 # Keys of a tile, warps and stages, by pass and bytes per number. On an H200, 64 heads with one list of 2,048 of 65,536 keys each row,
 # d 128: the backward of queries 45 ms; with 32 keys 65 ms, with 8 warps 78 ms.
 CONFIGS: dict[tuple[str, int], tuple[int, int, int]] = {
@@ -278,7 +278,7 @@ def _add(w: ChosenArgs, buffer: Tensor, total: Tensor, inverted: _Inverted, chun
     L, kv_heads, m, dim = total.shape
     groups = w.query.shape[1] // w.groups
     size, width = w.lists.size, w.lists.entries.shape[3]
-    keys, at_once, warps = _SUMMED if size == 1 or dim * buffer.itemsize >= _SHORT else _SUMMED_SHORT
+    keys, at_once, warps = _SUMMED if size == 1 or dim * buffer.itemsize >= _FEW_BYTES else _SUMMED_BLOCKS
     ROWS = min(keys, triton.next_power_of_2(size))
     programs = L * kv_heads * inverted.blocks * triton.cdiv(size, ROWS)
     sum_entries[(programs,)](
