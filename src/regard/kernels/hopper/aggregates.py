@@ -12,7 +12,8 @@ from ..portable.aggregates import Constants
 
 __all__ = [
     "BackwardBarriers", "BackwardDescriptors", "BackwardParams", "BackwardSmem", "ForwardBarriers", "ForwardDescriptors", "ForwardOutputs",
-    "ForwardParams", "ForwardSmem", "KeyBlocks", "RowBlock", "RowStats", "SoftmaxState", "TileIndex", "ValueBlock", "traits_of",
+    "ForwardParams", "ForwardSmem", "GroupKeys", "KeyBlocks", "RowBlock", "RowStats", "SoftmaxState", "TileIndex", "ValueBlock", "VisitedRows",
+    "traits_of",
 ]  # fmt: skip
 
 
@@ -234,6 +235,28 @@ class BackwardParams(NamedTuple):
     num_heads: Any  # of queries
     heads_per_kv: Any  # query heads that share a key head
     swizzle: Any  # key heads that are scheduled together
+
+
+class GroupKeys(NamedTuple):
+    """The keys and values of a consumer group in the backward; where one chunk is enough, it is the second, too."""
+
+    batch: Any
+    key: Any  # the first one
+    K: Any  # [ROWS, DA], in shared memory or as a left operand in registers
+    V: Any
+    KB: Any
+    VB: Any
+    past_end: Any  # whether some of them are
+
+
+class VisitedRows(NamedTuple):
+    """The row blocks that a consumer group visits in the backward, for the query heads that take turns at them."""
+
+    first: Any  # `key_blocks.row_block_range`
+    begin: Any  # `key_blocks.common_rows`
+    end: Any
+    first_head: Any
+    heads: Any
 
 
 class TileIndex(NamedTuple):

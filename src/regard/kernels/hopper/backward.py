@@ -32,8 +32,10 @@ from .aggregates import (
     BackwardDescriptors,
     BackwardParams,
     BackwardSmem,
+    GroupKeys,
     RowStats,
     TileIndex,
+    VisitedRows,
     traits_of,
 )
 from .dq_sums import DQ_WARPS, GROUPS, dq_group, dq_warp, pass_dQ, start_dQ
@@ -190,50 +192,144 @@ def kept(X):
 
 
 @gluon.jit
-def find_tile(params, t, h, first, begin, end, past_end, key, batch, TRAITS: gl.constexpr):
+def find_tile(t, h, keys, rows, params, TRAITS: gl.constexpr):
     """Row block t of head h against the keys of a group, with its mask, and whether it is partial."""
-    b, slot = row_block_at(params, t, first, TRAITS.MASK)
-    partial = is_partial(b, slot, begin, end, params.n, TRAITS.BM, TRAITS.MASK) | past_end
-    j = key + gl.arange(0, ROWS, gl.SliceLayout(0, transposed_layout(TRAITS.BM)))  # [ROWS]
-    low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
-    return TileIndex(batch, h, b, j, low, high), partial
+    b, slot = row_block_at(params, t, rows.first, TRAITS.MASK)
+    partial = is_partial(b, slot, rows.begin, rows.end, params.n, TRAITS.BM, TRAITS.MASK) | keys.past_end
+    j = keys.key + gl.arange(0, ROWS, gl.SliceLayout(0, transposed_layout(TRAITS.BM)))  # [ROWS]
+    low, high = load_mask(keys.batch, h, b, j, slot, partial, params, TRAITS)
+    return TileIndex(keys.batch, h, b, j, low, high), partial
 
 
 @gluon.jit
-def consumer(params, G, TRAITS: gl.constexpr):
-    """Consumer group G: its ROWS keys against all rows that see the block. Its part of dQ, if it has one, is one iteration late."""
-    smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
-    q_ready, q_free, o_ready, s_ready, s_free = barriers.q_ready, barriers.q_free, barriers.o_ready, barriers.s_ready, barriers.s_free
+def mma_one_row_block(t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, late, keys, rows, params, G, TRAITS: gl.constexpr):
+    """One iteration: a group's keys against row block t of its visits, in query head h; and the next visit. Its dQ is one iteration late.
+
+    A function of its own, since Triton generates the code of a loop twice, and that of a function once.
+    """
+    smem, row_stats = params.smem, params.row_stats
+    s_ready = params.barriers.s_ready
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
     CHUNKS: gl.constexpr = 2 if DB > 0 else 1
     SHARE: gl.constexpr = DA // TRAITS.PARTS  # columns of dQ that the group computes, if there is no third group
     BM: gl.constexpr = TRAITS.BM
-    MASK: gl.constexpr = TRAITS.MASK
     DROP: gl.constexpr = TRAITS.DROP
     SPLIT: gl.constexpr = TRAITS.SPLIT
-    V_HELD: gl.constexpr = SPLIT and DB == 0 and EA <= 64 and TRAITS.BIAS == _BIAS_NONE and not DROP  # in registers: half as much is read from smem
-    K_HELD: gl.constexpr = V_HELD and DA <= 64 and KEYS_IN_REGISTERS and MASK == _NONE
     SL: gl.constexpr = mma_layout(BM)
-    KL: gl.constexpr = mma_layout(DA)
-    VL: gl.constexpr = mma_layout(EA)
     TL: gl.constexpr = transposed_layout(BM)
+    K, V, KB, VB = keys.K, keys.V, keys.KB, keys.VB
+    zero = gl.zeros([ROWS, BM], gl.float32, SL)
+    scale = params.scale
+    if TRAITS.SCALES:
+        scale = gl.load(params.scales + h)
+    unit = scale * LOG2E
+    q = flat(smem.Q.index(stage), BM, DA)
+    qb = q
+    do = flat(smem.dO.index(stage), BM, EA)
+    if DB > 0:
+        qb = flat(smem.QB.index(stage), BM, DB)
+        dob = flat(smem.dOB.index(stage), BM, DB)
+    if DROP:
+        tile, partial = find_tile(t, h, keys, rows, params, TRAITS)
+        bits = keep_bits(tile, params, BM)
+    if not SPLIT:
+        mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
+        share = start_dQ(smem.dS, smem.K, buffer ^ 1, gl.zeros([BM, SHARE], gl.float32, mma_layout(SHARE)), G, TRAITS)
+    mbarrier.wait(params.barriers.q_ready.index(stage), phase)
+    S = start_product(K, q, zero)
+    if DB > 0:
+        S = add_product(KB, qb, S)
+    if not SPLIT:
+        share = warpgroup_mma_wait(1, deps=[share])
+        if late:
+            pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
+    mbarrier.wait(params.barriers.o_ready.index(stage), phase)
+    dP = start_product(V, do, zero)
+    if DB > 0:
+        dP = add_product(VB, dob, dP)
+    if not DROP:  # here, beside the products, which would wait for it above; dropout leaves no registers for that
+        tile, partial = find_tile(t, h, keys, rows, params, TRAITS)
+    empty = some_empty(row_stats.lse.index(stage), partial, TRAITS)
+    lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
+    S = transposed(warpgroup_mma_wait(CHUNKS, deps=[S]), BM)
+    P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
+    P_kept = P
+    if DROP:
+        P = gl.where(keep_mask(bits, BM), P, -P)  # a negative sign means dropped
+        P_kept = gl.where(P < 0.0, 0.0, P * params.drop.factor)
+    P_kept = gl.convert_layout(P_kept.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, dV.type.layout, 2))  # Pᵀ [ROWS, BM]
+    dV = warpgroup_mma(P_kept, do, dV, is_async=True)
+    if DB > 0:
+        dVB = warpgroup_mma(P_kept, dob, dVB, is_async=True)
+    delta = row_stats.delta.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
+    dS = transposed(warpgroup_mma_wait(CHUNKS, deps=[dP]), BM)
+    if DROP:
+        P, dS = dropout_backward(P, dS, delta, params.drop)
+    else:
+        dS = dS - delta[:, None]
+    g = lse
+    if TRAITS.ENTROPY:
+        g = row_stats.g_entropy.index(stage).load(gl.SliceLayout(1, TL))
+    if TRAITS.CAP:
+        lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))
+    dS = compute_dS(P, dS, lse, g, tile, partial, params, TRAITS)
+    dS_of_keys = dS
+    if TRAITS.SCALES:  # each query head has its own, and dK sums over them
+        dS_of_keys = dS * scale
+    dS = gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
+    if SPLIT:
+        mbarrier.wait(params.barriers.s_free.index(buffer), ds_phase)
+    smem.dS.index(buffer * GROUPS + G).store(dS)
+    dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, dK.type.layout, 2))
+    clean_queries(q, qb, row_stats.lse.index(stage), empty, TRAITS)
+    fence_async_shared()
+    group_barrier()
+    mbarrier.arrive(s_ready.index(buffer))
+    dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
+    if DB > 0:
+        dKB = warpgroup_mma(dS_of_keys, qb, dKB, is_async=True)
+        dV, dVB, dK, dKB = warpgroup_mma_wait(0, deps=[dV, dVB, dK, dKB])
+    else:
+        dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
+    mbarrier.arrive(params.barriers.q_free.index(stage))
+    if SPLIT:
+        buffer, ds_phase = advance(buffer, ds_phase, TRAITS.DS_BUFFERS)
+    else:
+        ds_phase = gl.where(buffer == 0, ds_phase ^ 1, ds_phase)
+        buffer ^= 1
+    stage, phase = advance(stage, phase, TRAITS.STAGES)
+    t, h = next_visit(t, h, rows.first_head, rows.heads)
+    return t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase
+
+
+@gluon.jit
+def consumer(params, G, TRAITS: gl.constexpr):
+    """Consumer group G: its ROWS keys against all rows that see the block."""
+    smem = params.smem
+    DA: gl.constexpr = TRAITS.DA
+    DB: gl.constexpr = TRAITS.DB
+    EA: gl.constexpr = TRAITS.EA
+    BM: gl.constexpr = TRAITS.BM
+    MASK: gl.constexpr = TRAITS.MASK
+    SPLIT: gl.constexpr = TRAITS.SPLIT
+    V_HELD: gl.constexpr = SPLIT and DB == 0 and EA <= 64 and TRAITS.BIAS == _BIAS_NONE and not TRAITS.DROP  # in registers: half as much is read from smem
+    K_HELD: gl.constexpr = V_HELD and DA <= 64 and KEYS_IN_REGISTERS and MASK == _NONE
     block, batch, kv_head = key_tile(params)
     key = (block * GROUPS + G) * ROWS
-    past_end = key + ROWS > params.M
-    dK = gl.zeros([ROWS, DA], gl.float32, KL)
-    dV = gl.zeros([ROWS, EA], gl.float32, VL)
-    zero = gl.zeros([ROWS, BM], gl.float32, SL)
-    zero_dQ = gl.zeros([BM, SHARE], gl.float32, mma_layout(SHARE))
+    dK = gl.zeros([ROWS, DA], gl.float32, mma_layout(DA))
+    dV = gl.zeros([ROWS, EA], gl.float32, mma_layout(EA))
+    dKB, dVB = 0, 0
     heads = heads_together(params, MASK)
     first, count = row_block_range(params, batch, kv_head * params.heads_per_kv, block, BM, MASK)
     begin, end = common_rows(params, batch, kv_head * params.heads_per_kv, key, MASK)
     unseen = some_unseen(batch, kv_head, key, params, TRAITS)
-    mbarrier.wait(barriers.k_ready, 0)
+    mbarrier.wait(params.barriers.k_ready, 0)
     zero_unseen_keys(flat(smem.K.index(G), ROWS, DA), unseen, batch, kv_head, key, params, TRAITS)
     K = flat(smem.K.index(G), ROWS, DA)
     V = flat(smem.V.index(G), ROWS, EA)
+    KB, VB = K, V
     if DB > 0:
         KB = flat(smem.KB.index(G), ROWS, DB)
         VB = flat(smem.VB.index(G), ROWS, DB)
@@ -241,15 +337,15 @@ def consumer(params, G, TRAITS: gl.constexpr):
         dKB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
         dVB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
     if V_HELD:
-        V = V.load(gl.DotOperandLayout(0, SL, 2))
+        V = V.load(gl.DotOperandLayout(0, mma_layout(BM), 2))
     if K_HELD:
-        K = K.load(gl.DotOperandLayout(0, SL, 2))
+        K = K.load(gl.DotOperandLayout(0, mma_layout(BM), 2))
+    past_end = key + ROWS > params.M
     stage = 0
     phase = 0
     buffer = 0  # of dS; if the group computes dQ, then of dQ, too
     ds_phase = 1  # of the previous dS
     late = False  # whether there is a previous dS
-    scale = params.scale
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         if u > 0:
@@ -257,100 +353,24 @@ def consumer(params, G, TRAITS: gl.constexpr):
             begin, end = common_rows(params, batch, first_head, key, MASK)
         t, h = count - 1, first_head
         for _ in range(count * heads):
-            if TRAITS.SCALES:
-                scale = gl.load(params.scales + h)
-            unit = scale * LOG2E
-            q = flat(smem.Q.index(stage), BM, DA)
-            qb = q
-            do = flat(smem.dO.index(stage), BM, EA)
-            if DB > 0:
-                qb = flat(smem.QB.index(stage), BM, DB)
-                dob = flat(smem.dOB.index(stage), BM, DB)
-            if DROP:
-                tile, partial = find_tile(params, t, h, first, begin, end, past_end, key, batch, TRAITS)
-                bits = keep_bits(tile, params, BM)
-            if not SPLIT:
-                mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
-                share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
-            mbarrier.wait(q_ready.index(stage), phase)
-            S = start_product(K, q, zero)
-            if DB > 0:
-                S = add_product(KB, qb, S)
-            if not SPLIT:
-                share = warpgroup_mma_wait(1, deps=[share])
-                if late:
-                    pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
-            mbarrier.wait(o_ready.index(stage), phase)
-            dP = start_product(V, do, zero)
-            if DB > 0:
-                dP = add_product(VB, dob, dP)
-            if not DROP:  # here, beside the products, which would wait for it above; dropout leaves no registers for that
-                tile, partial = find_tile(params, t, h, first, begin, end, past_end, key, batch, TRAITS)
-            empty = some_empty(row_stats.lse.index(stage), partial, TRAITS)
-            lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
-            S = transposed(warpgroup_mma_wait(CHUNKS, deps=[S]), BM)
-            P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
-            P_kept = P
-            if DROP:
-                P = gl.where(keep_mask(bits, BM), P, -P)  # a negative sign means dropped
-                P_kept = gl.where(P < 0.0, 0.0, P * params.drop.factor)
-            P_kept = gl.convert_layout(P_kept.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, VL, 2))  # Pᵀ [ROWS, BM]
-            dV = warpgroup_mma(P_kept, do, dV, is_async=True)
-            if DB > 0:
-                dVB = warpgroup_mma(P_kept, dob, dVB, is_async=True)
-            delta = row_stats.delta.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
-            dS = transposed(warpgroup_mma_wait(CHUNKS, deps=[dP]), BM)
-            if DROP:
-                P, dS = dropout_backward(P, dS, delta, params.drop)
-            else:
-                dS = dS - delta[:, None]
-            g = lse
-            if TRAITS.ENTROPY:
-                g = row_stats.g_entropy.index(stage).load(gl.SliceLayout(1, TL))
-            if TRAITS.CAP:
-                lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))
-            dS = compute_dS(P, dS, lse, g, tile, partial, params, TRAITS)
-            dS_of_keys = dS
-            if TRAITS.SCALES:  # each query head has its own, and dK sums over them
-                dS_of_keys = dS * scale
-            dS = gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
-            if SPLIT:
-                mbarrier.wait(s_free.index(buffer), ds_phase)
-            smem.dS.index(buffer * GROUPS + G).store(dS)
-            dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
-            clean_queries(q, qb, row_stats.lse.index(stage), empty, TRAITS)
-            fence_async_shared()
-            group_barrier()
-            mbarrier.arrive(s_ready.index(buffer))
-            dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
-            if DB > 0:
-                dKB = warpgroup_mma(dS_of_keys, qb, dKB, is_async=True)
-                dV, dVB, dK, dKB = warpgroup_mma_wait(0, deps=[dV, dVB, dK, dKB])
-            else:
-                dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
+            t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase = mma_one_row_block(
+                t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, late, GroupKeys(batch, key, K, V, KB, VB, past_end),
+                VisitedRows(first, begin, end, first_head, heads), params, G, TRAITS)
+            late = True
             if V_HELD:
                 V = kept(V)
             if K_HELD:
                 K = kept(K)
-            mbarrier.arrive(q_free.index(stage))
-            if SPLIT:
-                buffer, ds_phase = advance(buffer, ds_phase, TRAITS.DS_BUFFERS)
-            else:
-                late = True
-                ds_phase = gl.where(buffer == 0, ds_phase ^ 1, ds_phase)
-                buffer ^= 1
-            stage, phase = advance(stage, phase, TRAITS.STAGES)
-            t, h = next_visit(t, h, first_head, heads)
     if not SPLIT:
         if late:
-            mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase)
-            share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
+            SHARE: gl.constexpr = DA // TRAITS.PARTS
+            mbarrier.wait(params.barriers.s_ready.index(buffer ^ 1), ds_phase)
+            share = start_dQ(smem.dS, smem.K, buffer ^ 1, gl.zeros([BM, SHARE], gl.float32, mma_layout(SHARE)), G, TRAITS)
             share = warpgroup_mma_wait(0, deps=[share])
             pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
     descriptors, into = params.descriptors, smem.V.index(G)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE)
-    if TRAITS.SCALES:
-        scale = 1.0
+    scale = 1.0 if TRAITS.SCALES else params.scale  # else dS has the scale of its head already
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, TRAITS.TMA_STORE)
     if DB > 0:
         into = smem.VB.index(G)
