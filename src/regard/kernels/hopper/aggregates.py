@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from ..portable.aggregates import Constants
 
 __all__ = [
-    "BackwardBarriers", "BackwardDescriptors", "BackwardParams", "BackwardSmem", "ForwardBarriers", "ForwardDescriptors", "ForwardOutputs",
-    "ForwardParams", "ForwardSmem", "GroupKeys", "KeyBlocks", "RowBlock", "RowStats", "SoftmaxState", "TileIndex", "ValueBlock", "VisitedRows",
+    "BackwardBarriers", "BackwardDescriptors", "BackwardParams", "BackwardSmem", "DQDescriptors", "ForwardBarriers", "ForwardDescriptors",
+    "ForwardOutputs", "ForwardParams", "ForwardSmem", "GradientDescriptors", "GroupKeys", "KeyBlocks", "RowBlock", "RowStats", "SoftmaxState", "TileIndex", "ValueBlock", "VisitedRows",
     "traits_of",
 ]  # fmt: skip
 
@@ -138,7 +138,7 @@ class ValueBlock(NamedTuple):
 
 
 class BackwardDescriptors(NamedTuple):
-    """TMA descriptors of the backward, in two chunks of a dim; None where one chunk is enough, and where pointers store dK and dV."""
+    """TMA descriptors of what the backward reads, in two chunks of a dim; None where one chunk is enough."""
 
     q: Any
     qb: Any
@@ -151,12 +151,22 @@ class BackwardDescriptors(NamedTuple):
     lse: Any
     delta: Any
     g_entropy: Any
-    dq_sums: Any
-    dq_sums_b: Any
+
+
+class GradientDescriptors(NamedTuple):
+    """TMA descriptors of dK and dV in two chunks; None where one is enough, and where pointers store them."""
+
     dk: Any
     dkb: Any
     dv: Any
     dvb: Any
+
+
+class DQDescriptors(NamedTuple):
+    """TMA descriptors of dQ's sums in two chunks; None where one is enough."""
+
+    sums: Any
+    sums_b: Any
 
 
 class BackwardSmem(NamedTuple):
@@ -203,12 +213,11 @@ class RowStats(NamedTuple):
 
 
 class BackwardParams(NamedTuple):
-    """What every warp of a backward program gets.
+    """What every warp of a backward program gets; no descriptors, which take Triton long to hand from function to function.
 
     The kernel builds it from separate arguments: Triton specialises a kernel for the numbers in a tuple that it is called with.
     """
 
-    descriptors: Any
     smem: Any
     barriers: Any
     row_stats: Any
@@ -247,6 +256,7 @@ class GroupKeys(NamedTuple):
     KB: Any
     VB: Any
     past_end: Any  # whether some of them are
+    columns: Any  # of the keys of all groups, for its part of dQ; 0 if a third group computes dQ
 
 
 class VisitedRows(NamedTuple):

@@ -32,13 +32,15 @@ from .aggregates import (
     BackwardDescriptors,
     BackwardParams,
     BackwardSmem,
+    DQDescriptors,
+    GradientDescriptors,
     GroupKeys,
     RowStats,
     TileIndex,
     VisitedRows,
     traits_of,
 )
-from .dq_sums import DQ_WARPS, GROUPS, dq_group, dq_warp, pass_dQ, start_dQ
+from .dq_sums import DQ_WARPS, GROUPS, key_columns, dq_group, dq_warp, pass_dQ, start_dQ
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
@@ -62,9 +64,9 @@ HOLD = gl.constexpr(ptx.HOLD)
 
 
 @gluon.jit
-def producer(params, TRAITS: gl.constexpr):
+def producer(params, descriptors, TRAITS: gl.constexpr):
     """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block. FREED_APART: Q before dO is free."""
-    descriptors, smem, barriers, row_stats = params.descriptors, params.smem, params.barriers, params.row_stats
+    smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
@@ -213,7 +215,6 @@ def mma_one_row_block(t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, la
     DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
     CHUNKS: gl.constexpr = 2 if DB > 0 else 1
-    SHARE: gl.constexpr = DA // TRAITS.PARTS  # columns of dQ that the group computes, if there is no third group
     BM: gl.constexpr = TRAITS.BM
     DROP: gl.constexpr = TRAITS.DROP
     SPLIT: gl.constexpr = TRAITS.SPLIT
@@ -236,7 +237,7 @@ def mma_one_row_block(t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, la
         bits = keep_bits(tile, params, BM)
     if not SPLIT:
         mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
-        share = start_dQ(smem.dS, smem.K, buffer ^ 1, gl.zeros([BM, SHARE], gl.float32, mma_layout(SHARE)), G, TRAITS)
+        share = start_dQ(smem.dS, keys.columns, buffer ^ 1)
     mbarrier.wait(params.barriers.q_ready.index(stage), phase)
     S = start_product(K, q, zero)
     if DB > 0:
@@ -305,8 +306,8 @@ def mma_one_row_block(t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, la
 
 
 @gluon.jit
-def consumer(params, G, TRAITS: gl.constexpr):
-    """Consumer group G: its ROWS keys against all rows that see the block."""
+def consumer(params, descriptors, columns, G, TRAITS: gl.constexpr):
+    """Consumer group G: its ROWS keys against all rows that see the block, and `columns` for its part of dQ."""
     smem = params.smem
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
@@ -354,7 +355,7 @@ def consumer(params, G, TRAITS: gl.constexpr):
         t, h = count - 1, first_head
         for _ in range(count * heads):
             t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase = mma_one_row_block(
-                t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, late, GroupKeys(batch, key, K, V, KB, VB, past_end),
+                t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, late, GroupKeys(batch, key, K, V, KB, VB, past_end, columns),
                 VisitedRows(first, begin, end, first_head, heads), params, G, TRAITS)
             late = True
             if V_HELD:
@@ -363,14 +364,13 @@ def consumer(params, G, TRAITS: gl.constexpr):
                 K = kept(K)
     if not SPLIT:
         if late:
-            SHARE: gl.constexpr = DA // TRAITS.PARTS
             mbarrier.wait(params.barriers.s_ready.index(buffer ^ 1), ds_phase)
-            share = start_dQ(smem.dS, smem.K, buffer ^ 1, gl.zeros([BM, SHARE], gl.float32, mma_layout(SHARE)), G, TRAITS)
+            share = start_dQ(smem.dS, columns, buffer ^ 1)
             share = warpgroup_mma_wait(0, deps=[share])
             pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
-    descriptors, into = params.descriptors, smem.V.index(G)
+    into = smem.V.index(G)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE)
-    scale = 1.0 if TRAITS.SCALES else params.scale  # else dS has the scale of its head already
+    scale = 1.0 if TRAITS.SCALES else params.scale  # dS has those of its heads already
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, TRAITS.TMA_STORE)
     if DB > 0:
         into = smem.VB.index(G)
@@ -379,12 +379,12 @@ def consumer(params, G, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def group(params, G: gl.constexpr, TRAITS: gl.constexpr):
-    """The partition of consumer group G: `forward.group`. Where a group's columns of K are a slice, G must be a constant."""
-    if TRAITS.SPLIT:
-        consumer(params, gl.to_tensor(G), TRAITS)
-    else:
-        consumer(params, G, TRAITS)
+def group(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
+    """The partition of consumer group G: `forward.group`. Its part of dQ is a slice of K's columns, for which G must be a constant."""
+    columns = 0
+    if not TRAITS.SPLIT:
+        columns = key_columns(params.smem.K, TRAITS.DA, G, TRAITS)
+    consumer(params, descriptors, columns, gl.to_tensor(G), TRAITS)
 
 
 @gluon.jit(do_not_specialize=["lists", "dq_order", "drop", "n", "M", "D", "E", "padded_n", "key_blocks", "batch_kv_heads", "num_heads", "heads_per_kv",
@@ -425,8 +425,9 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     o_ready = new_barriers(STAGES, 1)
     q_free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
+    descriptors = BackwardDescriptors(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy)
+    gradients, dq = GradientDescriptors(dk_desc, dkb_desc, dv_desc, dvb_desc), DQDescriptors(dq_sums, dq_sums_b)
     params = BackwardParams(
-        BackwardDescriptors(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_desc, dkb_desc, dv_desc, dvb_desc),
         BackwardSmem(Q, QB, K, KB, V, VB, dO, dOB, None, dS, dQ, dQB),
         BackwardBarriers(k_ready, q_ready, q_free, o_ready, None, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
@@ -436,18 +437,18 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     if SPLIT:
         warp_specialize([
-            (group, (params, 0, TRAITS)),
-            (group, (params, 1, TRAITS)),
+            (group, (params, gradients, 0, TRAITS)),
+            (group, (params, gradients, 1, TRAITS)),
             (dq_group, (params, TRAITS)),
-            (producer, (params, TRAITS)),
-            (dq_warp, (params, 0, TRAITS)),
-            (dq_warp, (params, 1, TRAITS)),
+            (producer, (params, descriptors, TRAITS)),
+            (dq_warp, (params, dq, 0, TRAITS)),
+            (dq_warp, (params, dq, 1, TRAITS)),
         ], [4, 4, 1, 1, 1], [REGISTERS, 72, 24, 24, 24])
     else:
         warp_specialize([
-            (group, (params, 0, TRAITS)),
-            (group, (params, 1, TRAITS)),
-            (producer, (params, TRAITS)),
-            (dq_warp, (params, 0, TRAITS)),
-            (dq_warp, (params, 1, TRAITS)),
+            (group, (params, gradients, 0, TRAITS)),
+            (group, (params, gradients, 1, TRAITS)),
+            (producer, (params, descriptors, TRAITS)),
+            (dq_warp, (params, dq, 0, TRAITS)),
+            (dq_warp, (params, dq, 1, TRAITS)),
         ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])

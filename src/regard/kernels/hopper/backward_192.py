@@ -27,12 +27,14 @@ from .aggregates import (
     BackwardDescriptors,
     BackwardParams,
     BackwardSmem,
+    DQDescriptors,
+    GradientDescriptors,
     RowStats,
     TileIndex,
     traits_of,
 )
 from .backward import add_product, compute_dS, compute_P, producer, start_product, store_gradient, transposed
-from .dq_sums import GROUPS, add_visits, in_register_order, start_dQ, store_or_add
+from .dq_sums import GROUPS, add_visits, key_columns, in_register_order, start_dQ, store_or_add
 from .forward import flat
 from .key_blocks import (
     common_rows,
@@ -58,9 +60,9 @@ def second_dQ(params, G: gl.constexpr, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def add_half(params, at, position, phase, G: gl.constexpr, TRAITS: gl.constexpr):
+def add_half(params, descriptors, at, position, phase, G: gl.constexpr, TRAITS: gl.constexpr):
     """Add a group's half of a row block, one chunk after the other."""
-    dq_sums, dq_sums_b, d_ready, d_free = params.descriptors.dq_sums, params.descriptors.dq_sums_b, params.barriers.d_ready, params.barriers.d_free
+    dq_sums, dq_sums_b, d_ready, d_free = descriptors.sums, descriptors.sums_b, params.barriers.d_ready, params.barriers.d_free
     SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a half in memory, of its first chunk
     BOTH: gl.constexpr = SIZE + dq_sums_b.block_shape[0]  # of both chunks
     mbarrier.wait(d_ready.index(G), 0)
@@ -74,9 +76,9 @@ def add_half(params, at, position, phase, G: gl.constexpr, TRAITS: gl.constexpr)
 
 
 @gluon.jit
-def dq_warp(params, G: gl.constexpr, TRAITS: gl.constexpr):
+def dq_warp(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
     """The warp that adds a group's half of dQ to memory."""
-    add_visits(params, G, 1, add_half, TRAITS)
+    add_visits(params, descriptors, G, 1, add_half, TRAITS)
 
 
 @gluon.jit
@@ -101,7 +103,7 @@ def clean(q, qb, lse, partial, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
+def consumer(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS keys against all rows that see the block. Its half of dQ is one iteration late."""
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     q_ready, q_free, o_ready, o_free = barriers.q_ready, barriers.q_free, barriers.o_ready, barriers.o_free
@@ -109,8 +111,6 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
-    SHARE: gl.constexpr = DA // TRAITS.PARTS  # columns of dQ that the group computes, and of its second chunk
-    SHARE_B: gl.constexpr = DB // TRAITS.PARTS
     BM: gl.constexpr = TRAITS.BM
     MASK: gl.constexpr = TRAITS.MASK
     SL: gl.constexpr = mma_layout(BM)
@@ -124,8 +124,6 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
     dKB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
-    zero_dQ = gl.zeros([BM, SHARE], gl.float32, mma_layout(SHARE))
-    zero_dQB = gl.zeros([BM, SHARE_B], gl.float32, mma_layout(SHARE_B))
     K, KB, V = flat(smem.K.index(G), ROWS, DA), flat(smem.KB.index(G), ROWS, DB), flat(smem.V.index(G), ROWS, EA)
     q_dtype: gl.constexpr = smem.Q.dtype
     unseen = some_unseen(batch, kv_head, key, params, TRAITS)
@@ -172,14 +170,14 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
             fence_async_shared()
             group_barrier()
             mbarrier.wait(s_ready.index(buffer ^ 1), gl.where(buffer == 0, ds_phase, ds_phase ^ 1), pred=late)
-            share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
+            share = start_dQ(smem.dS, key_columns(smem.K, DA, G, TRAITS), buffer ^ 1)
             mbarrier.wait(o_ready.index(stage), phase)
             dV = warpgroup_mma(own, do, dV, is_async=True)
             dK, dKB, share = warpgroup_mma_wait(1, deps=[dK, dKB, share])
             if late:
                 mbarrier.arrive(q_free.index(before))
                 pass_dQ(share, smem.dQ.index(G), params, G, 0)
-            share_b = start_dQ(smem.dS, smem.KB, buffer ^ 1, zero_dQB, G, TRAITS)
+            share_b = start_dQ(smem.dS, key_columns(smem.KB, DB, G, TRAITS), buffer ^ 1)
             dP = start_product(V, do, zero)
             dV, share_b = warpgroup_mma_wait(1, deps=[dV, share_b])
             if late:
@@ -209,12 +207,12 @@ def consumer(params, G: gl.constexpr, TRAITS: gl.constexpr):
         dKB = warpgroup_mma(smem.dS.index((buffer ^ 1) * GROUPS + G), flat(smem.QB.index(before), BM, DB), dKB, is_async=True)
         dK, dKB = warpgroup_mma_wait(0, deps=[dK, dKB])
         mbarrier.wait(s_ready.index(buffer ^ 1), gl.where(buffer == 0, ds_phase, ds_phase ^ 1))
-        share = start_dQ(smem.dS, smem.K, buffer ^ 1, zero_dQ, G, TRAITS)
-        share_b = start_dQ(smem.dS, smem.KB, buffer ^ 1, zero_dQB, G, TRAITS)
+        share = start_dQ(smem.dS, key_columns(smem.K, DA, G, TRAITS), buffer ^ 1)
+        share_b = start_dQ(smem.dS, key_columns(smem.KB, DB, G, TRAITS), buffer ^ 1)
         share, share_b = warpgroup_mma_wait(0, deps=[share, share_b])
         pass_dQ(share, smem.dQ.index(G), params, G, 0)
         pass_dQ(share_b, second_dQ(params, G, TRAITS), params, G, 1)
-    descriptors, into = params.descriptors, smem.V.index(G)
+    into = smem.V.index(G)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE)
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, TRAITS.TMA_STORE)
     store_gradient(dKB, descriptors.dkb, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, False, DA)
@@ -254,8 +252,9 @@ def backward(q, qb, k, kb, v, do, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_
     q_ready = new_barriers(STAGES, 1)
     q_free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
+    descriptors = BackwardDescriptors(q, qb, k, kb, v, None, do, None, lse, delta, g_entropy)
+    gradients, dq = GradientDescriptors(dk_desc, None, dv_desc, None), DQDescriptors(dq_sums, dq_sums_b)
     params = BackwardParams(
-        BackwardDescriptors(q, qb, k, kb, v, None, do, None, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_desc, None, dv_desc, None),
         BackwardSmem(Q, QB, K, KB, V, None, dO, None, None, dS, dQ, dQ),
         BackwardBarriers(k_ready, q_ready, q_free, o_ready, o_free, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
@@ -264,9 +263,9 @@ def backward(q, qb, k, kb, v, do, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_
         DA=DA, DB=DB, EA=EA, EB=0, BM=BM, STAGES=STAGES, FREED_APART=True, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     warp_specialize([
-        (consumer, (params, 0, TRAITS)),
-        (consumer, (params, 1, TRAITS)),
-        (producer, (params, TRAITS)),
-        (dq_warp, (params, 0, TRAITS)),
-        (dq_warp, (params, 1, TRAITS)),
+        (consumer, (params, gradients, 0, TRAITS)),
+        (consumer, (params, gradients, 1, TRAITS)),
+        (producer, (params, descriptors, TRAITS)),
+        (dq_warp, (params, dq, 0, TRAITS)),
+        (dq_warp, (params, dq, 1, TRAITS)),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])

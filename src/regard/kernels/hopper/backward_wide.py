@@ -25,6 +25,8 @@ from .aggregates import (
     BackwardDescriptors,
     BackwardParams,
     BackwardSmem,
+    DQDescriptors,
+    GradientDescriptors,
     RowStats,
     TileIndex,
     traits_of,
@@ -53,9 +55,9 @@ PART = gl.constexpr(64)  # columns of a part
 
 
 @gluon.jit
-def producer(params, TRAITS: gl.constexpr):
+def producer(params, descriptors, TRAITS: gl.constexpr):
     """The producer warp: it loads K and V once, then Q of each row block, and dO as soon as the previous one is free."""
-    descriptors, smem, barriers, row_stats = params.descriptors, params.smem, params.barriers, params.row_stats
+    smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     k_ready, o_ready = barriers.k_ready, barriers.o_ready
     DA: gl.constexpr = TRAITS.DA
     EA: gl.constexpr = TRAITS.EA
@@ -92,9 +94,9 @@ def producer(params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def add_halves(params, at, position, phase, W: gl.constexpr, TRAITS: gl.constexpr):
+def add_halves(params, descriptors, at, position, phase, W, TRAITS: gl.constexpr):
     """Add both halves of a row block, part by part, as the groups compute them."""
-    dq_sums, dQ = params.descriptors.dq_sums, params.smem.dQ
+    dq_sums, dQ = descriptors.sums, params.smem.dQ
     SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory
     for part in gl.static_range(PARTS):
         for g in gl.static_range(HALVES):
@@ -105,9 +107,9 @@ def add_halves(params, at, position, phase, W: gl.constexpr, TRAITS: gl.constexp
 
 
 @gluon.jit
-def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
+def dq_warp(params, descriptors, W: gl.constexpr, TRAITS: gl.constexpr):
     """One of two warps that add dQ to memory: they take turns by row block, and add both halves."""
-    add_visits(params, W, DQ_WARPS, add_halves, TRAITS)
+    add_visits(params, descriptors, gl.to_tensor(W), DQ_WARPS, add_halves, TRAITS)
 
 
 @gluon.jit
@@ -138,7 +140,7 @@ def pass_dQ(share, W, params, G: gl.constexpr, part: gl.constexpr):
 
 
 @gluon.jit
-def p_consumer(params, TRAITS: gl.constexpr):
+def p_consumer(params, descriptors, TRAITS: gl.constexpr):
     """The group that computes P and dV, and the first half of dQ."""
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     q_ready, q_free, o_ready, o_free = barriers.q_ready, barriers.q_free, barriers.o_ready, barriers.o_free
@@ -221,11 +223,11 @@ def p_consumer(params, TRAITS: gl.constexpr):
             share = start_dQ(smem, zero_dQ, 0, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
             pass_dQ(share, ds_phase, params, 0, part)
-    store_gradient(dV, params.descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.V, TRAITS.TMA_STORE)
+    store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.V, TRAITS.TMA_STORE)
 
 
 @gluon.jit
-def ds_consumer(params, TRAITS: gl.constexpr):
+def ds_consumer(params, descriptors, TRAITS: gl.constexpr):
     """The group that computes dS and dK, and the second half of dQ."""
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     q_ready, q_free, o_ready, o_free = barriers.q_ready, barriers.q_free, barriers.o_ready, barriers.o_free
@@ -310,7 +312,7 @@ def ds_consumer(params, TRAITS: gl.constexpr):
             share = start_dQ(smem, zero_dQ, 1, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
             pass_dQ(share, p_phase ^ 1, params, 1, part)
-    store_gradient(dK, params.descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, 1.0 if TRAITS.SCALES else scale,
+    store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, 1.0 if TRAITS.SCALES else scale,
                    smem.Q.index(0), TRAITS.TMA_STORE)
 
 
@@ -345,8 +347,9 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     q_ready = new_barriers(STAGES, 1)
     q_free = new_barriers(STAGES, 2)
     fence_async_shared()
+    descriptors = BackwardDescriptors(q, None, k, None, v, None, do, None, lse, delta, g_entropy)
+    gradients, dq = GradientDescriptors(dk_desc, None, dv_desc, None), DQDescriptors(dq_sums, None)
     params = BackwardParams(
-        BackwardDescriptors(q, None, k, None, v, None, do, None, lse, delta, g_entropy, dq_sums, None, dk_desc, None, dv_desc, None),
         BackwardSmem(Q, None, K, None, V, None, dO, None, P, dS, dQ, None),
         BackwardBarriers(k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, None, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
@@ -354,9 +357,9 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     TRAITS: gl.constexpr = traits_of(
         DA=DA, DB=0, EA=EA, BM=BM, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY, DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     warp_specialize([
-        (p_consumer, (params, TRAITS)),
-        (ds_consumer, (params, TRAITS)),
-        (producer, (params, TRAITS)),
-        (dq_warp, (params, 0, TRAITS)),
-        (dq_warp, (params, 1, TRAITS)),
+        (p_consumer, (params, gradients, TRAITS)),
+        (ds_consumer, (params, gradients, TRAITS)),
+        (producer, (params, descriptors, TRAITS)),
+        (dq_warp, (params, dq, 0, TRAITS)),
+        (dq_warp, (params, dq, 1, TRAITS)),
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])

@@ -33,16 +33,21 @@ DQ_WARPS = gl.constexpr(2)  # warps that add dQ to memory, each with a buffer
 
 
 @gluon.jit
-def start_dQ(dS, K, buffer, zero, part: gl.constexpr, TRAITS: gl.constexpr):
-    """Start dQ = dS K for a chunk of the keys, a part [BM, C] of its columns."""
-    C: gl.constexpr = zero.shape[1]
-    D: gl.constexpr = C * TRAITS.PARTS
-    share = warpgroup_mma(dS.index(buffer * GROUPS).permute((1, 0)), flat(K.index(0), ROWS, D).slice(part * C, C, dim=1), zero, use_acc=False,
-                          is_async=True)
-    for g in gl.static_range(1, GROUPS):
-        share = warpgroup_mma(dS.index(buffer * GROUPS + g).permute((1, 0)), flat(K.index(g), ROWS, D).slice(part * C, C, dim=1), share,
-                              is_async=True)
-    return share
+def key_columns(K, D: gl.constexpr, part: gl.constexpr, TRAITS: gl.constexpr):
+    """The columns of both groups' keys that a part of dQ is computed from, for a chunk of D columns."""
+    C: gl.constexpr = D // TRAITS.PARTS
+    gl.static_assert(GROUPS == 2, "two groups have keys")
+    return flat(K.index(0), ROWS, D).slice(part * C, C, dim=1), flat(K.index(1), ROWS, D).slice(part * C, C, dim=1)
+
+
+@gluon.jit
+def start_dQ(dS, columns, buffer):
+    """Start dQ = dS K, a part [BM, C] of its columns: `key_columns`."""
+    BM: gl.constexpr = dS.shape[2]
+    C: gl.constexpr = columns[0].shape[1]
+    zero = gl.zeros([BM, C], gl.float32, mma_layout(C))
+    share = warpgroup_mma(dS.index(buffer * GROUPS).permute((1, 0)), columns[0], zero, use_acc=False, is_async=True)
+    return warpgroup_mma(dS.index(buffer * GROUPS + 1).permute((1, 0)), columns[1], share, is_async=True)
 
 
 @gluon.jit
@@ -58,14 +63,14 @@ def in_register_order(X):
 
 
 @gluon.jit
-def write_dQ(share, dQ, buffer, phase, params, part: gl.constexpr, TRAITS: gl.constexpr):
+def write_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr):
     """Write a part of a chunk of dQ to shared memory, once TMA has read what was there."""
     mbarrier.wait(params.barriers.d_free.index(buffer), phase)
     dQ.index(buffer * TRAITS.PARTS + part).store(in_register_order(share))
 
 
 @gluon.jit
-def pass_dQ(share, dQ, buffer, phase, params, part: gl.constexpr, TRAITS: gl.constexpr):
+def pass_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr):
     """Pass a part of dQ to the dQ warp; of two chunks the first one to be computed is written already."""
     write_dQ(share, dQ, buffer, phase, params, part, TRAITS)
     fence_async_shared()
@@ -77,10 +82,8 @@ def pass_dQ(share, dQ, buffer, phase, params, part: gl.constexpr, TRAITS: gl.con
 def dq_group(params, TRAITS: gl.constexpr):
     """The third group of a split program: it computes dQ = dS K, so that the consumer groups never wait for one another."""
     smem, barriers = params.smem, params.barriers
-    DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
     MASK: gl.constexpr = TRAITS.MASK
-    zero = gl.zeros([TRAITS.BM, DA], gl.float32, mma_layout(DA))
     block, batch, kv_head = key_tile(params)
     mbarrier.wait(barriers.k_ready, 0)
     ds_buffer = 0
@@ -92,11 +95,11 @@ def dq_group(params, TRAITS: gl.constexpr):
         _, count = row_block_range(params, batch, kv_head * params.heads_per_kv + u * heads, block, TRAITS.BM, MASK)
         for _ in range(count * heads):
             mbarrier.wait(barriers.s_ready.index(ds_buffer), ds_phase)
-            share = start_dQ(smem.dS, smem.K, ds_buffer, zero, 0, TRAITS)
+            share = start_dQ(smem.dS, key_columns(smem.K, TRAITS.DA, 0, TRAITS), ds_buffer)
             share = warpgroup_mma_wait(0, deps=[share])
             if DB > 0:  # one chunk after the other: the group has few registers
                 write_dQ(share, smem.dQ, buffer, phase, params, 0, TRAITS)
-                share = start_dQ(smem.dS, smem.KB, ds_buffer, gl.zeros([TRAITS.BM, DB], gl.float32, mma_layout(DB)), 0, TRAITS)
+                share = start_dQ(smem.dS, key_columns(smem.KB, DB, 0, TRAITS), ds_buffer)
                 share = warpgroup_mma_wait(0, deps=[share])
             mbarrier.arrive(barriers.s_free.index(ds_buffer))
             pass_dQ(share, smem.dQB, buffer, phase, params, 0, TRAITS)
@@ -114,7 +117,7 @@ def store_or_add(descriptor, at, block, position):
 
 
 @gluon.jit
-def add_visits(params, W: gl.constexpr, TURNS: gl.constexpr, ADD: gl.constexpr, TRAITS: gl.constexpr):
+def add_visits(params, descriptors, W, TURNS: gl.constexpr, ADD: gl.constexpr, TRAITS: gl.constexpr):
     """Warp W of two adds dQ to memory by ADD, once the semaphore allows it: every other row block, or if TURNS is 1 its half of each.
 
     A half has its own semaphore. What a visit needs to know is loaded one visit early.
@@ -137,31 +140,31 @@ def add_visits(params, W: gl.constexpr, TURNS: gl.constexpr, ADD: gl.constexpr, 
                     at = at * DQ_WARPS + W
                 next_at, next_position = dq_visit(params, visit + TURNS, first, count, batch, first_head, heads, block, BM, MASK)
                 acquire(params.semaphores + at, position)
-                ADD(params, at, position, phase, W, TRAITS)
+                ADD(params, descriptors, at, position, phase, W, TRAITS)
                 phase ^= 1
                 release(params.semaphores + at, position)
         before = (before + count * heads) % TURNS
 
 
 @gluon.jit
-def add_columns(params, at, position, phase, W: gl.constexpr, TRAITS: gl.constexpr):
+def add_columns(params, descriptors, at, position, phase, W, TRAITS: gl.constexpr):
     """Add all columns of a row block, both chunks of every part, from the buffer of warp W."""
-    dq_sums, dq_sums_b, dQ, dQB = params.descriptors.dq_sums, params.descriptors.dq_sums_b, params.smem.dQ, params.smem.dQB
-    SIZE: gl.constexpr = dq_sums.block_shape[0]  # rows of a part in memory, of its first chunk
+    dQ, dQB = params.smem.dQ, params.smem.dQB
+    SIZE: gl.constexpr = descriptors.sums.block_shape[0]  # rows of a part in memory, of its first chunk
     BOTH: gl.constexpr = SIZE + 2 * TRAITS.DB // TRAITS.PARTS  # of both chunks
     mbarrier.wait(params.barriers.d_ready.index(W), phase)
     for part in gl.static_range(TRAITS.PARTS):
-        store_or_add(dq_sums, (at * TRAITS.PARTS + part) * BOTH, dQ.index(W * TRAITS.PARTS + part), position)
+        store_or_add(descriptors.sums, (at * TRAITS.PARTS + part) * BOTH, dQ.index(W * TRAITS.PARTS + part), position)
         if TRAITS.DB > 0:
-            store_or_add(dq_sums_b, (at * TRAITS.PARTS + part) * BOTH + SIZE, dQB.index(W * TRAITS.PARTS + part), position)
+            store_or_add(descriptors.sums_b, (at * TRAITS.PARTS + part) * BOTH + SIZE, dQB.index(W * TRAITS.PARTS + part), position)
     tma.store_wait(0)  # shared memory has been read
     mbarrier.arrive(params.barriers.d_free.index(W))
 
 
 @gluon.jit
-def dq_warp(params, W: gl.constexpr, TRAITS: gl.constexpr):
-    """One of two warps that add dQ to memory, each with a buffer of its own."""
-    add_visits(params, W, DQ_WARPS, add_columns, TRAITS)
+def dq_warp(params, descriptors, W: gl.constexpr, TRAITS: gl.constexpr):
+    """One of two warps that add dQ to memory, each with a buffer of its own. As a tensor, W makes both one function for Triton."""
+    add_visits(params, descriptors, gl.to_tensor(W), DQ_WARPS, add_columns, TRAITS)
 
 
 @triton.jit
