@@ -184,7 +184,7 @@ def forward_arguments(
         "DROP": w.drop.keys is not None, "SINK": w.sink is not None, "PERSISTENT": tile.persistent, "Q_BUFFERS": tile.q_buffers,
         "TMA_STORE": tma_store,
     }  # fmt: skip
-    return arguments, {"num_warps": 4, "enable_fp_fusion": True}
+    return arguments, {"num_warps": 4, "enable_fp_fusion": True, "sanitize_overflow": False}
 
 
 @lru_cache
