@@ -12,7 +12,7 @@ from ..portable.aggregates import Constants
 
 __all__ = [
     "BackwardBarriers", "BackwardDescriptors", "BackwardParams", "BackwardSmem", "DQDescriptors", "ForwardBarriers", "ForwardDescriptors",
-    "ForwardOutputs", "ForwardParams", "ForwardSmem", "GradientDescriptors", "GroupKeys", "KeyBlocks", "RowBlock", "RowStats", "SoftmaxState", "TileIndex", "ValueBlock", "VisitedRows",
+    "ForwardOutputs", "ForwardParams", "ForwardSmem", "GradientDescriptors", "GroupKeys", "KeyBlocks", "OutputDescriptors", "RowBlock", "RowStats", "SoftmaxState", "TileIndex", "ValueBlock", "VisitedRows",
     "traits_of",
 ]  # fmt: skip
 
@@ -24,7 +24,7 @@ def traits_of(**constants):
 
 
 class ForwardDescriptors(NamedTuple):
-    """TMA descriptors, each tensor in two chunks of its dim; None where one chunk is enough."""
+    """TMA descriptors of what the forward reads, each tensor in two chunks of its dim; None where one chunk is enough."""
 
     q: Any
     qb: Any
@@ -32,6 +32,11 @@ class ForwardDescriptors(NamedTuple):
     kb: Any
     v: Any
     vb: Any
+
+
+class OutputDescriptors(NamedTuple):
+    """TMA descriptors of the output in two chunks; None where one chunk is enough, and where pointers store it."""
+
     o: Any
     ob: Any
 
@@ -69,9 +74,8 @@ class ForwardOutputs(NamedTuple):
 
 
 class ForwardParams(NamedTuple):
-    """What every warp of a forward program gets; in a jvp, None for what it does not have."""
+    """What every warp of a forward program gets; in a jvp, None for what it does not have. No descriptors: `BackwardParams`."""
 
-    descriptors: Any
     smem: Any
     barriers: Any
     outputs: Any

@@ -40,6 +40,7 @@ from .aggregates import (
     ForwardParams,
     ForwardSmem,
     KeyBlocks,
+    OutputDescriptors,
     RowBlock,
     SoftmaxState,
     ValueBlock,
@@ -227,7 +228,7 @@ def store_O(O, share, empty, X, row, rows, params, first: gl.constexpr, TRAITS: 
 
 
 @gluon.jit
-def epilogue(O, R, softmax, i, row, rows, params, TRAITS: gl.constexpr):
+def epilogue(O, R, softmax, i, row, rows, params, descriptors, TRAITS: gl.constexpr):
     """Store the output and the statistics of a group's rows i, which begin at `row`; past the end nothing is stored."""
     outputs, smem = params.outputs, params.smem
     m, l, e, top = softmax
@@ -259,9 +260,9 @@ def epilogue(O, R, softmax, i, row, rows, params, TRAITS: gl.constexpr):
     if TRAITS.TMA_STORE:
         fence_async_shared()
         group_barrier()
-        tma_store(params.descriptors.o, [batch, h, row, 0], smem.Q.index(rows.q_buffer))
+        tma_store(descriptors.o, [batch, h, row, 0], smem.Q.index(rows.q_buffer))
         if EB > 0:
-            tma_store(params.descriptors.ob, [batch, h, row, EA], smem.QB.index(rows.q_buffer))
+            tma_store(descriptors.ob, [batch, h, row, EA], smem.QB.index(rows.q_buffer))
     at = (batch.to(gl.int64) * params.num_heads + h) * n + i
     ln_l = gl.log2(l) * LN2
     log_row_sum = ln_l + row_max_residual(m, row_max, empty, TRAITS.FAST)
@@ -269,7 +270,7 @@ def epilogue(O, R, softmax, i, row, rows, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, params, G, TRAITS: gl.constexpr):
+def attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, params, descriptors, G, TRAITS: gl.constexpr):
     """A group's ROWS rows of one row block against all key blocks that it visits; and the next tile.
 
     A function of its own, since Triton generates the code of a loop twice, and that of a function once.
@@ -376,7 +377,7 @@ def attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, pa
         write_info(params.tile_info, q_buffer * INFO + RETRY + G, retry, 4)
         row = gl.where(retry > 0, row_blocks * GROUPS * ROWS, row)  # past the end: nothing is stored before a retry
         i = row + gl.arange(0, ROWS, SR)
-    epilogue(O, R, SoftmaxState(m, l, e, top), i, row, rows, params, TRAITS)
+    epilogue(O, R, SoftmaxState(m, l, e, top), i, row, rows, params, descriptors, TRAITS)
     if PERSISTENT:
         if Q_BUFFERS == 1:  # the next queries go where the output has been read from
             if TRAITS.TMA_STORE:
@@ -400,7 +401,7 @@ def attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, pa
 
 
 @gluon.jit
-def consumer(params, G, TRAITS: gl.constexpr):
+def consumer(params, descriptors, G, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS rows of each row block that the program takes."""
     stage, phase = 0, 0
     q_buffer, q_phase = 0, 0
@@ -412,16 +413,17 @@ def consumer(params, G, TRAITS: gl.constexpr):
     if TRAITS.PERSISTENT:
         mbarrier.wait(params.barriers.q_ready.index(0), 0)
     while tile < params.row_blocks * params.batch_heads:
-        tile, q_buffer, q_phase, stage, phase = attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, params, G, TRAITS)
+        tile, q_buffer, q_phase, stage, phase = attend_row_block(
+            tile, stored, q_buffer, q_phase, stage, phase, all_seen, params, descriptors, G, TRAITS)
         stored = True
     if TRAITS.TMA_STORE:
         tma.store_wait(0)
 
 
 @gluon.jit
-def group(params, G: gl.constexpr, TRAITS: gl.constexpr):
+def group(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
     """The partition of consumer group G. `consumer` takes G as a number of the program, so that its code is generated once for all groups."""
-    consumer(params, gl.to_tensor(G), TRAITS)
+    consumer(params, descriptors, gl.to_tensor(G), TRAITS)
 
 
 @gluon.jit(do_not_specialize=["lists", "drop", "n", "M", "E", "row_blocks", "batch_heads", "num_heads", "heads_per_kv", "swizzle"])
@@ -452,11 +454,11 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
     v_free = new_barriers(STAGES, GROUPS)
     tile_info = gl.allocate_shared_memory(gl.int32, [Q_BUFFERS * INFO, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
+    inputs, stored = ForwardDescriptors(q, qb, k, kb, v, vb), OutputDescriptors(o, ob)
     params = ForwardParams(
-        ForwardDescriptors(q, qb, k, kb, v, vb, o, ob), ForwardSmem(Q, QB, K, KB, V, VB),
-        ForwardBarriers(q_ready, q_free, k_ready, k_free, v_ready, v_free), ForwardOutputs(output, lse, row_max, log_row_sum, entropy),
-        strides, scale, scales, cap, sinks, bias, lists, drop, n, M, E, row_blocks, batch_heads, num_heads, heads_per_kv, swizzle,
-        counters, tile_info)
+        ForwardSmem(Q, QB, K, KB, V, VB), ForwardBarriers(q_ready, q_free, k_ready, k_free, v_ready, v_free),
+        ForwardOutputs(output, lse, row_max, log_row_sum, entropy), strides, scale, scales, cap, sinks, bias, lists, drop, n, M, E,
+        row_blocks, batch_heads, num_heads, heads_per_kv, swizzle, counters, tile_info)
     TRAITS: gl.constexpr = traits_of(
         DA=DA, DB=DB, EA=EA, EB=EB, BN=BN, STAGES=STAGES, GROUPS=GROUPS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SINK=SINK, SCALES=SCALES, PERSISTENT=PERSISTENT,
@@ -464,14 +466,14 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
     PRODUCER: gl.constexpr = producer_registers(GROUPS, REGISTERS)
     if GROUPS == 2:
         warp_specialize([
-            (group, (params, 0, TRAITS)),
-            (group, (params, 1, TRAITS)),
-            (producer, (params, TRAITS)),
+            (group, (params, stored, 0, TRAITS)),
+            (group, (params, stored, 1, TRAITS)),
+            (producer, (params, inputs, TRAITS)),
         ], [4, 1], [REGISTERS, PRODUCER])
     else:
         warp_specialize([
-            (group, (params, 0, TRAITS)),
-            (group, (params, 1, TRAITS)),
-            (group, (params, 2, TRAITS)),
-            (producer, (params, TRAITS)),
+            (group, (params, stored, 0, TRAITS)),
+            (group, (params, stored, 1, TRAITS)),
+            (group, (params, stored, 2, TRAITS)),
+            (producer, (params, inputs, TRAITS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER])

@@ -196,7 +196,7 @@ def jvp_one_block(t, state, dirty, j0, stage, phase, rows, zero, params, G, TRAI
 
 
 @gluon.jit
-def epilogue(state, row, rows, params, G, TRAITS: gl.constexpr):
+def epilogue(state, row, rows, params, descriptors, G, TRAITS: gl.constexpr):
     """Store the output, the statistics and their tangents; past the end nothing is stored."""
     outputs, smem, n = params.outputs, params.smem, params.n
     O, A, P, Pt, m, l, e, u, c = state
@@ -216,8 +216,8 @@ def epilogue(state, row, rows, params, G, TRAITS: gl.constexpr):
     flat(smem.dQ.index(G), ROWS, TRAITS.D).store(A.to(smem.Q.dtype))
     fence_async_shared()
     group_barrier()
-    tma_store(params.descriptors.o, [rows.batch, rows.h, row, 0], smem.Q.index(G))
-    tma_store(params.descriptors.do, [rows.batch, rows.h, row, 0], smem.dQ.index(G))
+    tma_store(descriptors.o, [rows.batch, rows.h, row, 0], smem.Q.index(G))
+    tma_store(descriptors.do, [rows.batch, rows.h, row, 0], smem.dQ.index(G))
     i = rows.i
     at = (rows.batch.to(gl.int64) * params.num_heads + rows.h) * n + i
     ln_l = gl.log2(l) * LN2
@@ -231,7 +231,7 @@ def epilogue(state, row, rows, params, G, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(params, G, TRAITS: gl.constexpr):
+def consumer(params, descriptors, G, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS rows of the program's row block against all key blocks that the row block visits."""
     barriers, lists, smem, n, M = params.barriers, params.lists, params.smem, params.n, params.M
     k_ready, k_free, v_ready, v_free = barriers.k_ready, barriers.k_free, barriers.v_ready, barriers.v_free
@@ -300,13 +300,13 @@ def consumer(params, G, TRAITS: gl.constexpr):
     O, A = start_OA(P, Pt, smem, stage, O, A, TRAITS)
     O, A = warpgroup_mma_wait(0, deps=[O, A])
     mbarrier.arrive(v_free.index(stage))
-    epilogue(JvpState(O, A, P, Pt, m, l, e, u, c), row, rows, params, G, TRAITS)
+    epilogue(JvpState(O, A, P, Pt, m, l, e, u, c), row, rows, params, descriptors, G, TRAITS)
 
 
 @gluon.jit
-def producer(params, TRAITS: gl.constexpr):
+def producer(params, descriptors, TRAITS: gl.constexpr):
     """The producer warp: it loads Q and dQ, then K, V and their tangents of all key blocks, as soon as a stage is free."""
-    descriptors, smem, barriers, lists = params.descriptors, params.smem, params.barriers, params.lists
+    smem, barriers, lists = params.smem, params.barriers, params.lists
     BN: gl.constexpr = TRAITS.BN
     GROUPS: gl.constexpr = TRAITS.GROUPS
     KEY_BYTES: gl.constexpr = BN * TRAITS.D * 2
@@ -341,9 +341,9 @@ def producer(params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def group(params, G: gl.constexpr, TRAITS: gl.constexpr):
+def group(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
     """The partition of consumer group G: `forward.group`."""
-    consumer(params, gl.to_tensor(G), TRAITS)
+    consumer(params, descriptors, gl.to_tensor(G), TRAITS)
 
 
 @gluon.jit(do_not_specialize=["lists", "n", "M", "row_blocks", "batch_heads", "num_heads", "heads_per_kv", "swizzle"])
@@ -367,8 +367,9 @@ def jvp(q, k, v, dq, dk, dv, o, do, lse, row_max, log_row_sum, entropy, d_lse, d
     barriers = ForwardBarriers(
         new_barriers(1, 1), None, new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS), new_barriers(STAGES, 1), new_barriers(STAGES, GROUPS))
     fence_async_shared()
+    descriptors = JvpDescriptors(q, k, v, dq, dk, dv, o, do)
     params = ForwardParams(
-        JvpDescriptors(q, k, v, dq, dk, dv, o, do), JvpSmem(Q, dQ, K, dK, V, dV), barriers,
+        JvpSmem(Q, dQ, K, dK, V, dV), barriers,
         JvpOutputs(lse, row_max, log_row_sum, entropy, d_lse, d_entropy), None, scale, None, None, None, None, lists, None, n, M, None,
         row_blocks, batch_heads, num_heads, heads_per_kv, swizzle, None, None)
     TRAITS: gl.constexpr = traits_of(
@@ -376,7 +377,7 @@ def jvp(q, k, v, dq, dk, dv, o, do, lse, row_max, log_row_sum, entropy, d_lse, d
     PRODUCER: gl.constexpr = producer_registers(GROUPS, REGISTERS)
     gl.static_assert(GROUPS == 2, "no tile has more")
     warp_specialize([
-        (group, (params, 0, TRAITS)),
-        (group, (params, 1, TRAITS)),
-        (producer, (params, TRAITS)),
+        (group, (params, descriptors, 0, TRAITS)),
+        (group, (params, descriptors, 1, TRAITS)),
+        (producer, (params, descriptors, TRAITS)),
     ], [4, 1], [REGISTERS, PRODUCER])

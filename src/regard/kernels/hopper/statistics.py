@@ -245,7 +245,7 @@ def received(q, qb, k, kb, out, row_max, log_row_sum, scale, scales, cap, bias, 
              CAP: gl.constexpr, SCALES: gl.constexpr, FAST: gl.constexpr):
     """Σ over rows of the weight of each key: program (key block, batch item and query head)."""
     smem, barriers = allocate((q, qb, k, kb), DA, DB, BN, STAGES)
-    params = Params(ForwardDescriptors(q, qb, k, kb, None, None, None, None), ForwardSmem(*smem, None, None), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
+    params = Params(ForwardDescriptors(q, qb, k, kb, None, None), ForwardSmem(*smem, None, None), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
                     blocks, batch_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST)
     warp_specialize([(received_consumer, (params, TRAITS)), (received_producer, (params, TRAITS))], [1], [PRODUCER])
@@ -458,7 +458,7 @@ def pooled(q, qb, k, kb, out, row_max, log_row_sum, scale, scales, cap, bias, li
     """
     smem, barriers = allocate((q, qb, k, kb), DA, DB, BN, STAGES)
     grid = Grid(height, width, cells, parts, bands, key_blocks)
-    params = Params(ForwardDescriptors(q, qb, k, kb, None, None, None, None), ForwardSmem(*smem, None, None), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
+    params = Params(ForwardDescriptors(q, qb, k, kb, None, None), ForwardSmem(*smem, None, None), Barriers(*barriers), row_max, log_row_sum, out, scale, scales, cap, bias, lists, n, M,
                     columns, batch_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(DA=DA, DB=DB, BN=BN, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, SCALES=SCALES, FAST=FAST, BY_BANDS=BY_BANDS)
     warp_specialize([(pooled_consumer, (params, grid, TRAITS)), (pooled_producer, (params, grid, TRAITS))], [1], [PRODUCER])

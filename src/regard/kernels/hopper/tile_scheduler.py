@@ -191,10 +191,10 @@ def write_tile(at, tile, retry, block, batch, h, key_blocks, safe, params, TRAIT
 
 
 @gluon.jit
-def load_queries(batch, h, block, q_buffer, params, TRAITS: gl.constexpr):
+def load_queries(batch, h, block, q_buffer, params, descriptors, TRAITS: gl.constexpr):
     """Load the queries of all groups of a row block into a Q buffer."""
     GROUPS: gl.constexpr = TRAITS.GROUPS
-    descriptors, smem, ready = params.descriptors, params.smem, params.barriers.q_ready.index(q_buffer)
+    smem, ready = params.smem, params.barriers.q_ready.index(q_buffer)
     mbarrier.expect(ready, GROUPS * ROWS * (TRAITS.DA + TRAITS.DB) * 2)
     for g in gl.static_range(GROUPS):
         row = first_row(block, params.n, params.row_blocks, g, GROUPS)
@@ -204,9 +204,9 @@ def load_queries(batch, h, block, q_buffer, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def load_keys_and_values(batch, kv_head, b, stage, phase, params, TRAITS: gl.constexpr):
+def load_keys_and_values(batch, kv_head, b, stage, phase, params, descriptors, TRAITS: gl.constexpr):
     """Load the K and V of a key block into a stage, each as soon as its buffer is free."""
-    descriptors, smem, barriers = params.descriptors, params.smem, params.barriers
+    smem, barriers = params.smem, params.barriers
     BN: gl.constexpr = TRAITS.BN
     mbarrier.wait(barriers.k_free.index(stage), phase)
     mbarrier.expect(barriers.k_ready.index(stage), BN * (TRAITS.DA + TRAITS.DB) * 2)
@@ -221,7 +221,7 @@ def load_keys_and_values(batch, kv_head, b, stage, phase, params, TRAITS: gl.con
 
 
 @gluon.jit
-def producer(params, TRAITS: gl.constexpr):
+def producer(params, descriptors, TRAITS: gl.constexpr):
     """The producer warp: for each row block it loads Q, then K and V of all key blocks, as soon as a stage is free."""
     lists, row_blocks, batch_heads, counters, tile_info = params.lists, params.row_blocks, params.batch_heads, params.counters, params.tile_info
     barriers = params.barriers
@@ -263,10 +263,10 @@ def producer(params, TRAITS: gl.constexpr):
                 write_tile(at, tile, retry, block, batch, h, key_blocks, safe, params, TRAITS)
                 if retry == 0:
                     taken = gl.inline_asm_elementwise(COUNT, "=r,l", [counters], gl.int32, False, 1)  # there by the time it is needed
-            load_queries(batch, h, block, q_buffer, params, TRAITS)
+            load_queries(batch, h, block, q_buffer, params, descriptors, TRAITS)
             for s in range(gl.maximum(key_blocks.total, 1)):
                 b, slot = block_at(lists, s, key_blocks, 0, GROUPS, MASK)
-                load_keys_and_values(batch, kv_head, b, stage, phase, params, TRAITS)
+                load_keys_and_values(batch, kv_head, b, stage, phase, params, descriptors, TRAITS)
                 stage, phase = advance(stage, phase, TRAITS.STAGES)
             idle = 2 - Q_BUFFERS
             if PERSISTENT:
