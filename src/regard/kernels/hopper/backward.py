@@ -40,7 +40,7 @@ from .aggregates import (
     VisitedRows,
     traits_of,
 )
-from .dq_sums import DQ_WARPS, GROUPS, key_columns, dq_group, dq_warp, pass_dQ, start_dQ
+from .dq_sums import DQ_WARPS, GROUPS, dq_group, dq_warp, key_columns, pass_dQ, start_dQ
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (

@@ -34,7 +34,7 @@ from .aggregates import (
     traits_of,
 )
 from .backward import add_product, compute_dS, compute_P, producer, start_product, store_gradient, transposed
-from .dq_sums import GROUPS, add_visits, key_columns, in_register_order, start_dQ, store_or_add
+from .dq_sums import GROUPS, add_visits, in_register_order, key_columns, start_dQ, store_or_add
 from .forward import flat
 from .key_blocks import (
     common_rows,
