@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ NEEDED_FOR = {
     "dynamo_is_loaded": "a launch must not import the compiler, which takes seconds",
     "forward_mode_is_active": "a tangent must never be lost: the fast path and the kernels step aside",
     "fused_sdpa_kernel": "sdpa refuses what torch would compute by its matrix path",
+    "import_for_backward": "the first backward pass imports sympy, and kernels compile meanwhile",
     "in_backward": "a monitor tells the recomputation of a checkpoint from a new call",
     "innermost_transform_is_jvp": "tangents come in one pass only if forward mode is the innermost transform",
     "is_batched": "dropout and masks under vmap are refused or read once for all samples",
@@ -241,6 +243,23 @@ def test_is_recording() -> None:
         f(small(3))
         make_fx(f)(small(3))
         assert asked == [False, True]
+
+
+def test_import_for_backward() -> None:
+    """A fresh process, in which the backward pass that is given a gradient then imports nothing."""
+    code = (
+        "import sys, torch\n"
+        "from regard.compat.torch import import_for_backward\n"
+        "x = torch.ones(2, requires_grad=True)\n"
+        "y, g = x * 2, torch.ones(2)\n"
+        "import_for_backward()\n"
+        "before = set(sys.modules)\n"
+        "y.backward(g)\n"
+        "print(*set(sys.modules) - before)\n"
+    )
+    with needs("import_for_backward"):
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert run.stdout.split() == []
 
 
 def test_is_capturing() -> None:

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="triton has no wheel for this syst
 
 import hopper_compiled  # noqa: E402
 import regard  # noqa: E402
-from regard.compat.triton import INTERPRETED, build_launcher  # noqa: E402
+from regard.compat.triton import INTERPRETED, build_launcher, warm_up  # noqa: E402
 from regard.kernels import ahead  # noqa: E402
 from regard.kernels.block_mask import BlockMask  # noqa: E402
 from regard.kernels.span_terms import span_terms  # noqa: E402
@@ -132,7 +132,7 @@ def test_the_interpreter_waits_for_the_threads_at_its_end() -> None:
     kernel = Kernel()
     with ahead.collecting(CPU):
         ahead.collect(kernel, {}, {})
-    (thread,) = ahead._COMPILING[id(kernel)]
+    (thread,) = ahead._COMPILING[id(kernel), None]
     assert not thread.daemon
     kernel.may.set()
     ahead.wait_for(kernel)
@@ -146,14 +146,14 @@ def test_a_variant_is_new_once_and_few_are_remembered(monkeypatch: pytest.Monkey
     assert len(ahead._VARIANTS) == 1
 
 
-def test_kernels_that_are_needed_first_have_a_head_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_HEAD_START", 60)
+def test_kernels_that_are_needed_first_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_LONGEST_TURN", 60)
     first, second = Kernel(), Kernel()
     second.may.set()
-    with ahead.collecting(CPU) as threads:
-        ahead.collect(first, {}, {})
-    with ahead.collecting(CPU, after=threads):
-        ahead.collect(second, {}, {})
+    for kernel in (first, second):
+        with ahead.collecting(CPU) as threads:
+            ahead.collect(kernel, {}, {})
+    threads[0].join(0.05)
     assert second.compiled == []
     first.may.set()  # it is done early: nobody waits for a minute
     ahead.wait_for(second)
@@ -161,14 +161,53 @@ def test_kernels_that_are_needed_first_have_a_head_start(monkeypatch: pytest.Mon
     ahead.wait_for(first)
 
 
-def test_a_head_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_HEAD_START", 0.01)
+def test_of_kernels_that_are_collected_together_the_longest_goes_first() -> None:
+    short, long = Kernel(), Kernel()
+    short.may.set()
+    with ahead.collecting(CPU) as threads:
+        ahead.collect(short, {"n": 1}, {})
+        ahead.collect(long, {"n": 1, "m": 2}, {})
+    threads[1].join(0.05)
+    assert short.compiled == []
+    long.may.set()
+    ahead.wait_for(short)
+    ahead.wait_for(long)
+    assert len(short.compiled) == len(long.compiled) == 1
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no")])
+def test_the_next_kernel_goes_on_once_the_front_end_is_done(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes of the first still run then; and an error ends its turn."""
+    first, second = Kernel(error), Kernel()
+    second.may.set()
+    if error is not None:
+        first.may.set()
+
+    def warm_up(kernel: Any, arguments: Any, options: Any, then: Any) -> None:
+        if error is None:
+            then()
+        kernel.warmup(**arguments, **options)
+
+    monkeypatch.setattr(ahead, "_LONGEST_TURN", 60)
+    monkeypatch.setattr(ahead, "warm_up", warm_up)
+    for kernel in (first, second):
+        with ahead.collecting(CPU):
+            ahead.collect(kernel, {}, {})
+    ahead.wait_for(second)
+    assert (len(first.compiled), len(second.compiled)) == (0, 1)
+    first.may.set()
+    ahead.wait_for(first)
+
+
+def test_a_turn_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_LONGEST_TURN", 0.01)
     first, second = Kernel(), Kernel()
     second.may.set()
-    with ahead.collecting(CPU) as threads:
-        ahead.collect(first, {}, {})
-    with ahead.collecting(CPU, after=threads):
-        ahead.collect(second, {}, {})
+    for kernel in (first, second):
+        with ahead.collecting(CPU):
+            ahead.collect(kernel, {}, {})
     ahead.wait_for(second)
     assert (len(first.compiled), len(second.compiled)) == (0, 1)
     first.may.set()
@@ -181,15 +220,58 @@ def test_a_variant_with_a_name_is_collected_once(monkeypatch: pytest.MonkeyPatch
     kernel.may.set()
     with ahead.collecting(CPU):
         assert [ahead.collect(kernel, {"n": n}, {}, "rows") for n in (1, 2)] == [True, True]  # neither is to be started
-    ahead.wait_for(kernel)
+    ahead.wait_for(kernel, "rows")
     assert [given["n"] for given in kernel.compiled] == [1]
+
+
+def test_a_launch_waits_for_its_own_variant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_VARIANTS", {})
+    monkeypatch.setattr(ahead, "_LONGEST_TURN", 0.01)
+    kernel, done = Kernel(), []
+
+    def warm_up(kernel: Any, arguments: Any, options: Any, then: Any) -> None:
+        if arguments["by_keys"]:
+            assert kernel.may.wait(10)
+        done.append(arguments["by_keys"])
+
+    monkeypatch.setattr(ahead, "warm_up", warm_up)
+    with ahead.collecting(CPU):
+        for by_keys in (True, False):
+            ahead.collect(kernel, {"by_keys": by_keys}, {}, ("spans", by_keys))
+    ahead.wait_for(kernel, ("spans", False))
+    assert done == [False]
+    kernel.may.set()
+    ahead.wait_for(kernel, ("spans", True))
+    assert done == [False, True]
+    assert ahead._COMPILING == {}
+
+
+def test_what_a_backward_pass_imports_is_imported_while_a_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, imported = Kernel(), []
+
+    def warm_up(kernel: Any, arguments: Any, options: Any, then: Any) -> None:
+        if not arguments["cached"]:
+            then()
+            kernel.warmup()
+
+    monkeypatch.setattr(ahead, "warm_up", warm_up)
+    monkeypatch.setattr(ahead, "import_for_backward", lambda: imported.append(threading.current_thread()))
+    for cached in (True, False):
+        with ahead.collecting(CPU):
+            ahead.collect(kernel, {"cached": cached}, {})
+        ahead.import_meanwhile()
+        assert imported == ([] if cached else [threading.current_thread()])  # there is no time to use if all is there
+    kernel.may.set()
+    ahead.wait_for(kernel)
+    assert not ahead._ASSEMBLING
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_lists_of_a_mask_that_are_only_collected_are_computed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     monkeypatch.setattr(ahead, "_VARIANTS", {})
-    monkeypatch.setattr(ahead, "_compile", lambda launch, device, after: None)
+    monkeypatch.setattr(ahead, "_FRONT_ENDS", ahead._Queue())
+    monkeypatch.setattr(ahead, "_compile", lambda launch, device, turn: None)
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, **given: started.append(given["n"]))
     terms = span_terms(regard.window(3), 40, 40)
     assert terms is not None
@@ -227,6 +309,21 @@ def test_the_launch_finds_what_was_compiled_in_the_background(
     assert len(compiled) == 1
     copied.warmup(x=x[1:], pair=Pair(y, 4), n=5, SIZE=16, **OPTIONS, grid=(1,))  # another alignment
     assert len(compiled) == 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_it_is_told_when_the_front_end_is_done_with_a_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the kernel is compiled, and not at all for one that is there."""
+    told: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **given: told.append("compiled"))
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    given = {"x": torch.zeros(16), "pair": Pair(torch.zeros(16), 4), "n": 6, "SIZE": 32}
+    for _ in range(2):
+        kernel = warm_up(copied, given, OPTIONS, then=lambda: told.append("front end"))
+    assert told == ["front end", "compiled"]
+    assert "make_ir" not in vars(kernel.src)
+    copied.warmup(**{**given, "SIZE": 64}, **OPTIONS, grid=(1,))  # nobody is told
+    assert told == ["front end", "compiled", "compiled"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
+from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -34,6 +35,7 @@ __all__ = [
     "dynamo_is_loaded",
     "forward_mode_is_active",
     "fused_sdpa_kernel",
+    "import_for_backward",
     "in_backward",
     "innermost_transform_is_jvp",
     "is_batched",
@@ -164,6 +166,11 @@ def lacks_values(*tensors: Tensor) -> bool:
 def check_when_run(condition: Tensor, message: str) -> None:
     """Raise `message` when a compiled or captured call runs, unless the condition holds: no value is read before."""
     torch._assert_async(condition, message)
+
+
+def import_for_backward() -> None:
+    """Import what torch imports in the first backward pass that is given a gradient: sympy, half a second of it."""
+    import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def is_capturing() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from threading import local
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "load",
     "start_driver",
     "starter",
+    "warm_up",
     "with_base",
 ]
 
@@ -47,6 +49,53 @@ def start_driver() -> None:
     from triton.runtime.driver import driver
 
     driver.active.get_current_device()
+
+
+class _Told(local):
+    """Whom this thread tells when Triton's front end is done with a kernel."""
+
+    then: Callable[[], None] | None = None
+
+
+_TOLD = _Told()
+
+
+def warm_up(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], then: Callable[[], None]) -> Any:
+    """Compile a kernel, and call `then` as soon as Triton's front end is done, which holds the interpreter's lock."""
+    if hasattr(kernel, "device_caches"):
+        from triton.runtime.driver import driver
+
+        kernel.device_caches[driver.active.get_current_device()]  # sets `kernel.compile`
+        if not hasattr(kernel.compile, "tells"):
+            kernel.compile = _telling(kernel.compile)
+    _TOLD.then = then
+    try:
+        return kernel.warmup(**arguments, grid=(1,), **options)
+    finally:
+        _TOLD.then = None
+
+
+def _telling(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """`compile` of a kernel, which tells when the intermediate code of its source is there."""
+
+    def telling(src: Any, *args: Any, **named: Any) -> Any:
+        then, make_ir = _TOLD.then, getattr(src, "make_ir", None)
+        if then is None or make_ir is None:
+            return compile(src, *args, **named)
+
+        def told(*given: Any, **more: Any) -> Any:
+            made = make_ir(*given, **more)
+            then()
+            return made
+
+        src.make_ir = told
+        try:
+            return compile(src, *args, **named)
+        finally:
+            del src.make_ir  # which would hold on to the source
+
+    telling.tells = True  # type: ignore[attr-defined]
+    return telling
 
 
 def load(compiled: Any) -> Any:

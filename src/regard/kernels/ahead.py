@@ -4,34 +4,35 @@ A pass that is run inside `collecting()` starts no kernel: each launch is collec
 for the types of its arguments. A thread does nothing but fill Triton's cache, which has one entry per variant: the launch that
 follows waits for the thread (`wait_for`) and finds the entry. What goes wrong in a thread is left to that launch, which compiles
 again and raises. Triton's passes and the assembler release the interpreter's lock, and so does the C compiler that builds a
-kernel's launcher beside them; only Triton's front end holds it. So the kernels that are needed first get a head start.
+kernel's launcher beside them; only Triton's front end holds it. So the front ends run one after the other, in the order in which
+kernels are needed, and of kernels that are collected together the longest goes first.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import Lock, Thread, local
-from time import monotonic
+from threading import Event, Lock, Thread, current_thread, local
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_capturing
-from ..compat.triton import build_launcher, hash_compiler, load, start_driver
+from ..compat.torch import import_for_backward, is_capturing
+from ..compat.triton import build_launcher, hash_compiler, load, start_driver, warm_up
 
-__all__ = ["collect", "collecting", "is_collecting", "is_new", "may_keep", "prepare", "wait_for"]
+__all__ = ["collect", "collecting", "import_meanwhile", "is_collecting", "is_new", "may_keep", "prepare", "wait_for"]
 
 _LOG = logging.getLogger(__name__)
 _MOST_VARIANTS = 1024
-_HEAD_START = 1.0  # seconds, in which Triton's front end is done with the forward kernel
-_PREPARING = Lock()
+_LONGEST_TURN = 5.0  # seconds that a front end waits for the one before it
+_PREPARING, _QUEUING = Lock(), Lock()
 _PREPARED: set[str] = set()  # types of devices
 _VARIANTS: dict[Hashable, None] = {}
-_COMPILING: dict[int, list[Thread]] = {}  # by the id of the kernel, which lives as long as its module
+_COMPILING: dict[Hashable, list[Thread]] = {}  # by the id of the kernel, which lives as long as its module, and the variant
+_ASSEMBLING: set[Thread] = set()  # those whose kernel has passed the front end, and was not in Triton's cache
 
 
 class _Collected(local):
@@ -44,8 +45,31 @@ class _Launch(NamedTuple):
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, Any]
+    variant: Hashable
 
 
+class _Turn(NamedTuple):
+    """When Triton's front end may begin with a kernel, and when it is done."""
+
+    before: Event
+    done: Event
+
+
+class _Queue:
+    """The last front end that waits for its turn."""
+
+    def __init__(self) -> None:
+        self.last = Event()
+        self.last.set()
+
+    def join(self) -> _Turn:
+        with _QUEUING:
+            turn = _Turn(self.last, Event())
+            self.last = turn.done
+        return turn
+
+
+_FRONT_ENDS = _Queue()
 _COLLECTED = _Collected()
 
 
@@ -101,10 +125,10 @@ def _start_driver(device: torch.device) -> None:
 
 
 @contextmanager
-def collecting(device: torch.device, after: Sequence[Thread] = ()) -> Iterator[list[Thread]]:
+def collecting(device: torch.device) -> Iterator[list[Thread]]:
     """Collect the launches of this thread instead of starting them, and then compile their kernels in the background.
 
-    The list has the threads in the end. Those of an earlier one, in `after`, have a head start.
+    The list has the threads in the end.
     """
     launches: list[_Launch] = []
     threads: list[Thread] = []
@@ -113,14 +137,19 @@ def collecting(device: torch.device, after: Sequence[Thread] = ()) -> Iterator[l
         yield threads
     finally:
         _COLLECTED.launches = before
-    for launch in launches:
+    for launch in sorted(launches, key=_size, reverse=True):
         # The interpreter waits for these threads when it exits, also for those that a backward pass starts, whose thread is a
         # daemon: a compiler that is cut off ends in a crash.
         name = f"regard compiles {launch.kernel.__name__}"
-        thread = Thread(target=_compile, args=(launch, device, after), name=name, daemon=False)
+        thread = Thread(target=_compile, args=(launch, device, _FRONT_ENDS.join()), name=name, daemon=False)
         thread.start()
         threads.append(thread)
-        _COMPILING.setdefault(id(launch.kernel), []).append(thread)
+        _COMPILING.setdefault((id(launch.kernel), launch.variant), []).append(thread)
+
+
+def _size(launch: _Launch) -> int:
+    """A guess at how long a kernel compiles: the one with the most arguments has the most code."""
+    return len(launch.arguments)
 
 
 def collect(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], variant: Hashable = None) -> bool:
@@ -129,32 +158,51 @@ def collect(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any
     if launches is None:
         return False
     if variant is None or is_new(variant):
-        launches.append(_Launch(kernel, {name: _without_tensors(x) for name, x in arguments.items()}, dict(options)))
+        given = {name: _without_tensors(x) for name, x in arguments.items()}
+        launches.append(_Launch(kernel, given, dict(options), variant))
     return True
 
 
-def wait_for(kernel: Any) -> None:
-    """Wait for the threads that compile this kernel, so that nothing is compiled twice."""
-    for thread in _COMPILING.pop(id(kernel), ()):
+def wait_for(kernel: Any, variant: Hashable = None) -> None:
+    """Wait for the threads that compile this kernel, of a named variant only that one, so that nothing is compiled twice."""
+    for thread in _COMPILING.pop((id(kernel), variant), ()):
         thread.join()
 
 
-def _compile(launch: _Launch, device: torch.device, after: Sequence[Thread]) -> None:
+def import_meanwhile() -> None:
+    """Import what torch imports in the first backward pass, while the assembler is busy and the interpreter is not.
+
+    In this thread, since two that import the same modules may see each other's before they are complete. If nothing is left to
+    compile, because Triton's cache has it all, there is no time to use.
+    """
+    _FRONT_ENDS.last.wait(_LONGEST_TURN)
+    if _ASSEMBLING:
+        import_for_backward()
+
+
+def _compile(launch: _Launch, device: torch.device, turn: _Turn) -> None:
     _prepare(device)
-    until = monotonic() + _HEAD_START
-    for thread in after:
-        thread.join(max(until - monotonic(), 0.0))
+    turn.before.wait(_LONGEST_TURN)
     name = f"regard builds the launcher of {launch.kernel.__name__}"
     launcher = Thread(target=_build_launcher, args=(launch, device), name=name, daemon=False)
+
+    def front_end_is_done() -> None:
+        _ASSEMBLING.add(current_thread())
+        turn.done.set()
+
     try:
         launcher.start()
         with _on(device):
-            compiled = launch.kernel.warmup(**launch.arguments, grid=(1,), **launch.options)
+            compiled = warm_up(launch.kernel, launch.arguments, launch.options, then=front_end_is_done)
+            turn.done.set()  # if Triton's cache had it
             launcher.join()
             if device.type == "cuda" and compiled is not None:
                 load(compiled)
     except Exception:  # noqa: BLE001  the launch compiles again and raises it
         _LOG.debug("a kernel could not be compiled ahead", exc_info=True)
+    finally:
+        _ASSEMBLING.discard(current_thread())
+        turn.done.set()
 
 
 def _build_launcher(launch: _Launch, device: torch.device) -> None:

@@ -165,14 +165,15 @@ class TritonEngine(Engine):
         from . import launch
 
         args = self.kernel_args(x)
-        variant, threads = (*args.variant, self.observed), []
+        variant = (*args.variant, self.observed)
         if ahead.is_new(("forward", *variant)):
-            with ahead.collecting(args.query.device) as threads:
+            with ahead.collecting(args.query.device):
                 launch.forward(args, self.observed)
         if needs is not None and ahead.is_new(("backward", *variant)):
-            with ahead.collecting(args.query.device, after=threads):
+            with ahead.collecting(args.query.device):
                 rows = args.new_rows(self.observed)
                 self._vjp(x, rows, (torch.empty_like(rows.output), None, None), Needed(*needs))
+            ahead.import_meanwhile()
 
     @not_compiled
     @without_autocast

@@ -157,9 +157,9 @@ def _launch(programs: int, device: torch.device, values: tuple[int, ...]) -> Non
             start(programs, values)
         return
     named = dict(zip(spans.arg_names, values, strict=True))
-    if ahead.collect(spans, named, _OPTIONS, ("spans", *key)):
+    if ahead.collect(spans, named, _OPTIONS, variant := ("spans", *key)):
         return
-    ahead.wait_for(spans)
+    ahead.wait_for(spans, variant)
     compiled = spans[(programs,)](**named, **_OPTIONS)
     if not INTERPRETED and compiled is not None:
         _STARTERS[key] = grid_starter(compiled.result() if hasattr(compiled, "result") else compiled)
