@@ -436,11 +436,11 @@ def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = No
 
 def _form(p: Problem) -> KnownForm | None:
     """The cap or the bias that a function of the scores is, if Hopper's kernels take it; they call no function."""
-    from ..kernels.launch import on_hopper
-
     score = p.score
     if not isinstance(score, Pointwise) or p.softcap is not None or torch.compiler.is_compiling():
         return None
+    from ..kernels.launch import on_hopper  # here, since the engine prepares Triton before the kernels are imported
+
     if forward_mode_is_active() or transforms_are_active() or not on_hopper(p.query) or has_lists(p):
         return None
     halves = p.query.dtype == p.key.dtype == p.value.dtype and p.query.element_size() == 2
