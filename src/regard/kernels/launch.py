@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,13 +14,14 @@ from ..compat.triton import INTERPRETED
 from ..core.rows import Rows
 from . import launch_cache
 from .arguments import BackwardRows, Gradients, KernelArgs, Tangents
-from .portable import divergence_launch, divergence_mean_launch
 from .portable import launch as portable
 from .portable import pointwise_launch as portable_pointwise
 from .portable import statistics_launch as portable_statistics
 from .portable.configs import hopper
-from .portable.divergence_launch import DivergenceRows, Pair
-from .portable.divergence_launch import Gradients as PairGradients
+
+if TYPE_CHECKING:
+    from .portable.divergence_launch import DivergenceRows, Pair
+    from .portable.divergence_launch import Gradients as PairGradients
 
 __all__ = [
     "backward",
@@ -132,6 +133,8 @@ def pooled(w: KernelArgs, row_max: Tensor, log_row_sum: Tensor, height: int, wid
 @on_its_device
 def divergence(w: KernelArgs, pair: Pair) -> DivergenceRows:
     """The divergence between two attentions, of which w is the first."""
+    from .portable import divergence_launch, divergence_mean_launch  # here, since most processes never need them
+
     return divergence_mean_launch.mean_forward(pair) if pair.mean else divergence_launch.forward(pair)
 
 
@@ -140,6 +143,8 @@ def divergence_backward(
     w: KernelArgs, pair: Pair, rows: DivergenceRows, g: Tensor, queries: tuple[bool, bool], keys: tuple[bool, bool]
 ) -> tuple[PairGradients, PairGradients]:
     """The wanted gradients of queries and of keys, of either side."""
+    from .portable import divergence_launch, divergence_mean_launch
+
     route = divergence_mean_launch.mean_backward if pair.mean else divergence_launch.backward
     return route(pair, rows, g, queries, keys)
 

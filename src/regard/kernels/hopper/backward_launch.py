@@ -18,7 +18,6 @@ from ..block_lists import NONE
 from ..block_mask import BlockMask
 from ..portable.configs import padded
 from ..portable.launch import preprocess_key
-from . import backward_192, backward_wide
 from . import forward_launch as forward
 from .backward import backward
 from .configs import ROWS, cdiv, chunks
@@ -194,7 +193,16 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
 
 
 def kernel_for(tile: BackwardTile) -> Any:
-    return backward_192.backward if tile.d192 else backward_wide.backward if tile.wide else backward
+    """The kernel for a tile; those that few calls need are imported for these."""
+    if tile.d192:
+        from .backward_192 import backward as backward_192
+
+        return backward_192
+    if tile.wide:
+        from .backward_wide import backward as backward_wide
+
+        return backward_wide
+    return backward
 
 
 def workspace_for(w: KernelArgs, tile: BackwardTile) -> BackwardWorkspace:
