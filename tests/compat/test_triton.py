@@ -16,8 +16,10 @@ import torch
 from regard.compat import triton as compat
 
 GLUON_NEEDED_FOR = {
+    "KEYS_IN_REGISTERS": "code of Triton 3.6 has registers for the keys of the Hopper backward, that of 3.9 has none",
     "TensorDescriptor": "the Hopper kernels take queries, keys and values as TMA descriptors",
     "group_barrier": "warps of one program wait for each other",
+    "start_copy": "the keys of a list are gathered by asynchronous copies",
     "tma_add": "dQ is added up across programs by TMA",
     "tma_load": "the producer warp loads tiles by TMA",
     "tma_store": "outputs are stored by TMA",
@@ -73,6 +75,7 @@ def test_interpreted_is_what_triton_reads_from_the_environment(value: str) -> No
         ("tma_store", ["tensor_desc", "coord", "src"]),
         ("tma_add", ["tensor_desc", "coord", "src"]),
         ("group_barrier", []),
+        ("start_copy", ["smem", "pointer"]),
         ("warp_specialize", ["functions_and_args", "worker_num_warps", "worker_num_regs"]),
     ],
 )
@@ -92,6 +95,11 @@ def test_a_tensor_descriptor_is_made_from_a_tensor_and_a_block() -> None:
     why = f"TensorDescriptor changed; it is needed because {GLUON_NEEDED_FOR['TensorDescriptor']}"
     names = set(inspect.signature(gluon().TensorDescriptor).parameters)
     assert {"base", "shape", "strides", "block_shape", "layout"} <= names, why
+
+
+def test_keys_stay_in_registers_with_the_triton_whose_code_has_room_for_them() -> None:
+    version = tuple(int(x) for x in importlib.import_module("triton").__version__.split(".")[:2])
+    assert gluon().KEYS_IN_REGISTERS.value == (version <= (3, 6)), GLUON_NEEDED_FOR["KEYS_IN_REGISTERS"]
 
 
 def test_load() -> None:
