@@ -15,7 +15,7 @@ import hopper_compiled
 import regard
 from hopper_compiled import RECENT, N, biased, compiles, fits, machine_code, warmed, work
 from regard import warmup
-from regard.kernels import launch
+from regard.kernels import ahead, launch
 from regard.kernels.arguments import (
     BIAS_ALIBI,
     BIAS_RELATIVE,
@@ -26,6 +26,7 @@ from regard.kernels.arguments import (
     KernelArgs,
 )
 from regard.kernels.block_mask import BlockMask
+from regard.kernels.engine import TritonEngine
 from regard.kernels.hopper import backward_launch as chip
 from sass import inner_loops, lost_operands
 
@@ -331,6 +332,38 @@ def gradients(variants: set[tuple[str, str]], wanted: str = "qkv", dim: int = 64
     variants.clear()
     regard.attention(*inputs, backend="triton", **more).sum().backward()
     return {name for name, _ in variants} & {*OURS, *WIDE_OURS, HIDDEN, QUERIES, KEYS}
+
+
+@compiles
+def test_the_look_at_keys_that_a_bias_may_hide_is_a_launch_that_can_be_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "_compile", lambda *given: None)
+    with ahead.collecting(torch.device("cpu")) as threads:
+        chip.seen_keys(work(64, **biased(BIAS_RELATIVE)), 64, 128)
+    assert [thread.name for thread in threads] == ["regard compiles attended"]
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, True),
+        ({"bias": regard.biases.alibi(torch.ones(4))}, True),
+        ({"bias": regard.biases.relative(torch.zeros(4, 9))}, True),
+        ({"bias": torch.zeros(300, 200)}, True),
+        ({"bias": torch.zeros(300, 200, requires_grad=True)}, False),
+        ({"dropout": 0.5}, False),
+    ],
+    ids=["plain", "alibi", "relative", "tensor", "learnt", "dropout"],
+)
+def test_a_backward_is_compiled_with_its_forward_unless_more_is_wanted(
+    more: dict[str, Any], expected: bool, variants: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[Any] = []
+    monkeypatch.setattr(TritonEngine, "_compile", lambda self, x, needs: wanted.append(needs))
+    gradients(variants, **more)
+    assert any(needs is not None for needs in wanted) == expected
 
 
 @compiles

@@ -266,7 +266,8 @@ class KernelArgs:
         q, k, v = self.query, self.key, self.value
         mask, function = self.block_mask, None if self.pointwise is None else self.pointwise.key
         kinds = mask.kind, mask.narrow, self.softcap is None, self.sink is None, self.scales is None, self.groups > 1, function
-        return q.device, q.dtype, q.shape[3], v.shape[3], *kinds, *(x.stride(3) == 1 for x in (q, k, v))
+        bias = self.kind, None if self.bias.at is None else self.bias.at.dtype
+        return q.device, q.dtype, q.shape[3], v.shape[3], *kinds, *bias, *(x.stride(3) == 1 for x in (q, k, v))
 
     @property
     def wide(self) -> bool:

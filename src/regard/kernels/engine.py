@@ -33,7 +33,7 @@ from ..core.rows import Rows
 from ..core.spec import Spec
 from ..core.tiling import TileSizes
 from . import ahead
-from .arguments import BIAS_ALIBI, BIAS_NONE, BIAS_RELATIVE, BIAS_TENSOR, NO_ENTROPY, BiasArgs, DropoutArgs
+from .arguments import BIAS_ALIBI, BIAS_RELATIVE, BIAS_TENSOR, NO_ENTROPY, BiasArgs, DropoutArgs
 from .block_mask import BlockMask
 from .launch_cache import Shortcuts
 from .pointwise import PointwiseKernel, flat_tables, split_tables
@@ -151,8 +151,7 @@ class TritonEngine(Engine):
         """Let the kernels of the first forward and those of its backward compile side by side."""
         if self.shortcuts is not None and self.shortcuts.forward is not None:
             return
-        usual = needs == _QUERY_KEY_VALUE and self.bias_kind == BIAS_NONE and not self.spec.dropout
-        if usual and _inputs(x).query.shape[-1] <= WHOLE:
+        if needs == _QUERY_KEY_VALUE and not self.spec.dropout and _inputs(x).query.shape[-1] <= WHOLE:
             self._compile(_inputs(x), needs)
 
     @not_compiled
@@ -181,7 +180,7 @@ class TritonEngine(Engine):
         from . import launch
 
         inputs = _inputs(x)
-        if inputs.bias is None and not self.spec.dropout:
+        if not self.spec.dropout:
             self._compile(inputs, None)
         return launch.forward(self.kernel_args(inputs), self.observed)
 

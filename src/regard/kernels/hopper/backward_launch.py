@@ -255,10 +255,11 @@ def seen_keys(w: KernelArgs, BM: int, BN: int) -> Tensor:
     L, H, _ = w.rows
     D = w.key.shape[3]
     seen = w.key.new_empty(L, H, w.m, dtype=torch.int8)
-    attended[(cdiv(w.m, BN) * L * H,)](
-        w.key, w.key.stride(), seen, w.bias, w.block_mask.by_keys(BM, BN), w.n, w.m, H, w.groups,
-        D=D, DP=padded(D), BM=BM, BN=BN, MASK=w.kinds["MASK"], BIAS=w.kinds["BIAS"], num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+    arguments = {
+        "k": w.key, "strides": w.key.stride(), "seen": seen, "bias": w.bias, "lists": w.block_mask.by_keys(BM, BN), "n": w.n, "M": w.m, "num_heads": H,
+        "heads_per_kv": w.groups, "D": D, "DP": padded(D), "BM": BM, "BN": BN, "MASK": w.kinds["MASK"], "BIAS": w.kinds["BIAS"],
+    }  # fmt: skip
+    launch_cache.start(None, attended, cdiv(w.m, BN) * L * H, arguments, {"num_warps": 4, "enable_fp_fusion": True}, ())
     return seen
 
 
