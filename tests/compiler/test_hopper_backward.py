@@ -361,7 +361,13 @@ def test_a_backward_is_compiled_with_its_forward_unless_more_is_wanted(
     more: dict[str, Any], expected: bool, variants: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted: list[Any] = []
-    monkeypatch.setattr(TritonEngine, "_compile", lambda self, x, needs: wanted.append(needs))
+    run = TritonEngine._compile
+
+    def noted(engine: TritonEngine, x: Any, needs: Any) -> Any:
+        wanted.append(needs)
+        return run(engine, x, needs)
+
+    monkeypatch.setattr(TritonEngine, "_compile", noted)
     gradients(variants, **more)
     assert any(needs is not None for needs in wanted) == expected
 

@@ -273,3 +273,17 @@ def test_under_torch_compile_the_call_leaves_the_graph() -> None:
     torch.testing.assert_close(found, call(query))
     (g,), (t,) = (torch.autograd.grad(y.sum(), table) for y in (found, call(query)))
     torch.testing.assert_close(g, t)
+
+
+def test_a_table_that_became_too_short_is_refused_although_it_did_fit() -> None:
+    x, tables = torch.zeros(1, 2, 6, 4), [torch.zeros(6)]
+    read = Pointwise(lambda score, b, h, i, j: score + tables[0][j])
+    given = Pointwise(lambda score, b, h, i, j, table: score + table[j], parameters={"table": torch.zeros(6)})
+    for score in (read, given):
+        regard.attention(x, x, x, score=score)
+        with pytest.raises(ShapeError, match="it has 6 entries"):
+            regard.attention(torch.zeros(1, 2, 7, 4), *(torch.zeros(1, 2, 7, 4) for _ in range(2)), score=score)
+    tables[0] = given.table = torch.zeros(5)
+    for score in (read, given):
+        with pytest.raises(ShapeError, match="it has 5 entries"):
+            regard.attention(x, x, x, score=score)

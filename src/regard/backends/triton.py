@@ -345,7 +345,7 @@ def _about_parts(p: Problem) -> list[str]:
     if base is not None and base.pairwise and not isinstance(base, Additive):
         reasons.append(f"it has no kernel for the score {type(base).__name__}")
     if isinstance(p.score, Pointwise) and not torch.compiler.is_compiling():
-        names = unsupported(p.score.read(torch.float32)[0])
+        names = unsupported(p.score.traced(torch.float32))
         reasons += [f"its kernels have no {name}, which the function of the score calls" for name in names]
     if isinstance(p.bias, Bias) and not isinstance(p.bias, Alibi | Relative):
         reasons.append(f"it has no kernel for the bias {type(p.bias).__name__}")

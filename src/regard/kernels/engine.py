@@ -156,14 +156,16 @@ class TritonEngine(Engine):
 
     @not_compiled
     @without_autocast
-    def _compile(self, x: Inputs, needs: Needs | None) -> None:
-        """Compile the kernels of a first forward side by side, and with `needs` those of its backward."""
-        if INTERPRETED or not x.query.is_cuda or x.vector is not None or is_capturing():
-            return
-        ahead.prepare(x.query.device)
+    def _compile(self, x: Inputs, needs: Needs | None) -> KernelArgs:
+        """The problem as kernels take it; those of a first forward, and with `needs` those of its backward, compile side by side."""
+        possible = x.query.is_cuda and not (INTERPRETED or x.vector is not None or is_capturing())
+        if possible:
+            ahead.prepare(x.query.device)
+        args = self.kernel_args(x)
+        if not possible:
+            return args
         from . import launch
 
-        args = self.kernel_args(x)
         variant = (*args.variant, self.observed)
         if ahead.is_new(("forward", *variant)):
             with ahead.collecting(args.query.device):
@@ -173,16 +175,16 @@ class TritonEngine(Engine):
                 rows = args.new_rows(self.observed)
                 self._vjp(x, rows, (torch.empty_like(rows.output), None, None), Needed(*needs))
             ahead.import_meanwhile()
+        return args
 
     @not_compiled
     @without_autocast
     def _forward(self, x: MaybeTensors) -> Rows:
+        inputs = _inputs(x)
+        args = self.kernel_args(inputs) if self.spec.dropout else self._compile(inputs, None)
         from . import launch
 
-        inputs = _inputs(x)
-        if not self.spec.dropout:
-            self._compile(inputs, None)
-        return launch.forward(self.kernel_args(inputs), self.observed)
+        return launch.forward(args, self.observed)
 
     @not_compiled
     @without_autocast

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..scores.expression import BOOL, FLOAT, INDICES, INT, SCORE, Expression, Node
-from ..scores.tracing import Bound
+from ..scores.tracing import Bound, Traced
 
 __all__ = ["Tables", "function_of", "source_of", "unsupported"]
 
@@ -167,10 +167,14 @@ def _load(e: Expression, node: Node, args: list[str], tables: Tables) -> str:
     return f"{loaded} != 0" if node.kind == BOOL else loaded
 
 
-def unsupported(bound: Bound) -> list[str]:
+def unsupported(traced: Traced) -> list[str]:
     """The operations of a function that kernels do not have."""
-    e = bound.traced.expression
-    ops = {e.nodes[p].op for p in e.needed([bound.traced.value])}
+    return _unsupported(traced.expression, traced.value)
+
+
+@lru_cache(maxsize=64)
+def _unsupported(e: Expression, value: int) -> list[str]:
+    ops = {e.nodes[p].op for p in e.needed([value])}
     return sorted(ops - set(_OPERATIONS) - {SCORE, *INDICES, "const", "load"})
 
 

@@ -72,6 +72,8 @@ class Score(nn.Module, ABC):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that the logits depend on, besides queries and keys."""
+        if not (self._parameters or self._buffers or self._modules):  # sooner than to look for them
+            return ()
         return *self.parameters(), *self.buffers()
 
     def beyond(self, sizes: Mapping[str, int], masked: bool) -> str | None:

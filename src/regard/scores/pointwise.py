@@ -21,6 +21,7 @@ from regard.scores.tracing import Bound, Traced, trace
 __all__ = ["Pointwise"]
 
 _UNKNOWN = object()
+_MOST_FITS = 256
 
 
 class Pointwise(Score):
@@ -40,7 +41,7 @@ class Pointwise(Score):
     """
 
     pairwise = True
-    _known: tuple[Any, dict[torch.dtype, Traced]] | None = None
+    _known: tuple[Any, dict[torch.dtype, Traced], set[Any]] | None = None  # for what, and which problems it fits
     known_form: object = None  # what `regard.kernels.known_form` found last
 
     def __init__(
@@ -87,7 +88,7 @@ class Pointwise(Score):
         given = self.given
         now = (_state(self.f), tuple((x.shape, x.dtype) for x in given.values()))
         if self._known is None or self._known[0] != now or now[0] is _UNKNOWN:
-            self._known = now, {}
+            self._known = now, {}, set()
         known = self._known[1]
         if dtype not in known:
             known[dtype] = trace(self.f, given, dtype)
@@ -96,7 +97,8 @@ class Pointwise(Score):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         captured = self.traced(torch.float32).captured
-        return *super().tensors, *(x for x in captured if isinstance(x, Tensor))
+        own = super().tensors if self.names or self.base.tensors else ()  # to look for none takes as long as all else
+        return *own, *(x for x in captured if isinstance(x, Tensor))
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
         return self.base.misfit(query_dim, key_dim, heads)
@@ -104,6 +106,9 @@ class Pointwise(Score):
     def beyond(self, sizes: Mapping[str, int], masked: bool) -> str | None:
         """Say which index is beyond its table for such a problem, or None if none certainly is."""
         traced = self.traced(torch.float32)
+        fits = set() if self._known is None else self._known[2]
+        if (asked := (*sizes.values(), masked)) in fits:
+            return None
         e = traced.expression
         with torch.no_grad():
             shapes = self.read(torch.float32)[0].shapes
@@ -118,6 +123,8 @@ class Pointwise(Score):
                         f"f reads dimension {at} of a tensor of shape {tuple(shapes[node.value])} at {low} to {high}; "
                         f"it has {size} entries"
                     )
+        if not traced.steps and len(fits) < _MOST_FITS:  # what steps make may have another shape next time
+            fits.add(asked)
         return None
 
     def centre(self, query: Tensor, key: Tensor) -> Tensor | None:
