@@ -40,18 +40,18 @@ EVERY_DAY = [("spans", 96, False), ("spans", 128, False), ("bits", 64, True)]
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9: for dims up to 64, 96, 128 or 256, without
 # and with the gradient of entropy.
 SPILLED = {
-    ("plain", 64, False): (0, 0), ("spans", 64, False): (24, 0), ("bits", 64, False): (24, 0),
+    ("plain", 64, False): (8, 0), ("spans", 64, False): (24, 0), ("bits", 64, False): (24, 0),
     ("alibi", 64, False): (16, 0), ("tensor", 64, False): (24, 16), ("relative", 64, False): (24, 24),
-    ("plain", 64, True): (0, 0), ("spans", 64, True): (32, 0), ("bits", 64, True): (32, 0),
+    ("plain", 64, True): (8, 0), ("spans", 64, True): (32, 0), ("bits", 64, True): (32, 0),
     ("alibi", 64, True): (16, 0), ("tensor", 64, True): (24, 16), ("relative", 64, True): (24, 24),
     ("plain", 96, False): (48, 104), ("spans", 96, False): (160, 168), ("bits", 96, False): (152, 176),
-    ("alibi", 96, False): (80, 168), ("tensor", 96, False): (232, 224), ("relative", 96, False): (240, 216),
+    ("alibi", 96, False): (80, 168), ("tensor", 96, False): (232, 224), ("relative", 96, False): (240, 224),
     ("plain", 96, True): (72, 104), ("spans", 96, True): (160, 152), ("bits", 96, True): (152, 152),
     ("alibi", 96, True): (80, 168), ("tensor", 96, True): (232, 224), ("relative", 96, True): (232, 224),
     ("plain", 128, False): (48, 88), ("spans", 128, False): (160, 200), ("bits", 128, False): (160, 192),
-    ("alibi", 128, False): (96, 168), ("tensor", 128, False): (232, 248), ("relative", 128, False): (240, 272),
+    ("alibi", 128, False): (96, 168), ("tensor", 128, False): (256, 328), ("relative", 128, False): (248, 312),
     ("plain", 128, True): (48, 96), ("spans", 128, True): (160, 192), ("bits", 128, True): (160, 200),
-    ("alibi", 128, True): (96, 168), ("tensor", 128, True): (224, 264), ("relative", 128, True): (272, 272),
+    ("alibi", 128, True): (96, 168), ("tensor", 128, True): (248, 328), ("relative", 128, True): (272, 328),
     ("plain", 256, False): (40, 136), ("spans", 256, False): (136, 216), ("bits", 256, False): (96, 200),
     ("alibi", 256, False): (72, 168), ("tensor", 256, False): (120, 216), ("relative", 256, False): (176, 216),
     ("plain", 256, True): (128, 208), ("spans", 256, True): (224, 296), ("bits", 256, True): (184, 280),
@@ -153,8 +153,10 @@ def adding(kernel: Any) -> list[str]:
     return [part.split("ttg.warp_return")[0] for part in parts if "async_tma_reduce" in part]
 
 
-def first_visits(code: str) -> list[int]:
-    """From what a warp subtracts the visits of earlier heads, if the loop over heads hands their number on."""
+def first_visits(code: str) -> list[int] | None:
+    """From what a warp subtracts the visits of earlier heads, if the loop over heads hands it on; None without one."""
+    if RECENT and "scf.for %u = " not in code:
+        return None
     (args,) = re.findall(r"scf\.for %u = .*? iter_args\((.*?)\)", code)
     names, handed_on = re.findall(r"(%\w+) = ", args), re.findall(r"scf\.yield (.*?) :", code)[-1].split(", ")
     counted = [name for name, last in zip(names, handed_on, strict=True) if re.search(rf"{last} = arith\.remsi", code)]
@@ -167,7 +169,9 @@ def test_the_two_warps_that_add_take_every_other_block_of_rows_over_all_heads(
     kind: str, dim: int, entropy: bool, hopper: None
 ) -> None:
     # Triton 3.6 loses a count that two loops carry. (At dims above 128 each has a half of dQ of every block.)
-    assert [first_visits(code) for code in adding(compiled(kind, dim, entropy))] == [[2], [3]]
+    # Without a mask all heads take turns, and Triton 3.9 drops the loop over heads, which has one iteration.
+    found = [first_visits(code) for code in adding(compiled(kind, dim, entropy))]
+    assert found == [[2], [3]] or (RECENT and kind not in ("spans", "bits") and found == [None, None])
 
 
 @compiles
@@ -186,14 +190,14 @@ MORE = {"softcap": 9.0, "scales": torch.ones(4)}
 @pytest.mark.parametrize(
     ("w", "stack"),
     [
-        (work(64, "spans", drop=DROPPED), (48, 32)),
-        (work(96, "spans", drop=DROPPED), (232, 328)),
-        (work(128, "spans", drop=DROPPED), (200, 400)),
-        (work(256, "spans", drop=DROPPED), (152, 312)),
-        (work(64, "spans", drop=DROPPED, **MORE, **biased(BIAS_ALIBI)), (248, 272)),
-        (work(96, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (440, 608)),
-        (work(128, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (520, 672)),
-        (work(256, "bits", drop=DROPPED, **MORE, **biased(BIAS_RELATIVE)), (432, 568)),
+        (work(64, "spans", drop=DROPPED), (48, 56)),
+        (work(96, "spans", drop=DROPPED), (232, 400)),
+        (work(128, "spans", drop=DROPPED), (256, 448)),
+        (work(256, "spans", drop=DROPPED), (168, 312)),
+        (work(64, "spans", drop=DROPPED, **MORE, **biased(BIAS_ALIBI)), (256, 328)),
+        (work(96, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (528, 752)),
+        (work(128, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (576, 720)),
+        (work(256, "bits", drop=DROPPED, **MORE, **biased(BIAS_RELATIVE)), (456, 600)),
     ],
     ids=[f"{what} at {dim}" for what in ("dropout", "all") for dim in (64, 96, 128, 256)],
 )
@@ -208,13 +212,13 @@ def test_all_else_compiles_for_hopper_together(w: KernelArgs, stack: tuple[int, 
 @pytest.mark.parametrize(
     ("dim", "of_values", "stack"),
     [
-        (64, 128, (24, 8)),
-        (80, 96, (152, 168)),
-        (96, 64, (16, 40)),
-        (128, 64, (16, 40)),
-        (192, 128, (104, 128)),
-        (64, 256, (120, 192)),
-        (256, 64, (104, 96)),
+        (64, 128, (24, 72)),
+        (80, 96, (160, 168)),
+        (96, 64, (24, 56)),
+        (128, 64, (24, 56)),
+        (192, 128, (288, 400)),
+        (64, 256, (136, 216)),
+        (256, 64, (128, 128)),
     ],
 )
 def test_keys_and_values_may_have_dims_of_their_own(
