@@ -16,7 +16,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper", reason="this Trit
 
 from recorded_launches import STARTS, record_launches
 from regard.core.rows import Rows
-from regard.kernels import launch_cache
+from regard.kernels import ahead, launch_cache
 from regard.kernels.arguments import NO_ENTROPY, BackwardRows, DropoutArgs, KernelArgs
 from regard.kernels.block_lists import addresses
 from regard.kernels.block_mask import block_mask
@@ -288,3 +288,15 @@ def test_a_shortcut_is_not_taken_where_something_differs(monkeypatch: pytest.Mon
     here[0] = True
     launch_cache.clear()
     assert shortcuts.forward is None
+
+
+def test_a_launch_is_not_found_while_launches_are_collected() -> None:
+    """It would start its kernel, on lists of a mask that were not computed."""
+    launch = launch_cache.Launch(lambda **tensors: None, lambda *names: lambda *given: None)
+    launch_cache.store("a launch", launch)
+    launch_cache.store("a route", True)
+    with ahead.collecting(torch.device("cpu")):
+        assert launch_cache.find("a launch") is None
+        assert launch_cache.find("a route") is True
+    assert launch_cache.find("a launch") is launch
+    launch_cache.clear()

@@ -52,8 +52,9 @@ class Shortcuts:
 
 
 def find(key: Hashable) -> Any:
-    """What was stored under this key, or None."""
-    return _LAUNCHES.get(key)
+    """What was stored under this key, or None; no launch while launches are collected, since nothing may start then."""
+    found = _LAUNCHES.get(key)
+    return None if type(found) is Launch and ahead.is_collecting() else found
 
 
 def store(key: Hashable, thing: Any) -> None:
