@@ -85,7 +85,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_agree_with_float64(name: str, started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, mask = CASES[name]
-    monkeypatch.setattr(chosen_launch, "_BUFFER", 2**18)  # several chunks of lists
+    monkeypatch.setattr(chosen_launch, "_BUFFER", 2**19)  # several chunks of lists
     x = inputs(*sizes)
     ours = found(x, mask, "triton")
     true = found([t.double() for t in x], mask, "reference")
@@ -174,3 +174,25 @@ def test_keys_that_no_row_sees_leave_no_trace(name: str, started: list[str]) -> 
     assert set(started) == {"chosen_forward", "chosen_backward"}
     for what, value in before.items():
         torch.testing.assert_close(after[what], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by_chip", [False, True])
+def test_the_query_of_a_row_that_sees_nothing_leaves_no_trace(by_chip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_chip:
+        monkeypatch.setattr(chip, "SUMMED", (torch.float16,))
+        started = run_hopper_kernels(monkeypatch)
+    x, mask = inputs(16, 1, 32, (64, 64)), regard.chosen(lists(2, 64, below=60), rows=16) & regard.causal(offset=-8)
+    clean = found(x, mask, "triton")
+    x[0][:, :, :8] = torch.nan
+    for what, wanted in found(x, mask, "triton").items():
+        assert torch.equal(wanted, clean[what]), what
+    assert not by_chip or {*started} == {"chosen_forward", "chosen_backward"}
+
+
+def test_gradients_whose_rows_need_too_much_memory_are_left_to_the_portable_kernels(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chosen_launch, "_BUFFER", 2**16)
+    sizes, mask = CASES["16 heads, lists for 16 rows"]
+    found(inputs(*sizes), mask, "triton")
+    assert started == ["chosen_forward"]

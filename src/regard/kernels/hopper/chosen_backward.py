@@ -38,6 +38,16 @@ __all__ = ["chosen_backward"]
 
 
 @gluon.jit
+def load_queries(q, given, strides, item, row_tile, group, groups, n, heads, D: gl.constexpr):
+    """The queries of the rows; 0 in a row that sees nothing, whose query may be NaN and multiplies a cotangent of 0."""
+    L: gl.constexpr = gathered_layout(D)
+    i, head = row_index(row_tile, group, groups, gl.SliceLayout(1, L))
+    row_max = gl.load(given.row_max + (item.to(gl.int64) * heads + head) * n + i)
+    Q = load_rows(q, strides.q, item, row_tile, group, groups, D, L)
+    return gl.where((row_max == float("-inf"))[:, None], 0.0, Q).to(Q.dtype)
+
+
+@gluon.jit
 def load_gradients(given, strides, scale, item, row_tile, group, groups, n, heads, dO_to, lse_to, delta_to, DV: gl.constexpr):
     """Bring what the backward is given of the rows to shared memory: dO, the lse in log2 units, and the scale times Σ dO ∘ O − g_lse."""
     L: gl.constexpr = gathered_layout(DV)
@@ -93,7 +103,7 @@ def chosen_backward(
     if lists.lo is not None:
         keys.index(0).store(j)
     j = listed_keys(entries, 1, width, m, seen, SIZE, LK)
-    Q.store(load_rows(q, strides.q, item, row_tile, group, groups, D, LK))
+    Q.store(load_queries(q, given, strides, item, row_tile, group, groups, n, heads, D))
     load_gradients(given, strides, scale, item, row_tile, group, groups, n, heads, dO, lse, delta, DV)
 
     unit = scale * LOG2E

@@ -37,7 +37,7 @@ def refuses(w: ChosenArgs) -> list[str]:
     if lists.rows * w.groups % ROWS.value:
         reasons.append(f"a multiple of {ROWS.value} rows share a list; got {lists.rows * w.groups}")
     if q.shape[2] % lists.rows:
-        reasons.append(f"all lists have as many rows; got {q.shape[2]} rows, {lists.rows} for each list")
+        reasons.append(f"all lists have equally many rows; got {q.shape[2]} rows, {lists.rows} for each list")
     if (lists.entries.shape[3] if lists.size == 1 else lists.size) % KEYS.value:
         got = f"{lists.entries.shape[3]} keys" if lists.size == 1 else f"blocks of {lists.size}"
         reasons.append(f"lists have a multiple of {KEYS.value} single keys, or blocks of a multiple of {KEYS.value} keys; got {got}")
@@ -50,7 +50,12 @@ def refuses(w: ChosenArgs) -> list[str]:
 
 def refuses_gradients(w: ChosenArgs) -> list[str]:
     """Why `backward` cannot compute a problem; empty if it can."""
-    return refuses(w) + ([] if w.query.dtype in SUMMED else ["what a list adds to a gradient may be too large for float16"])
+    reasons = refuses(w)
+    if w.query.dtype not in SUMMED:
+        reasons.append("what a list adds to a gradient may be too large for float16")
+    if not w.has_room(w.tiles):
+        reasons.append(f"each {ROWS.value} rows need memory of their own for what they add to keys; got {w.lists.rows * w.groups} rows for each list")
+    return reasons
 
 
 def forward(w: ChosenArgs, entropy: bool) -> Rows:

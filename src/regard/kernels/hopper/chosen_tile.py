@@ -37,7 +37,7 @@ class SeenKeys(NamedTuple):
 
     least: Any  # some row sees keys from here
     all_from: Any  # all rows see keys from here
-    all_to: Any  # up to here
+    all_to: Any  # all rows see keys up to here
     most: Any  # some row sees keys up to here
 
 

@@ -13,8 +13,8 @@ import triton.language as tl
 from .chosen_tile import (
     listed_keys,
     load_keys,
+    load_queries,
     load_row_grads,
-    load_tile,
     program_list,
     row_tile,
     store_tile,
@@ -41,7 +41,7 @@ def chosen_dq(
     tile, at = at % tiles, at // tiles
     place, list_, group, item, kv_head, start, entries = program_list(at, lists, first_list, count, heads, groups, owners)
     rows = row_tile(lists, dropout, item, group, list_, tile, n, heads, groups, height, C)
-    Q = load_tile(q, strides.q, item, rows, C.D, C.DP)
+    Q = load_queries(q, strides, item, rows, given, n, heads, C)
     row = load_row_grads(given, strides, item, rows, n, heads, C)
     to = ((item.to(tl.int64) * (heads // groups) + group) * count + place) * (width * C.SIZE)
     dQ = tl.zeros([C.BM, C.DP], tl.float32)
@@ -78,7 +78,7 @@ def chosen_dkdv(
     if block * C.BN < entries * C.SIZE:
         for tile in range(tiles):
             rows = row_tile(lists, dropout, item, group, list_, tile, n, heads, groups, height, C)
-            Q = load_tile(q, strides.q, item, rows, C.D, C.DP)
+            Q = load_queries(q, strides, item, rows, given, n, heads, C)
             row = load_row_grads(given, strides, item, rows, n, heads, C)
             show, seen = visible_pairs(rows, j, some, C)
             P, dS = tile_gradients(Q, K, V, row, rows, j, show, scale, cap, dropout, C)

@@ -29,7 +29,7 @@ _BUFFER = 2**31  # bytes for what lists add to sums by key
 # Keys of an entry and entries that a program sums at a time, and warps. On an H200, 65,536 rows with lists of 2,048 single keys, d 128:
 # 17.0 ms; 16 and 32 entries at a time 17.4 ms, 32 by two warps 19.2 ms, 64 by four 30.7 ms.
 _SUMMED = (1, 8, 1)
-_SUMMED_BLOCKS = (32, 1, 4)  # of blocks with fewer bytes per key than this:
+_SUMMED_BLOCKS = (32, 1, 4)  # of blocks with fewer than _FEW_BYTES per key
 _FEW_BYTES = 256
 # Keys of a tile, warps and stages, by pass and bytes per number. On an H200, 64 heads with one list of 2,048 of 65,536 keys each row,
 # d 128: the backward of queries 45 ms; with 32 keys 65 ms, with 8 warps 78 ms.
@@ -96,6 +96,11 @@ class ChosenArgs(NamedTuple):
     def list_room(self) -> int:
         """Keys that one list has room for, in all groups of heads and batch items."""
         return self.query.shape[0] * (self.query.shape[1] // self.groups) * self.lists.entries.shape[3] * self.lists.size
+
+    def has_room(self, copies: int) -> bool:
+        """Whether the buffer takes so many copies of what one list adds to gradients, in the dtype of queries."""
+        per_key = self.query.element_size() * (self.key.shape[3] + self.value.shape[3])
+        return copies * self.list_room * per_key <= _BUFFER
 
     def list_args(self) -> ListArgs:
         lists = self.lists
@@ -273,7 +278,7 @@ def _inverted(w: ChosenArgs, size: int) -> _Inverted:
 
 
 def _add(w: ChosenArgs, buffer: Tensor, total: Tensor, inverted: _Inverted, chunk: int, count: int, copies: int = 1) -> None:
-    """Add what a chunk of the lists adds to sums by key, (L, heads, M, D); the buffer has all entries, and so many copies of that."""
+    """Add what a chunk of the lists adds to sums by key, (L, heads, M, D); the buffer holds `copies` copies of all entries."""
     items, heads, entries = inverted.order.shape
     L, kv_heads, m, dim = total.shape
     groups = w.query.shape[1] // w.groups

@@ -169,6 +169,14 @@ def load_normalizer(stats, item, rows, n, heads):
 
 
 @triton.jit
+def load_queries(q, strides, item, rows, given, n, heads, C: tl.constexpr):
+    """The queries of a tile; 0 in a row that sees nothing, whose query may be NaN and multiplies a cotangent of 0."""
+    at = (item.to(tl.int64) * heads + rows.head) * n + rows.i
+    empty = tl.load(given.row_max + at, mask=rows.live, other=0.0) == float("-inf")
+    return tl.where(empty[:, None], 0.0, load_tile(q, strides.q, item, rows, C.D, C.DP)).to(q.dtype.element_ty)
+
+
+@triton.jit
 def load_row_grads(given, strides, item, rows, n, heads, C: tl.constexpr):
     """The rows' part of what the backward is given."""
     at = (item.to(tl.int64) * heads + rows.head) * n + rows.i
