@@ -142,7 +142,7 @@ def test_a_predicate_that_decides_by_if_says_what_to_write_instead() -> None:
     def before(batch: Any, head: Any, i: Any, j: Any) -> Any:
         return i >= j and j >= 0
 
-    with pytest.raises(MaskError, match=r"^predicate: before decides by if, .* Combine conditions by &, \| and ~"):
+    with pytest.raises(MaskError, match=r"^predicate: before uses `if`, .* Combine conditions by &, \| and ~"):
         predicate(before).dense(6, 6)
 
 

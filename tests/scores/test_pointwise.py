@@ -287,3 +287,14 @@ def test_a_table_that_became_too_short_is_refused_although_it_did_fit() -> None:
     for score in (read, given):
         with pytest.raises(ShapeError, match="it has 5 entries"):
             regard.attention(x, x, x, score=score)
+
+
+def test_tensors_of_a_subclass_are_known() -> None:
+    class Own(Pointwise):
+        def __init__(self) -> None:
+            super().__init__(lambda score, b, h, i, j: score)
+            self.gain = torch.nn.Parameter(torch.ones(2))
+
+    own = Own()
+    assert [x is own.gain for x in own.tensors] == [True]
+    assert Pointwise(lambda score, b, h, i, j: score).tensors == ()

@@ -9,7 +9,7 @@ import ctypes
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial, wraps
 from importlib import import_module
 from operator import attrgetter
@@ -170,7 +170,8 @@ def check_when_run(condition: Tensor, message: str) -> None:
 
 def import_for_backward() -> None:
     """Import what torch imports in the first backward pass that is given a gradient: sympy, half a second of it."""
-    import_module("torch.fx.experimental.symbolic_shapes")
+    with suppress(ImportError):  # the backward pass raises it, if it needs the module
+        import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def is_capturing() -> bool:

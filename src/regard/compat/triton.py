@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from threading import local
+from threading import Lock, local
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -58,14 +58,13 @@ class _Told(local):
 
 
 _TOLD = _Told()
+_LOOKING = Lock()
 
 
 def warm_up(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], then: Callable[[], None]) -> Any:
     """Compile a kernel, and call `then` as soon as Triton's front end is done, which holds the interpreter's lock."""
     if hasattr(kernel, "device_caches"):
-        from triton.runtime.driver import driver
-
-        kernel.device_caches[driver.active.get_current_device()]  # sets `kernel.compile`
+        _cache_of(kernel)
         if not hasattr(kernel.compile, "tells"):
             kernel.compile = _telling(kernel.compile)
     _TOLD.then = then
@@ -73,6 +72,14 @@ def warm_up(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any
         return kernel.warmup(**arguments, grid=(1,), **options)
     finally:
         _TOLD.then = None
+
+
+def _cache_of(kernel: Any) -> Any:
+    """What Triton keeps of a kernel on the current device; one thread at a time, as the first sets `kernel.compile`."""
+    from triton.runtime.driver import driver
+
+    with _LOOKING:
+        return kernel.device_caches[driver.active.get_current_device()]
 
 
 def _telling(compile: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,7 +99,7 @@ def _telling(compile: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return compile(src, *args, **named)
         finally:
-            del src.make_ir  # which would hold on to the source
+            vars(src).pop("make_ir", None)  # which would hold on to the source
 
     telling.tells = True  # type: ignore[attr-defined]
     return telling
@@ -110,11 +117,10 @@ def build_launcher(kernel: Any, arguments: Mapping[str, Any], options: Mapping[s
     types of the arguments.
     """
     from triton.backends.nvidia import driver
-    from triton.runtime.driver import driver as drivers
 
     if getattr(driver, "_BASE_ARGS_FORMAT_LEN", None) != _BASE:
         return False
-    *_, bind = kernel.device_caches[drivers.active.get_current_device()]
+    *_, bind = _cache_of(kernel)
     _, specialized, _ = bind(**arguments, **options, debug=False, instrumentation_mode="")
     signature = {name: kind for name, (kind, _) in zip(kernel.arg_names, specialized, strict=True)}
     described = [True for kind in signature.values() if isinstance(kind, str) and kind.startswith("tensordesc")]

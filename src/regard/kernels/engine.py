@@ -157,7 +157,7 @@ class TritonEngine(Engine):
     @not_compiled
     @without_autocast
     def _compile(self, x: Inputs, needs: Needs | None) -> KernelArgs:
-        """The problem as kernels take it; those of a first forward, and with `needs` those of its backward, compile side by side."""
+        """The problem as kernels take it. The kernels of a first forward, and with `needs` those of its backward, compile side by side."""
         possible = x.query.is_cuda and not (INTERPRETED or x.vector is not None or is_capturing())
         if possible:
             ahead.prepare(x.query.device)

@@ -116,7 +116,7 @@ def _called(f: MaskMod, *at: Tensor) -> Tensor:
         if "Boolean value of Tensor" not in str(error):
             raise
         raise MaskError(
-            f"predicate: {_name_of(f)} decides by if, while, and, or, or not, and it is called for all pairs at once. "
+            f"predicate: {_name_of(f)} uses `if`, `while`, `and`, `or` or `not` on a tensor of all pairs at once. "
             "Combine conditions by &, | and ~, or choose by torch.where(condition, a, b)."
         ) from error
 

@@ -72,7 +72,7 @@ class Score(nn.Module, ABC):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that the logits depend on, besides queries and keys."""
-        if not (self._parameters or self._buffers or self._modules):  # sooner than to look for them
+        if not (self._parameters or self._buffers or self._modules):  # faster than searching the module
             return ()
         return *self.parameters(), *self.buffers()
 

@@ -97,7 +97,8 @@ class Pointwise(Score):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         captured = self.traced(torch.float32).captured
-        own = super().tensors if self.names or self.base.tensors else ()  # to look for none takes as long as all else
+        holds = self._parameters or self._buffers or len(self._modules) > 1 or self.base.tensors
+        own = super().tensors if holds else ()  # searching an empty module takes as long as everything else here
         return *own, *(x for x in captured if isinstance(x, Tensor))
 
     def misfit(self, query_dim: int, key_dim: int, heads: int) -> str | None:
