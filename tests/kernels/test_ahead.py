@@ -175,6 +175,16 @@ def test_of_kernels_that_are_collected_together_the_longest_goes_first() -> None
     assert len(short.compiled) == len(long.compiled) == 1
 
 
+def the_second_is_done_before(first: Kernel, second: Kernel) -> None:
+    for kernel in (first, second):
+        with ahead.collecting(CPU):
+            ahead.collect(kernel, {}, {})
+    ahead.wait_for(second)
+    assert (len(first.compiled), len(second.compiled)) == (0, 1)
+    first.may.set()
+    ahead.wait_for(first)
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError("no")])
 def test_the_next_kernel_goes_on_once_the_front_end_is_done(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
@@ -192,26 +202,14 @@ def test_the_next_kernel_goes_on_once_the_front_end_is_done(
 
     monkeypatch.setattr(ahead, "_LONGEST_TURN", 60)
     monkeypatch.setattr(ahead, "warm_up", warm_up)
-    for kernel in (first, second):
-        with ahead.collecting(CPU):
-            ahead.collect(kernel, {}, {})
-    ahead.wait_for(second)
-    assert (len(first.compiled), len(second.compiled)) == (0, 1)
-    first.may.set()
-    ahead.wait_for(first)
+    the_second_is_done_before(first, second)
 
 
 def test_a_turn_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_LONGEST_TURN", 0.01)
     first, second = Kernel(), Kernel()
     second.may.set()
-    for kernel in (first, second):
-        with ahead.collecting(CPU):
-            ahead.collect(kernel, {}, {})
-    ahead.wait_for(second)
-    assert (len(first.compiled), len(second.compiled)) == (0, 1)
-    first.may.set()
-    ahead.wait_for(first)
+    the_second_is_done_before(first, second)
 
 
 def test_a_variant_with_a_name_is_collected_once(monkeypatch: pytest.MonkeyPatch) -> None:

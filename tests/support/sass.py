@@ -48,7 +48,7 @@ _WIDTHS = {"LDSM.16.M88.4": 4, ".128": 4, ".64": 2}
 def written(text: str) -> range:
     """The registers that an instruction writes; none for stores, branches and products, which write their sums."""
     text = re.sub(r"^@!?U?P\w+\s+", "", text)
-    if re.match(r"LOP3\.LUT R(\d+), R\1, U?R\w+, RZ, 0xfc", text):  # in place, which keeps the value: `kept`
+    if re.match(r"LOP3\.LUT R(\d+), R\1, U?R\w+, RZ, 0xfc", text):  # in place, which keeps the value: `hold`
         return range(0)
     name, _, rest = text.partition(" ")
     if name.startswith(("ST", "BRA", "BAR", "HGMMA", "SYNCS", "UTMA", "RED", "R2UR")):

@@ -116,8 +116,8 @@ def _called(f: MaskMod, *at: Tensor) -> Tensor:
         if "Boolean value of Tensor" not in str(error):
             raise
         raise MaskError(
-            f"predicate: {_name_of(f)} uses `if`, `while`, `and`, `or` or `not` on a tensor of all pairs at once. "
-            "Combine conditions by &, | and ~, or choose by torch.where(condition, a, b)."
+            f"predicate: {_name_of(f)} uses `if`, `and`, `or`, `not` or a chain such as a < b < c, but its arguments "
+            "hold all pairs at once. Combine conditions by &, | and ~, or choose by torch.where(condition, a, b)."
         ) from error
 
 

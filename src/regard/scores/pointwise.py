@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,16 @@ __all__ = ["Pointwise"]
 
 _UNKNOWN = object()
 _MOST_FITS = 256
+
+
+class _Known(NamedTuple):
+    """What is known of a function as long as it captures the same objects."""
+
+    state: tuple[Any, ...]  # what it captures, and the shapes and dtypes of its parameters
+    traced: dict[torch.dtype, Traced]  # by the dtype of scores
+    fits: set[
+        tuple[Any, ...]
+    ]  # sizes of problems, and whether they have a mask, for which no index is beyond its table
 
 
 class Pointwise(Score):
@@ -41,7 +51,7 @@ class Pointwise(Score):
     """
 
     pairwise = True
-    _known: tuple[Any, dict[torch.dtype, Traced], set[Any]] | None = None  # for what, and which problems it fits
+    _known: _Known | None = None
     known_form: object = None  # what `regard.kernels.known_form` found last
 
     def __init__(
@@ -87,9 +97,9 @@ class Pointwise(Score):
         """What `f` does with scores of this dtype; traced again only if it captures another object than before."""
         given = self.given
         now = (_state(self.f), tuple((x.shape, x.dtype) for x in given.values()))
-        if self._known is None or self._known[0] != now or now[0] is _UNKNOWN:
-            self._known = now, {}, set()
-        known = self._known[1]
+        if self._known is None or self._known.state != now or now[0] is _UNKNOWN:
+            self._known = _Known(now, {}, set())
+        known = self._known.traced
         if dtype not in known:
             known[dtype] = trace(self.f, given, dtype)
         return known[dtype]
@@ -107,7 +117,7 @@ class Pointwise(Score):
     def beyond(self, sizes: Mapping[str, int], masked: bool) -> str | None:
         """Say which index is beyond its table for such a problem, or None if none certainly is."""
         traced = self.traced(torch.float32)
-        fits = set() if self._known is None else self._known[2]
+        fits = set() if self._known is None else self._known.fits
         if (asked := (*sizes.values(), masked)) in fits:
             return None
         e = traced.expression

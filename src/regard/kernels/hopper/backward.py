@@ -188,7 +188,7 @@ def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale
 
 
 @gluon.jit
-def kept(X):
+def hold(X):
     """An operand that stays in its registers, marked as changed: the assembler of Triton 3.6 may overwrite one that a loop only reads."""
     return gl.inline_asm_elementwise(HOLD, "=r,r", [X], X.dtype, True, 2)
 
@@ -359,9 +359,9 @@ def consumer(params, descriptors, columns, G, TRAITS: gl.constexpr):
                 VisitedRows(first, begin, end, first_head, heads), params, G, TRAITS)
             late = True
             if V_HELD:
-                V = kept(V)
+                V = hold(V)
             if K_HELD:
-                K = kept(K)
+                K = hold(K)
     if not SPLIT:
         if late:
             mbarrier.wait(params.barriers.s_ready.index(buffer ^ 1), ds_phase)
