@@ -12,7 +12,8 @@ from torch import Tensor
 import regard
 from contract_cases import Shape, agree, as_double, leaves
 from regard import biases, scores
-from regard.core.dropout import keep
+from regard.core.dropout import keep, keep_pairs, row_keys
+from regard.kernels.portable.dropout_keys import Origin, dropout_keys
 
 FEW = Shape(batch=2, heads=2, kv_heads=1, n=20, m=40)
 
@@ -111,3 +112,15 @@ def test_a_checkpoint_drops_the_same_pairs_again() -> None:
     torch.manual_seed(3)
     again = torch.utils.checkpoint.checkpoint(attend, *tensors, use_reentrant=False)
     assert all(torch.equal(a, b) for a, b in zip(once, torch.autograd.grad(again, tensors), strict=True))
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**62 - 1, torch.tensor(2**61 + 5)])
+def test_one_kernel_finds_the_keys_of_all_rows(seed: int | Tensor) -> None:
+    items, heads, rows, cols = (torch.arange(size) for size in (4, 3, 150, 9))
+    device = torch.device("cpu")
+    whole = row_keys(seed, items, heads, rows)
+    assert torch.equal(dropout_keys(seed, (4, 3, 150), Origin(0, 0, 0, 0, 1), device), whole)
+    part = dropout_keys(seed, (4, 2, 30), Origin(1, 1, 100, 6, 2), device)
+    expected = keep_pairs(0.4, whole[[1, 1, 2, 2], 1:, 100:130], cols[6:])
+    assert torch.equal(keep_pairs(0.4, part, cols[:3]), expected)
+    assert dropout_keys(seed, (4, 0, 30), Origin(0, 0, 0, 0, 1), device).shape == (4, 0, 30)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..compat.torch import is_batched, is_traced, lacks_values
 from ..errors import ArgumentError
 
-__all__ = ["draw_seed", "drawn_in_graph", "keep", "keep_pairs", "keep_threshold", "row_keys", "shift_keys"]
+__all__ = ["draw_seed", "drawn_in_graph", "keep", "keep_pairs", "keep_threshold", "row_keys"]
 
 _GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -52,17 +52,6 @@ def row_keys(seed: int | Tensor, items: Tensor, heads: Tensor, rows: Tensor) -> 
     key = _mixed(items[:, None, None] + 1, seed)
     key = _mixed(heads[:, None] + 1, key)
     return _mixed(rows + 1, key)
-
-
-def shift_keys(keys: Tensor, first: int) -> Tensor:
-    """The 64 bits of rows for columns that are counted from `first`: a column is added to their low half.
-
-    >>> i = torch.arange(100)
-    >>> keys = row_keys(7, i[:1], i[:1], i)
-    >>> torch.equal(shift_keys(shift_keys(keys, 30), 12), shift_keys(keys, 42)), torch.equal(shift_keys(keys, 0), keys)
-    (True, True)
-    """
-    return keys & -(1 << 32) | (keys + first * _GOLDEN32) & 0xFFFFFFFF
 
 
 def keep_threshold(probability: float) -> int:

@@ -26,7 +26,7 @@ from ..autograd.strip_map import MapStrips, attention_strips, jvp_of
 from ..chunked.vjp import vjp as strips_vjp
 from ..compat.torch import call_function, is_capturing, not_compiled, without_autocast
 from ..compat.triton import INTERPRETED, Address
-from ..core.dropout import keep_threshold, row_keys, shift_keys
+from ..core.dropout import keep_threshold
 from ..core.folded import FoldedProblem, add_sink, group_bias
 from ..core.nonfinite import zero_unseen
 from ..core.rows import Rows
@@ -440,10 +440,11 @@ def dropout_args(spec: Spec, query: Tensor) -> DropoutArgs:
     """Dropout as kernels take it."""
     if not spec.dropout:
         return DropoutArgs()
-    items, heads, rows = (torch.arange(size, device=query.device) for size in query.shape[:3])
-    item, head, row, key = *spec.origin, *spec.corner
-    keys = row_keys(spec.seed, items // spec.copies + item, heads + head, rows + row)
-    return DropoutArgs(shift_keys(keys, key), keep_threshold(spec.dropout), 1.0 / (1.0 - spec.dropout))
+    from .portable.dropout_keys import Origin, dropout_keys  # here, since most processes never need it
+
+    L, H, N, _ = query.shape
+    keys = dropout_keys(spec.seed, (L, H, N), Origin(*spec.origin, *spec.corner, spec.copies), query.device)
+    return DropoutArgs(keys, keep_threshold(spec.dropout), 1.0 / (1.0 - spec.dropout))
 
 
 def _backward_rows(
