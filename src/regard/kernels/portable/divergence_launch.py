@@ -96,8 +96,12 @@ class Pair:
 
     def constants(self, c: Config, **more: Any) -> dict[str, Constants]:
         P, R = (side_constants(w, c, LISTED=self.listed) for w in (self.p, self.r))
-        quick = self.p.ptx and not (self.p.exact or self.r.exact)
-        return {"P": P, "R": R, "C": constants(KIND=self.kind, QUICK=quick, PTX=self.p.ptx, **more)}
+        return {"P": P, "R": R, "C": constants(KIND=self.kind, QUICK=self.quick, PTX=self.p.ptx, **more)}
+
+    @property
+    def quick(self) -> bool:
+        """Whether logarithms may be as rough as products of 16 bits."""
+        return not (self.p.exact or self.r.exact)
 
     @property
     def row_width(self) -> int:
@@ -193,7 +197,7 @@ def _packed(w: Pair, rows: DivergenceRows, g: Tensor) -> Tensor:
     if launch is not None:
         launch.again(**tensors)
     else:
-        arguments = {**tensors, "n": N, "C": constants(KIND=w.kind, WIDTH=w.row_width)}
+        arguments = {**tensors, "n": N, "C": constants(KIND=w.kind, QUICK=w.quick, WIDTH=w.row_width)}
         launch_cache.start(key, pack_rows, blocks * L * H, arguments, {"enable_fp_fusion": True}, tensors)
     return out
 
