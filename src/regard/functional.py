@@ -187,7 +187,8 @@ def divergence(
     refuse_in_context("divergence")
     first, second = _side(a, "a"), _side(b, "b")
     check_pair(first, second, kind, heads, epsilon)
-    return _shaped(compare(first, second, kind, heads, epsilon), first, second, heads)
+    lse = _known_lse(a), _known_lse(b)
+    return _shaped(compare(first, second, kind, heads, epsilon, lse), first, second, heads)
 
 
 def why(
@@ -407,6 +408,10 @@ def _side(given: Observation | Sequence[Tensor] | Mapping[str, Any], name: str) 
         )
     value = key[..., :0] if isinstance(key, Tensor) and key.dim() else key
     return pose(query, key, value, **options, who=f"divergence, {name}")
+
+
+def _known_lse(given: Observation | Sequence[Tensor] | Mapping[str, Any]) -> Tensor | None:
+    return given.lse if isinstance(given, Observation) else None
 
 
 def _shaped(found: Tensor, first: Problem, second: Problem, heads: Heads) -> Tensor:

@@ -185,3 +185,17 @@ def test_divergences(kind: Any, epsilon: float | None, other: regard.Mask, dim: 
         return [found.detach(), *torch.autograd.grad(torch.where(found.isinf(), 0, found).sum(), x)]
 
     check(make, [random(1, HEADS, N, dim) for _ in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "epsilon", "heads"), [("js", None, None), ("reverse", 0.1, None), ("js", None, "mean")]
+)
+def test_divergences_of_observations(kind: Any, epsilon: float | None, heads: Any) -> None:
+    torch.manual_seed(0)
+
+    def make(x: Found) -> Found:
+        sides = [regard.observe(x[i], x[i + 1], x[i + 1], mask=mask) for i, mask in ((0, LATE), (2, CAUSAL))]
+        found = regard.divergence(sides[0], sides[1], kind, heads=heads, epsilon=epsilon)
+        return [found.detach(), *torch.autograd.grad(found.sum(), x)]
+
+    check(make, [random(1, HEADS, N, 64) for _ in range(4)])

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..chunked import statistics
 from ..chunked.stacked_survey import StackedSurvey
 from ..chunked.token_repeats import TokenLabels, TokenRepeats, survey_with_repeats
-from ..core.options import Heads, Kind
+from ..core.options import BothLse, Heads, Kind
 from ..core.problem import Problem
 from ..core.rows import Rows, StackedRows
 from ..core.tiling import TileSizes
@@ -83,9 +83,12 @@ class Backend(ABC):
         return statistics.visible(p, self.tile_sizes)
 
     def divergence(
-        self, first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None
+        self, first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None, lse: BothLse
     ) -> Tensor | None:
-        """The divergence of each row, as `row_divergence` of `chunked` has it; None without kernels for it."""
+        """The divergence of each row, as `row_divergence` of `chunked` has it; None without kernels for it.
+
+        `lse` are those of both sides, where they are known; derivatives do not pass through them.
+        """
         return None
 
     def __repr__(self) -> str:

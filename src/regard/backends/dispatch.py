@@ -20,7 +20,7 @@ from ..compat.torch import (
     no_autocast,
     not_traced,
 )
-from ..core.options import Heads, Kind
+from ..core.options import BothLse, Heads, Kind
 from ..core.problem import Problem
 from ..core.rows import Rows
 from ..display import block, table
@@ -157,9 +157,11 @@ def run(p: Problem, backend: Backend) -> Rows:
 
 
 @not_traced
-def compare(first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None) -> Tensor:
+def compare(
+    first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None, lse: BothLse = (None, None)
+) -> Tensor:
     """The divergence of each row between two attentions: by kernels if there are any, else in plain torch."""
-    found = KNOWN["triton"].divergence(first, second, kind, heads, epsilon)
+    found = KNOWN["triton"].divergence(first, second, kind, heads, epsilon, lse)
     return row_divergence(first, second, kind, heads, epsilon, lambda p: run(p, choose(p))) if found is None else found
 
 

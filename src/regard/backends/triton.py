@@ -31,7 +31,7 @@ from ..compat.triton import INTERPRETED
 from ..core.dropout import draw_seed, drawn_in_graph
 from ..core.folded import group_bias
 from ..core.nonfinite import zero_unseen
-from ..core.options import Heads, Kind
+from ..core.options import BothLse, Heads, Kind
 from ..core.problem import Problem
 from ..core.rows import Rows, StackedRows
 from ..core.spec import Spec
@@ -47,7 +47,7 @@ from ..kernels.attend_by_lists import (
 )
 from ..kernels.block_lists import NONE
 from ..kernels.block_mask import BlockMask, block_mask, most_bytes, on_device, traceable
-from ..kernels.divergence import FusedDivergence, FusedSide, PairTensors, fused_divergence
+from ..kernels.divergence import FusedDivergence, FusedSide, PairTensors, fused_divergence, log2_lse
 from ..kernels.engine import Inputs, TritonEngine
 from ..kernels.known_form import KnownForm, Size, known_form
 from ..kernels.launch_cache import Shortcuts
@@ -210,12 +210,12 @@ class Triton(Backend):
 
     @without_autocast
     def divergence(
-        self, first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None
+        self, first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None, lse: BothLse
     ) -> Tensor | None:
         a, b = (p._replace(value=p.key) for p in (first, second))
         if self.refuses(a) or self.refuses(b):
             return None
-        return _fused_divergence(a, b, kind, heads, epsilon)
+        return _fused_divergence(a, b, kind, heads, epsilon, lse)
 
     def visible(self, p: Problem) -> Tensor:
         if p.bias is not None or isinstance(p.score, Pointwise) or has_lists(p):
@@ -230,7 +230,7 @@ class Triton(Backend):
 
 
 def _fused_divergence(
-    first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None
+    first: Problem, second: Problem, kind: Kind, heads: Heads, epsilon: float | None, lse: BothLse
 ) -> Tensor | None:
     """The divergence by kernels, (B, H, N) or (B, 1, N); None where one of the sides has no kernel."""
     p, r = (second, first) if kind == "reverse" else (first, second)
@@ -239,12 +239,12 @@ def _fused_divergence(
     same = p.mask is r.mask or (
         p.mask is not None and r.mask is not None and p.mask.constant and r.mask.constant and p.mask == r.mask
     )
-    count = None
-    if epsilon is not None:
-        count = _outcomes(p, r, same)
-        if count is None:
-            return None
-    (a, q_p, k_p), (b, q_r, k_r) = _fused_side(p), _fused_side(r)
+    count = None if epsilon is None else _outcomes(p, r, same)
+    if epsilon is not None and count is None:
+        return None
+    one_pass = kind != "js" and heads is None and epsilon is None  # it finds lse on its way
+    lse_p, lse_r = (None, None) if one_pass else lse[::-1] if kind == "reverse" else lse
+    (a, q_p, k_p), (b, q_r, k_r) = _fused_side(p, lse_p), _fused_side(r, lse_r)
     listed = same or a.block_mask.kind == b.block_mask.kind == NONE
     formula = _formula_of(p, r, a.scale, b.scale, "js" if kind == "js" else "kl", heads, epsilon)
     plan = FusedDivergence(a, b, kind == "js", heads == "mean", listed, epsilon, count, formula)
@@ -300,7 +300,7 @@ def _outcomes(p: Problem, r: Problem, same: bool) -> Tensor | None:
     return (count + sunk).clamp(min=1)
 
 
-def _fused_side(p: Problem) -> tuple[FusedSide, Tensor, Tensor]:
+def _fused_side(p: Problem, lse: Tensor | None) -> tuple[FusedSide, Tensor, Tensor]:
     """A side with a positive scale, and its queries and keys with the score folded in."""
     query, key, scale, _ = _folded(p)
     if isinstance(scale, Tensor):
@@ -309,7 +309,7 @@ def _fused_side(p: Problem) -> tuple[FusedSide, Tensor, Tensor]:
         query, scale = (-query, -scale) if scale else (query * scale, 1.0)
     if INTERPRETED and query.dtype == torch.bfloat16:  # Triton's interpreter cannot multiply it
         query, key = query.float(), key.float()
-    return FusedSide(scale, p.softcap, _block_mask(p)), query, key
+    return FusedSide(scale, p.softcap, _block_mask(p), log2_lse(lse, query)), query, key
 
 
 def _about_sizes(p: Problem, listed: bool = False) -> list[str]:

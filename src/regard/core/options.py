@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Literal, NoReturn, TypedDict
+from typing import Literal, NoReturn, TypeAlias, TypedDict
 
 from torch import Tensor
 
@@ -13,10 +13,11 @@ from ..errors import DtypeError
 from ..masks import Mask
 from ..scores import Score
 
-__all__ = ["Heads", "Kind", "Options", "refuse_unknown"]
+__all__ = ["BothLse", "Heads", "Kind", "Options", "refuse_unknown"]
 
 Kind = Literal["kl", "reverse", "js"]  # of a divergence
 Heads = Literal["mean", "pairs"] | None  # how a divergence pairs heads; None pairs each with the one of its number
+BothLse: TypeAlias = tuple[Tensor | None, Tensor | None]  # of the sides of a divergence, in nats, where they are known
 
 
 class Options(TypedDict):

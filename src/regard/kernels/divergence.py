@@ -20,7 +20,7 @@ from .block_mask import BlockMask
 if TYPE_CHECKING:
     from .portable.divergence_launch import DivergenceRows, Pair
 
-__all__ = ["FusedDivergence", "FusedSide", "PairTensors", "fused_divergence"]
+__all__ = ["FusedDivergence", "FusedSide", "PairTensors", "fused_divergence", "log2_lse"]
 
 _LOG2E = 1 / math.log(2)
 _DEEP = -1e4  # as in the kernels: 2 to it is 0
@@ -43,6 +43,7 @@ class FusedSide(NamedTuple):
     scale: float
     softcap: float | None
     block_mask: BlockMask
+    lse: Tensor | None = None  # where it is known, as `log2_lse` gives it
 
     def kernel_args(self, query: Tensor, key: Tensor, sink: Tensor | None) -> KernelArgs:
         query, key = query.detach(), key.detach()
@@ -73,7 +74,12 @@ class FusedDivergence:
             floor = math.log2(self.epsilon) - self.count.float().log2()
             rows = (p.rows[0], 1, p.rows[2]) if self.mean else p.rows
             kind, mix = EPSILON, Mix(math.log1p(-self.epsilon) * _LOG2E, floor.expand(rows).contiguous())
-        return Pair(p, r, kind, self.listed, self.mean, mix)
+        return Pair(p, r, kind, self.listed, self.mean, mix, (self.p.lse, self.r.lse))
+
+
+def log2_lse(lse: Tensor | None, query: Tensor) -> Tensor | None:
+    """The lse of an Observation as kernels have it: float32 (L, H, N), in log2 units, a constant."""
+    return None if lse is None else (lse.detach().float() * _LOG2E).reshape(query.shape[:3]).contiguous()
 
 
 def fused_divergence(plan: FusedDivergence, x: PairTensors) -> Tensor:

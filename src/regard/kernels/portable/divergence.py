@@ -48,6 +48,7 @@ from .tile_ops import (
 
 KL, EPSILON, JS = 0, 1, 2
 _KL, _EPSILON, _JS = tl.constexpr(KL), tl.constexpr(EPSILON), tl.constexpr(JS)
+SMALLEST = tl.constexpr(2.0**-126)  # of the numbers with all digits
 FAR = tl.constexpr(1e30)  # instead of lse where a row has no weights: all of them are 0, and differences stay finite
 
 
@@ -83,10 +84,10 @@ class PairRows(NamedTuple):
 
     lse_p: Any
     lse_r: Any
-    g: Any  # in log2 units
-    p_delta: Any  # g · Σ p·A
-    r_delta: Any  # g · Σ r·B
-    floor: Any  # log2 of ε·u
+    g: Any  # in the units of A
+    p_delta: Any  # g · Σ p·A in nats
+    r_delta: Any  # g · Σ r·B in nats
+    floor: Any  # ε·u, as `mixing_floor` has it
 
 
 class Terms(NamedTuple):
@@ -94,36 +95,66 @@ class Terms(NamedTuple):
 
     p: Any
     r: Any
-    A: Any  # by p, in log2 units
-    rB: Any  # by r, times r
+    A: Any  # by p, in units of `nats`
+    B: Any  # by r: for JS in the same units, else log2 of −B
+    rB: Any  # for JS in the same units, else as it is
 
 
 @triton.jit
-def softplus2(x, C: tl.constexpr):
-    """log2(1 + 2ˣ); with QUICK to 2⁻²², which is what exp2 has too."""
-    y = 1.0 + tl.exp2(-tl.abs(x))
-    if C.QUICK:
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1)
+def nats(C: tl.constexpr):
+    """What A is multiplied by to be in nats: for JS it is log2(p / m), of which half counts."""
+    return 0.5 * LN2 if C.KIND == _JS else LN2
+
+
+@triton.jit
+def quick_log2(x, C: tl.constexpr):
+    """log2 of numbers from SMALLEST on, to 2⁻²², which is what exp2 has too."""
+    if C.PTX:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        y = tl.log2(y)
-    return tl.maximum(x, 0.0) + y
+        y = tl.log2(x)
+    return y
+
+
+@triton.jit
+def softplus2(x):
+    """log2(1 + 2ˣ)."""
+    return tl.maximum(x, 0.0) + tl.log2(1.0 + tl.exp2(-tl.abs(x)))
+
+
+@triton.jit
+def mixing_floor(floor, C: tl.constexpr):
+    """ε·u as `pair_terms` takes it, from its log2: with QUICK the number itself."""
+    return tl.maximum(tl.exp2(floor), SMALLEST) if C.QUICK else floor
 
 
 @triton.jit
 def pair_terms(x_p, x_r, floor, kept, C: tl.constexpr):
-    """The terms of pairs with log2 weights x_p and x_r; hidden ones have DEEP."""
+    """The terms of pairs with log2 weights x_p and x_r; hidden ones have DEEP.
+
+    With QUICK, one logarithm is taken of what p is divided by. Otherwise it is taken of a ratio, which keeps all digits of terms near 0.
+    """
     p, r = tl.exp2(x_p), tl.exp2(x_r)
     if C.KIND == _JS:
-        d = x_p - x_r
-        s = softplus2(d, C)  # 1 − s = log2(r / m)
-        A, rB = 0.5 * (1.0 - s + d), r * (0.5 * LN2 * (1.0 - s))
+        if C.QUICK:
+            log_m = quick_log2((p + r) * 0.5 + SMALLEST, C)  # finite where both are hidden
+            A, B = x_p - log_m, x_r - log_m
+        else:
+            B = 1.0 - softplus2(x_p - x_r)
+            A = B + (x_p - x_r)
+        rB = r * B
     elif C.KIND == _EPSILON:
-        d = x_r + kept - floor
-        s = softplus2(d, C)
-        A, rB = x_p - floor - s, -p * tl.exp2(d - s)
+        if C.QUICK:
+            log_mixed = quick_log2(r * tl.exp2(kept) + floor, C)
+            A, share = x_p - log_mixed, x_r + kept - log_mixed
+        else:
+            d = x_r + kept - floor
+            s = softplus2(d)
+            A, share = x_p - floor - s, d - s
+        B, rB = x_p - x_r + share, -p * tl.exp2(share)
     else:
-        A, rB = x_p - x_r, -p
-    return Terms(p, r, A, rB)
+        A, B, rB = x_p - x_r, x_p - x_r, -p
+    return Terms(p, r, A, B, rB)
 
 
 @triton.jit
@@ -338,6 +369,12 @@ def finite_lse(lse):
 
 
 @triton.jit
+def at_least_zero(value):
+    """JS, which rounding may leave below 0; NaN stays NaN."""
+    return tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def tile_terms(S_p, S_r, show_p, show_r, row, mix, p, r, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr):
     """The terms of a tile, for row statistics that are broadcast to it."""
     X_p = log_weights(S_p, row.lse_p, show_p, unit_of(p.head, P), MASKED)
@@ -381,7 +418,7 @@ def divergence_terms(
     zeros = tl.zeros([P.BM], tl.float32)  # not lse · 0, which is NaN for a row that sees nothing
     floor = zeros
     if C.KIND == _EPSILON:
-        floor = tl.load(mix.floor + at, mask=i < n, other=0.0)
+        floor = mixing_floor(tl.load(mix.floor + at, mask=i < n, other=0.0), C)
     row = PairRows(finite_lse(lse_p)[:, None], finite_lse(lse_r)[:, None], None, None, None, floor[:, None])
     sums = over_both(over_keys, terms_step, Sums(zeros, zeros), (p, r, row, mix, block * P.BM, R, C), p, r, block, tl.cdiv(m, P.BN), P, R)
     sum_p, sum_r = sums.p, sums.r
@@ -394,7 +431,11 @@ def divergence_terms(
         found = pair_terms(tl.maximum(sunk_p, DEEP), tl.maximum(sunk_r, DEEP), floor, mix.kept, C)
         sum_p += found.p * found.A
         sum_r += found.rB
-    sum_p *= LN2
-    tl.store(out.value + at, sum_p + sum_r if C.KIND == _JS else sum_p, mask=i < n)
+    sum_p *= nats(C)
+    value = sum_p
+    if C.KIND == _JS:
+        sum_r *= nats(C)
+        value = at_least_zero(sum_p + sum_r)
+    tl.store(out.value + at, value, mask=i < n)
     tl.store(out.delta_p + at, sum_p, mask=i < n)
     tl.store(out.delta_r + at, sum_r, mask=i < n)

@@ -16,12 +16,15 @@ from ..arguments import Sizes
 from .aggregates import Head, Matrices
 from .divergence import (
     _EPSILON,
+    _JS,
     _KL,
     FAR,
     PairRows,
     Side,
     Sums,
     finite_lse,
+    mixing_floor,
+    nats,
     over_both,
     pair_terms,
     side_tile,
@@ -40,12 +43,12 @@ from .program import (
     q_at,
     store_rows,
 )
-from .tile_ops import DEEP, LN2, LOG2E, PACK, program_tile, read_four, select_in_spans, tanh, zero_hidden_keys
+from .tile_ops import DEEP, LOG2E, PACK, program_tile, read_four, select_in_spans, tanh, zero_hidden_keys
 
 
 @triton.jit(do_not_specialize=["n"])
 def pack_rows(rows, g, floors, out, n, C: tl.constexpr):
-    """lse of both sides, g in log2 units, g · Σ p·A; unless it is KL, then g · Σ r·B, and the floor: program (block of rows, head).
+    """lse of both sides, g in the units of A, g · Σ p·A; unless it is KL, then g · Σ r·B, and the floor: program (block of rows, head).
 
     An infinite row has no gradient. For KL Σ r·B = −Σ p = −1.
     """
@@ -64,10 +67,10 @@ def pack_rows(rows, g, floors, out, n, C: tl.constexpr):
         p_delta = g * tl.load(rows.delta_p + at, mask=i < n, other=0.0)
         tl.store(to + 4, g * tl.load(rows.delta_r + at, mask=i < n, other=0.0))
         if C.KIND == _EPSILON:
-            tl.store(to + 5, tl.load(floors + at, mask=i < n, other=0.0))
+            tl.store(to + 5, mixing_floor(tl.load(floors + at, mask=i < n, other=0.0), C))
     tl.store(to, finite_lse(lse_p))
     tl.store(to + 1, finite_lse(lse_r))
-    tl.store(to + 2, g * LN2)
+    tl.store(to + 2, g * nats(C))
     tl.store(to + 3, p_delta)
 
 
@@ -104,7 +107,10 @@ def pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P: tl.constexpr, R: 
     else:
         found = pair_terms(X_p, X_r, row.floor, mix.kept, C)
         dS_p = found.p * (row.g * found.A - row.p_delta)
-        dS_r = (row.g * LOG2E) * found.rB - row.r_delta * found.r
+        if C.KIND == _JS:
+            dS_r = found.r * (row.g * found.B - row.r_delta)
+        else:
+            dS_r = (row.g * LOG2E) * found.rB - row.r_delta * found.r
     return dS_p, dS_r
 
 

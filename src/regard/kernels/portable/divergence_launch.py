@@ -19,7 +19,7 @@ from .divergence_backward import divergence_dk, divergence_dq, pack_rows
 from .launch import by_tma, options_of
 from .tile_ops import PACK
 
-__all__ = ["DivergenceRows", "Gradients", "Mix", "Pair", "backward", "forward", "lse"]
+__all__ = ["DivergenceRows", "Gradients", "Mix", "Pair", "backward", "both_lse", "forward"]
 
 
 class DivergenceRows(NamedTuple):
@@ -63,6 +63,7 @@ class Pair:
     listed: bool  # whether their masks are the same
     mean: bool = False  # whether the weights are averaged over heads first
     mix: Mix = field(default_factory=Mix)
+    known_lse: tuple[Tensor | None, Tensor | None] = (None, None)  # of p and of r, as `lse` finds them
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
@@ -96,8 +97,12 @@ class Pair:
 
     def constants(self, c: Config, **more: Any) -> dict[str, Constants]:
         P, R = (side_constants(w, c, LISTED=self.listed) for w in (self.p, self.r))
-        quick = self.p.ptx and not (self.p.exact or self.r.exact)
-        return {"P": P, "R": R, "C": constants(KIND=self.kind, QUICK=quick, PTX=self.p.ptx, **more)}
+        return {"P": P, "R": R, "C": constants(KIND=self.kind, QUICK=self.quick, PTX=self.p.ptx, **more)}
+
+    @property
+    def quick(self) -> bool:
+        """Whether logarithms may be as rough as products of 16 bits."""
+        return not (self.p.exact or self.r.exact)
 
     @property
     def row_width(self) -> int:
@@ -125,7 +130,8 @@ def forward(w: Pair) -> DivergenceRows:
         out = w.new_rows(deltas=False)
         _start(w, "divergence kl", divergence_kl, {"out": out, **w.sinks})
         return out
-    out = w.new_rows(deltas=True)._replace(lse_p=lse(w.p), lse_r=lse(w.r))
+    lse_p, lse_r = both_lse(w)
+    out = w.new_rows(deltas=True)._replace(lse_p=lse_p, lse_r=lse_r)
     _start(w, "divergence terms", divergence_terms, {"out": out, **w.sinks, "mix": w.mix})
     return out
 
@@ -146,6 +152,12 @@ def _start(w: Pair, name: str, kernel: Any, tensors: dict[str, Any], needs: tupl
         more = {"NEEDS_P": needs[0], "NEEDS_R": needs[1], "WIDTH": w.row_width}
     arguments = {**tensors, **w.described(c), **w.sizes, "row_blocks": row_blocks, **w.constants(c, **more)}
     launch_cache.start(key, kernel, row_blocks * L * H, arguments, options_of(c), tensors, c)
+
+
+def both_lse(w: Pair) -> tuple[Tensor, Tensor]:
+    """lse of p and of r; one that is known is not computed again."""
+    p, r = w.known_lse
+    return lse(w.p) if p is None else p, lse(w.r) if r is None else r
 
 
 def lse(w: KernelArgs) -> Tensor:
@@ -193,7 +205,7 @@ def _packed(w: Pair, rows: DivergenceRows, g: Tensor) -> Tensor:
     if launch is not None:
         launch.again(**tensors)
     else:
-        arguments = {**tensors, "n": N, "C": constants(KIND=w.kind, WIDTH=w.row_width)}
+        arguments = {**tensors, "n": N, "C": constants(KIND=w.kind, QUICK=w.quick, WIDTH=w.row_width)}
         launch_cache.start(key, pack_rows, blocks * L * H, arguments, {"enable_fp_fusion": True}, tensors)
     return out
 

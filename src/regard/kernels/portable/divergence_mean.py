@@ -17,10 +17,23 @@ import triton.language as tl
 
 from ..arguments import Sizes
 from .aggregates import Head, Matrices
-from .divergence import _EPSILON, _JS, _KL, FAR, block_limits, finite_lse, pair_terms, slot_at, softplus2, unit_of
+from .divergence import (
+    _EPSILON,
+    _JS,
+    _KL,
+    FAR,
+    at_least_zero,
+    block_limits,
+    finite_lse,
+    mixing_floor,
+    nats,
+    pair_terms,
+    slot_at,
+    unit_of,
+)
 from .divergence_backward import capped
 from .program import head_at, head_logits, k_at, load_k, load_q, load_row_tile, program_head, q_at, store_rows
-from .tile_ops import _BITS, DEEP, LN2, mask_tile, program_tile, row_spans, zero_hidden_keys
+from .tile_ops import _BITS, DEEP, mask_tile, program_tile, row_spans, zero_hidden_keys
 
 
 @triton.jit
@@ -110,7 +123,7 @@ def divergence_mean(
     i = i0 + tl.arange(0, P.BM)
     floor = tl.zeros([P.BM], tl.float32)
     if C.KIND == _EPSILON:
-        floor = tl.load(mix.floor + batch.to(tl.int64) * n + i, mask=i < n, other=0.0)
+        floor = mixing_floor(tl.load(mix.floor + batch.to(tl.int64) * n + i, mask=i < n, other=0.0), C)
     total = tl.zeros([P.BM], tl.float32)
     first = owner // batches * split
     for b in range(first, tl.minimum(first + split, tl.cdiv(m, P.BN))):
@@ -119,12 +132,14 @@ def divergence_mean(
         if any_of(show_p | show_r):
             X_p, X_r = mean_tiles(q_p, k_p, q_r, k_r, rows, args_p, args_r, sizes_p, sizes_r, (show_p, show_r), batch, i0, j0, P, R, C)
             found = pair_terms(X_p, X_r, floor[:, None], mix.kept, C)
-            total += tl.sum(found.p * found.A, 1) * LN2
+            total += tl.sum(found.p * found.A, 1) * nats(C)
             if C.KIND == _JS:
-                total += tl.sum(found.rB, 1)
+                total += tl.sum(found.rB, 1) * nats(C)
             if C.KIND == _KL:
                 lost = tl.max((show_p & (found.p > 0.0) & (X_r == DEEP)).to(tl.int32), 1)
                 total += tl.where(lost > 0, float("inf"), 0.0)
+    if C.KIND == _JS:  # the terms of a key are not below 0 together
+        total = at_least_zero(total)
     tl.store(out + owner.to(tl.int64) * n + i, total, mask=i < n)
 
 
@@ -146,18 +161,11 @@ def mean_slopes(
     if any_of(show_p | show_r):
         floor = tl.zeros([P.BM], tl.float32)
         if C.KIND == _EPSILON:
-            floor = tl.load(mix.floor + batch.to(tl.int64) * n + i, mask=i < n, other=0.0)
+            floor = mixing_floor(tl.load(mix.floor + batch.to(tl.int64) * n + i, mask=i < n, other=0.0), C)
         X_p, X_r = mean_tiles(q_p, k_p, q_r, k_r, rows, args_p, args_r, sizes_p, sizes_r, (show_p, show_r), batch, i0, j0, P, R, C)
         found = pair_terms(X_p, X_r, floor[:, None], mix.kept, C)
-        W_p = tl.where(show_p, found.A * LN2, float("-inf"))
-        if C.KIND == _JS:
-            B = 0.5 * LN2 * (1.0 - softplus2(X_p - X_r, C))
-        elif C.KIND == _EPSILON:
-            d = X_r + mix.kept - floor[:, None]
-            B = X_p - X_r + d - softplus2(d, C)
-        else:
-            B = X_p - X_r
-        W_r = tl.where(show_r, B, float("-inf"))
+        W_p = tl.where(show_p, found.A * nats(C), float("-inf"))
+        W_r = tl.where(show_r, found.B * nats(C) if C.KIND == _JS else found.B, float("-inf"))
     at = ((batch.to(tl.int64) * strip + i - row0) * width)[:, None] + (j0 + tl.arange(0, P.BN))[None, :]
     if C.NEEDS_P:
         tl.store(out.p + at, W_p)

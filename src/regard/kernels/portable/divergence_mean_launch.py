@@ -12,7 +12,7 @@ from .. import launch_cache
 from ..arguments import KernelArgs
 from .configs import Config
 from .divergence import JS, KL
-from .divergence_launch import DivergenceRows, Gradients, Pair, lse, side_constants
+from .divergence_launch import DivergenceRows, Gradients, Pair, both_lse, side_constants
 from .divergence_mean import divergence_mean, mean_dk, mean_dq, mean_slopes
 from .launch import by_tma, options_of
 
@@ -46,7 +46,7 @@ def _constants(w: Pair, c: Config, **more: Any) -> dict[str, Any]:
 def mean_forward(w: Pair) -> DivergenceRows:
     """The divergence of the mean weights of each row, (L, 1, N), and lse of every head, (L, H, N)."""
     L, _, N = w.p.rows
-    rows = DivergenceRows(w.p.query.new_empty(0, dtype=torch.float32), lse(w.p), lse(w.r))
+    rows = DivergenceRows(w.p.query.new_empty(0, dtype=torch.float32), *both_lse(w))
     splits = triton.cdiv(w.p.m, _SPLIT)
     parts = rows.lse_p.new_empty(splits, L, 1, N)
     key = ("mean divergence", w.signature)
