@@ -106,15 +106,16 @@ def problem_of(inputs: list[Tensor | None], parts: int, *encoded: Any) -> Proble
 
 
 def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> TritonEngine | ChunkedEngine | ChosenEngine:
-    """The engine of a call; one without tensors is kept, with its block mask, for calls with the same shapes and strides."""
+    """The engine of a call; one without tensors but a seed is kept, with its block mask, for calls with the same shapes and strides."""
     code, integers, floats, tensors = encoded
     layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in inputs]
     key = (code, *integers, *floats, *layouts)
-    known = None if tensors or is_capturing() else _ENGINES.get(key)
+    known = None if len(tensors) > 1 or is_capturing() else _ENGINES.get(key)
     if known is not None:
-        return known
+        return replace(known, spec=replace(known.spec, seed=tensors[0])) if tensors else known
     engine: TritonEngine | ChunkedEngine | ChosenEngine = decode(*encoded)
     spec = engine.spec
+    alike = not tensors or (len(tensors) == 1 and spec.seed is tensors[0])  # calls with this key differ in the seed at most
     device = _first(inputs).device
     if spec.mask is not None and any(t.device != device for t in spec.mask.tensors):
         spec = replace(spec, mask=spec.mask.to(device))
@@ -122,8 +123,8 @@ def _engine(inputs: Sequence[Tensor | None], encoded: tuple[Any, ...]) -> Triton
     if isinstance(engine, TritonEngine):
         mask = block_mask(spec.mask, spec.n, spec.m, device, spec.inner)
         engine = replace(engine, block_mask=mask, shortcuts=_shortcuts(engine, inputs, key))
-    if not tensors and (spec.mask is None or spec.mask.constant) and not is_capturing():
-        _keep(_ENGINES, key, engine)
+    if alike and (spec.mask is None or spec.mask.constant) and not is_capturing():
+        _keep(_ENGINES, key, replace(engine, spec=replace(spec, seed=0)) if tensors else engine)
     return engine
 
 
