@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard
 
-LAYERS, HIDDEN, HEADS, BATCH, TOKENS, WORDS = 4, 1024, 16, 4, 2048, 512
+LAYERS, HIDDEN, HEADS, BATCH, TOKENS, WORDS = 4, 1024, 16, 8, 2048, 512
 WINDOW, CAP = 1024, 30.0
 STEPS, TURNS = 10, 5
 MUST = 1.02  # times the time of FlexAttention, compiled
