@@ -242,8 +242,7 @@ def _fused_divergence(
     count = None if epsilon is None else _outcomes(p, r, same)
     if epsilon is not None and count is None:
         return None
-    one_pass = kind != "js" and heads is None and epsilon is None  # it finds lse on its way
-    lse_p, lse_r = (None, None) if one_pass else lse[::-1] if kind == "reverse" else lse
+    lse_p, lse_r = lse[::-1] if kind == "reverse" else lse
     (a, q_p, k_p), (b, q_r, k_r) = _fused_side(p, lse_p), _fused_side(r, lse_r)
     listed = same or a.block_mask.kind == b.block_mask.kind == NONE
     formula = _formula_of(p, r, a.scale, b.scale, "js" if kind == "js" else "kl", heads, epsilon)
