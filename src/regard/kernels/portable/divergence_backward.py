@@ -27,6 +27,7 @@ from .divergence import (
     nats,
     over_both,
     pair_terms,
+    powers,
     side_tile,
     side_tile_transposed,
     unit_of,
@@ -101,9 +102,9 @@ def pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P: tl.constexpr, R: 
     if MASKED and not P.LISTED:  # where one side alone is hidden, the other has a derivative
         X_p, X_r = tl.where(show_p, X_p, DEEP), tl.where(show_r, X_r, DEEP)
     if C.KIND == _KL:
-        weight = tl.exp2(X_p)
+        weight = powers(X_p, C)
         dS_p = weight * (row.g * (X_p - X_r) - row.p_delta)
-        dS_r = row.g * (tl.exp2(X_r) - weight)
+        dS_r = row.g * (powers(X_r, C) - weight)
     else:
         found = pair_terms(X_p, X_r, row.floor, mix.kept, C)
         dS_p = found.p * (row.g * found.A - row.p_delta)
