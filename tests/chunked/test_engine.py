@@ -82,12 +82,12 @@ MASKED = {
 
 
 @pytest.mark.parametrize("name", MASKED)
-@pytest.mark.parametrize(("heads", "n"), [(1, 389), (1, 512), (3, 300), (1, 1)])
+@pytest.mark.parametrize(("heads", "n"), [(1, 389), (1, 512), (3, 300), (1, 1), (1, 17), (2, 200)])
 def test_the_bits_are_the_same_for_every_number_of_threads(name: str, heads: int, n: int) -> None:
     before = torch.get_num_threads()
     found: list[list[torch.Tensor]] = []
     try:
-        for threads in (1, 2, 16):
+        for threads in (1, 2, 5, 16):
             torch.set_num_threads(threads)
             leaves = [
                 x.requires_grad_() for x in inputs(1, heads, n=n, m=max(n, 300) if name == "no mask" else n, d=64)

@@ -35,6 +35,7 @@ __all__ = [
 _ROWS_WORTH_A_COPY = 64  # from here a transposed copy of the keys pays; 16 rows take a third of the time without
 _BLOCK_ROWS = 128  # of a matrix that is multiplied in blocks
 _FEWEST_ROWS = 8  # of a block: the bits of fewer rows depend on how many there are
+_MOST_THREADS = 2  # per product: with more, MKL divides rows so that some are summed in another order
 _HIDDEN_LOGIT = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
 FLOOR = {dtype: math.log(torch.finfo(dtype).tiny) + 0.01 for dtype in (torch.float32, torch.float64)}
 INF_BITS = {  # the integer dtype of the same size, and −inf in it
@@ -104,21 +105,36 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """The products of matrices (B, r, k) and (B, k, c), with the same bits for every number of threads.
 
     BLAS libraries divide one product among their threads, by its sums too. Several products they compute side by
-    side, with one thread for each; so the rows of a single matrix are multiplied as several matrices.
+    side, with one thread or a few for each. So the rows of a single matrix are multiplied as several matrices, and few
+    matrices several times: at the same time, that is as fast as once.
     """
-    if len(a) != 1 or a.device.type != "cpu":
+    batch, rows, columns = len(a), a.shape[1], b.shape[2]
+    if a.device.type != "cpu" or not batch:
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
-    rows = a.shape[1]
-    blocks = rows // _BLOCK_ROWS if rows % _BLOCK_ROWS == 0 and rows > _BLOCK_ROWS else 2
-    if rows % blocks or rows < 2 * _FEWEST_ROWS:  # twice, at the same time, is as fast as once
-        twice = torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
-        return twice if out is None else out.copy_(twice)
-    split = a.reshape(blocks, rows // blocks, a.shape[2])
-    whole = b.expand(blocks, -1, -1)
+    blocks = _row_blocks(rows) if batch == 1 else 1
+    if blocks > 1:
+        a, b = a.reshape(blocks, rows // blocks, a.shape[2]), b.expand(blocks, -1, -1)
+    share = _MOST_THREADS if a.shape[1] >= _FEWEST_ROWS else 1
+    times = -(-max(2, -(-torch.get_num_threads() // share)) // len(a))
+    if times > 1:
+        several = torch.bmm(_repeated(a, times), _repeated(b, times))[: len(a)].view(batch, rows, columns)
+        return several if out is None else out.copy_(several)
     if out is None:
-        return torch.bmm(split, whole).view(1, rows, b.shape[2])
-    torch.bmm(split, whole, out=out.view(blocks, rows // blocks, b.shape[2]))
+        return torch.bmm(a, b).view(batch, rows, columns)
+    torch.bmm(a, b, out=out.view(len(a), -1, columns))
     return out
+
+
+def _row_blocks(rows: int) -> int:
+    """In how many blocks of equal size the rows of a matrix are multiplied."""
+    blocks = rows // _BLOCK_ROWS if rows % _BLOCK_ROWS == 0 and rows > _BLOCK_ROWS else 2
+    return 1 if rows % blocks or rows < 2 * _FEWEST_ROWS else blocks
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    if len(x) == 1:
+        return x.expand(times, -1, -1)
+    return x.repeat(times, 1, 1) if x.stride(2) == 1 else x.mT.repeat(times, 1, 1).mT
 
 
 class Intervals(NamedTuple):

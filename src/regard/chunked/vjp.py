@@ -109,7 +109,7 @@ def vjp(
             keep = kept(x.spec, tile, P.shape[2], P.device).to(P.dtype) / (1 - x.spec.dropout)
             dP.mul_(keep)
             Pd = P * keep
-        d_value = None if sums.value is None else torch.bmm(matrices_of(Pd).mT, matrices_of(dO_tile))
+        d_value = None if sums.value is None else multiply(matrices_of(Pd).mT, matrices_of(dO_tile))
         dS = dP.add_(ROW.part(delta, tile)[..., None]).mul_(P)
         if g_H is not None and X is not None:
             surprise = X.sub_(ROW.part(mean, tile)[..., None]).mul_(P)
@@ -162,7 +162,7 @@ def _add_tile(x: FoldedProblem, tile: Tile, dS: Tensor, sums: GradSums, workspac
     else:
         D = matrices_of(dS)
         d_query = None if sums.query is None else multiply(D, workspace.matrices("key rows", x.key, tile))
-        d_key = None if sums.key is None else torch.bmm(D.mT, matrices_of(query))
+        d_key = None if sums.key is None else multiply(D.mT, matrices_of(query))
     if sums.query is not None and d_query is not None:
         QUERY.part(sums.query, tile).add_(d_query.view(query.shape))
     return d_key
