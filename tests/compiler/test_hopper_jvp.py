@@ -19,9 +19,9 @@ from sass import inner_loops
 
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9; all others have room. True: with entropy.
 SPILLED = {
-    ("none", 128, False): (88, 360), ("spans", 128, False): (192, 440), ("bits", 128, False): (192, 480),
-    ("none", 128, True): (240, 416), ("spans", 128, True): (288, 576), ("bits", 128, True): (280, 568),
-    ("spans", 64, True): (24, 80), ("bits", 64, True): (0, 72),
+    ("none", 128, False): (88, 360), ("none", 128, True): (392, 408), ("spans", 64, True): (0, 64),
+    ("spans", 128, False): (184, 488), ("spans", 128, True): (432, 576), ("bits", 64, True): (0, 64),
+    ("bits", 128, False): (232, 480), ("bits", 128, True): (424, 568),
 }  # fmt: skip
 hopper, variants = hopper_compiled.hopper, hopper_compiled.variants
 

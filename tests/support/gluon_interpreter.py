@@ -125,6 +125,30 @@ class Shared:
         self.x[...] = self.dtype.encode(x.x)
 
 
+class Blocks:
+    """Blocks of shared memory that a number chooses."""
+
+    def __init__(self, blocks: list[Shared]) -> None:
+        self.blocks, self.shape = blocks, [len(blocks), *blocks[0].shape]
+
+    def index(self, at: Any) -> Shared:
+        assert 0 <= int(at) < len(self.blocks), "a block outside of shared memory"
+        return self.blocks[int(at)]
+
+
+def row_blocks(x: Shared, rows: int) -> Blocks:
+    """Those of each panel of 64 columns lie before those of the next."""
+    count, columns = x.shape
+    panel = min(columns, 64)
+    return Blocks(
+        [
+            x.slice(first, panel, 1).slice(row, rows)
+            for first in range(0, columns, panel)
+            for row in range(0, count, rows)
+        ]
+    )
+
+
 class Barrier:
     """An mbarrier: a phase is complete when all have arrived and all bytes have come."""
 
@@ -415,7 +439,7 @@ HOPPER: dict[str, Any] = {
     "tma": SimpleNamespace(store_wait=lambda left: here().wait_for_stores()),
     "tma_load": tma_load, "tma_store": tma_store, "tma_add": partial(tma_store, add=True),
     "warpgroup_mma": mma, "warpgroup_mma_wait": mma_wait,
-    "start_copy": start_copy,
+    "start_copy": start_copy, "row_blocks": row_blocks,
     "async_copy": SimpleNamespace(
         commit_group=lambda: here().copies.append([]),
         wait_group=lambda left: here().wait_for_copies(int(left)),

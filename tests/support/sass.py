@@ -34,10 +34,10 @@ def loops(code: list[Line]) -> list[tuple[int, int]]:
     return [(int(to.group(1), 16), at) for at, to in jumps if to and int(to.group(1), 16) < at]
 
 
-def inner_loops(sass: str) -> list[list[str]]:
-    """The instructions of each loop that has no other in it."""
+def inner_loops(sass: str, having: str = "") -> list[list[str]]:
+    """The instructions of each loop that has such an instruction, and no other such loop in it."""
     code = lines(sass)
-    known = loops(code)
+    known = [(a, b) for a, b in loops(code) if any(having in line.text for line in code if a <= line.at <= b)]
     inner = [(a, b) for a, b in known if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in known)]
     return [[line.text for line in code if a <= line.at <= b] for a, b in inner]
 

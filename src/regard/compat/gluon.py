@@ -16,6 +16,7 @@ __all__ = [
     "KEYS_IN_REGISTERS",
     "TensorDescriptor",
     "group_barrier",
+    "row_blocks",
     "start_copy",
     "tma_add",
     "tma_load",
@@ -49,6 +50,19 @@ def _reduce_add():
 
 
 tma_add = _reduce_add()
+
+
+@builtin
+def row_blocks(X, rows, _semantic=None):
+    """Shared memory X [R, C] of 16-bit numbers that TMA fills, by so many rows: [C / P · R / rows, rows, P].
+
+    A number of the program may index these; `slice` takes constants alone. TMA swizzles at most 128 bytes of a row, so
+    every P = 64 columns are a panel, which lies before the next.
+    """
+    rows, (R, C) = getattr(rows, "value", rows), X.shape
+    panel = min(C, 64)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * panel, element_bitwidth=16, rank=2)
+    return _semantic.memdesc_reinterpret(X, X.dtype, [C // panel * (R // rows), rows, panel], layout)
 
 
 class _OneContext:

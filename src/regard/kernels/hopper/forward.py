@@ -94,8 +94,8 @@ def flat(X, R: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS: gl.constexpr, MASKED: gl.constexpr):
-    """Products [ROWS, BN] to logits, −inf where hidden; and with a bias that may hide, which pairs are visible."""
+def masked_logits(S, rows, j, j0, lo, hi, slot, partial, params, TRAITS: gl.constexpr, MASKED: gl.constexpr):
+    """Products [ROWS, BN] to logits, −inf where hidden; and with a bias that may hide, which pairs are visible. A block may only be `partial` if MASKED."""
     show = j
     if not TRAITS.FAST:
         S, show = score(S, rows.scale, params.cap, params.bias, rows.bias_at, rows.i, j, j0, params.n, params.M, TRAITS.CAP, TRAITS.BIAS)
@@ -104,7 +104,8 @@ def masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS: gl.constexpr, MA
             show = show & mask_tile(params.lists, lo, hi, gl.maximum(slot, 0), rows.i, j, TRAITS.MASK) & (slot >= 0)
         S = gl.where(show, S, float("-inf"))
     elif MASKED:
-        S = apply_mask(S, params.lists, lo, hi, slot, rows.i, j0, TRAITS.MASK)
+        if partial:
+            S = apply_mask(S, params.lists, lo, hi, slot, rows.i, j0, TRAITS.MASK)
     return S, show
 
 
@@ -160,7 +161,7 @@ def wait_PV(O, R, EB: gl.constexpr):
 
 
 @gluon.jit
-def mma_one_block(t, O, R, P, softmax, values, stage, phase, rows, zero, params, G, TRAITS: gl.constexpr,
+def mma_one_block(t, partial, O, R, P, softmax, values, stage, phase, rows, zero, params, G, TRAITS: gl.constexpr,
                   MASKED: gl.constexpr, FIXED_MAX: gl.constexpr):
     """One iteration: the softmax of the t-th key block, beside P V of the previous one. FIXED_MAX: m stays, whatever the logits."""
     barriers, lists = params.barriers, params.lists
@@ -188,7 +189,7 @@ def mma_one_block(t, O, R, P, softmax, values, stage, phase, rows, zero, params,
     if not OVERLAP:
         mbarrier.wait(barriers.v_ready.index(stage), phase)
         O, R = wait_PV(O, R, EB)
-    S, show = masked_logits(S, rows, j, b * BN, lo, hi, slot, params, TRAITS, MASKED)
+    S, show = masked_logits(S, rows, j, b * BN, lo, hi, slot, partial, params, TRAITS, MASKED)
     seen, dirty = find_unseen(show, rows, j0, params, TRAITS, MASKED)
     if FIXED_MAX:
         P, l, e, top = softmax_fixed_max(S, m, l, e, top, rows.unit, TRAITS.ENTROPY)
@@ -336,10 +337,7 @@ def attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, pa
     hi = gl.where(key_blocks.total > 0, hi, 0)
     S = warpgroup_mma_wait(0, deps=[S])
     mbarrier.arrive(k_free.index(stage))
-    S, show = masked_logits(S, rows, j, j0, lo, hi, slot, params, TRAITS, may_hide(BIAS))
-    if not may_hide(BIAS):
-        if begin < unmasked:
-            S = apply_mask(S, lists, lo, hi, slot, i, j0, MASK)
+    S, show = masked_logits(S, rows, j, j0, lo, hi, slot, begin < unmasked, params, TRAITS, True)
     seen, dirty = find_unseen(show, rows, j0, params, TRAITS, True)
     P, m, l, e, a = online_softmax(S, m, l, e, unit, TRAITS.ENTROPY, TRAITS.FAST, True, False)
     P = pack_P(P, keys, j, params.drop, params.smem.V.dtype, TRAITS.DROP)
@@ -349,23 +347,22 @@ def attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, pa
             tma.store_wait(0)
             mbarrier.arrive(q_free.index(q_buffer ^ 1))
 
-    if MASK != _NONE:  # without a mask, only the first block can hide something
-        for t in range(begin + 1, unmasked):
+    fixed = gl.maximum(begin + 1, unmasked)
+    if LAZY:
+        fixed = fixed_max_from(fixed, count, key_blocks.num_full, key_blocks.total, safe)
+    if LAZY or MASK != _NONE:  # the masked loop is the safe one, too, so that there is less to compile
+        for t in range(begin + 1, fixed):
+            partial = True
+            if LAZY:
+                partial = t < unmasked
             O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
-                t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, True, False)
+                t, partial, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS,
+                MASK != _NONE, False)  # without a mask, only the first block can hide something
     if not may_hide(BIAS):  # the values of full blocks are clean
         clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, True)
-    unmasked = gl.maximum(begin + 1, unmasked)
-    fixed = count
-    if LAZY:
-        fixed = fixed_max_from(unmasked, count, key_blocks.num_full, key_blocks.total, safe)
-    for t in range(unmasked, fixed):
+    for t in range(fixed, count):
         O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
-            t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, False)
-    if LAZY:
-        for t in range(fixed, count):
-            O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
-                t, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, True)
+            t, False, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, LAZY)
 
     values_at = clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, False)
     O, R = start_PV(P, params.smem, values_at, O, R, TRAITS)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ...compat.gluon import group_barrier
+from ...compat.gluon import group_barrier, row_blocks
 from ..portable.tile_ops import (
     _BIAS_NONE,
     _NONE,
@@ -175,12 +175,18 @@ def zero_unseen(X, into, seen, rows, j0, params, C: gl.constexpr, TRAITS: gl.con
 
     Without a bias every group writes the same numbers to the same place, and reads them after its own writes.
     """
-    VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
     if may_hide(TRAITS.BIAS):
+        VL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
         into.store(gl.where((gl.convert_layout(seen, gl.SliceLayout(1, VL)) > 0)[:, None], X.load(VL), 0.0))
     else:
         at = seen_offset(params.lists, rows)
-        for r in gl.static_range(0, TRAITS.BN, CLEANED):
-            j = j0 + r + gl.arange(0, CLEANED, gl.SliceLayout(1, VL))
-            part = X.slice(r, CLEANED)
-            part.store(gl.where((gl.load(params.lists.seen + at + j, mask=j < params.M, other=1) != 0)[:, None], part.load(VL), 0.0))
+        parts = row_blocks(X, CLEANED)
+        PANEL: gl.constexpr = parts.shape[2]
+        PANELS: gl.constexpr = C // PANEL
+        PL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PANEL, PANEL // 8], [4, 1], [1, 0])
+        for r in range(gl.cdiv(gl.minimum(params.M - j0, TRAITS.BN), CLEANED)):
+            j = j0 + r * CLEANED + gl.arange(0, CLEANED, gl.SliceLayout(1, PL))
+            see = (gl.load(params.lists.seen + at + j, mask=j < params.M, other=1) != 0)[:, None]
+            for c in gl.static_range(PANELS):
+                part = parts.index(c * (TRAITS.BN // CLEANED) + r)
+                part.store(gl.where(see, part.load(PL), 0.0))
