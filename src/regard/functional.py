@@ -75,14 +75,14 @@ def attention(
     if other:
         refuse_unknown("attention", other)
     known = None
-    usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
+    usual = type(dropout) is float and not dropout and type(query) is Tensor
     if usual and not (WATCHERS or ACTIVE):
         if query.is_cuda:
-            known = key_of(query, key, value, mask, scale, softcap, sink, backend, False)
+            known = key_of(query, key, value, mask, scale, softcap, sink, backend, False, bias, score)
             if known is not None and (call := recall(known)) is not None:
-                return call.attend(query, key, value, mask, sink)  # type: ignore[no-any-return]
-        elif scale is None and softcap is None and sink is None and backend == "auto":  # noqa: SIM102
-            if (answer := fast_path(query, key, value, mask)) is not None:
+                return call.attend(query, key, value, mask, sink, known.bias)  # type: ignore[no-any-return]
+        elif backend == "auto" and scale is None and softcap is None and sink is None:  # noqa: SIM102
+            if bias is None and score is None and (answer := fast_path(query, key, value, mask)) is not None:
                 return answer
     options: Options = {
         "mask": mask,
@@ -130,12 +130,13 @@ def observe(
     if other:
         refuse_unknown("observe", other)
     known = None
-    usual = bias is None and score is None and type(dropout) is float and not dropout and type(query) is Tensor
+    usual = type(dropout) is float and not dropout and type(query) is Tensor
     if usual and query.is_cuda and not (WATCHERS or ACTIVE):
-        known = key_of(query, key, value, mask, scale, softcap, sink, backend, True)
+        known = key_of(query, key, value, mask, scale, softcap, sink, backend, True, bias, score)
         if known is not None and (call := recall(known)) is not None:
-            rows = call.attend(query, key, value, mask, sink)
-            return Observation(call.problem(query, key, value, mask, sink), call.backend, rows, call)
+            rows = call.attend(query, key, value, mask, sink, known.bias)
+            problem = call.problem(query, key, value, mask, sink, bias, score)
+            return Observation(problem, call.backend, rows, call)
     options: Options = {
         "mask": mask,
         "bias": bias,

@@ -361,7 +361,7 @@ def _observed(problem: Problem, backend: str | Backend) -> Observation:
     given, call = (p.query, p.key, p.value, p.mask), recall(known)
     if call is None:
         return Observation(p, *run_and_remember(known, given, p, backend))
-    return Observation(p, call.backend, call.attend(*given, p.sink), call)
+    return Observation(p, call.backend, call.attend(*given, p.sink, None), call)
 
 
 def _may_be_remembered(p: Problem) -> bool:

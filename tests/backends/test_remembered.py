@@ -18,10 +18,14 @@ from regard.backends.remembered import Key, key_of, recall, remember
 from regard.compat.torch import likeness
 from regard.compat.triton import INTERPRETED
 from regard.core.validation import pose
+from regard.scores import Pointwise, Scaled
 
 TENSORS = ("query", "key", "value")
 LENGTHS = torch.tensor([3, 5])
 KEPT = regard.padding(LENGTHS)
+SLOPES = torch.ones(4)
+LEARNT = torch.zeros(4, 11, requires_grad=True)
+CAP = Pointwise(lambda score, b, h, i, j: 5.0 * torch.tanh(score / 5.0))
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +60,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sink": {"sink": torch.zeros(4)},
     "a shared sink": {"sink": torch.zeros(1)},
     "a learnable sink": {"sink": torch.zeros(4, requires_grad=True)},
+    "slopes": {"bias": regard.biases.alibi(torch.ones(4))},
+    "slopes and an offset": {"bias": regard.biases.alibi(torch.ones(4), offset=1)},
+    "learnable slopes": {"bias": regard.biases.alibi(torch.ones(4, requires_grad=True))},
+    "a table": {"bias": regard.biases.relative(torch.ones(4, 5))},
+    "a shared table": {"bias": regard.biases.relative(torch.ones(5))},
+    "a function that is a cap": {"score": CAP},
+    "another such function": {"score": Pointwise(lambda score, b, h, i, j: 9.0 * torch.tanh(score / 9.0))},
+    "a function that is a bias": {"score": Pointwise(lambda score, b, h, i, j: score - SLOPES[h] * (i - j).abs())},
+    "a function that is a cap, and slopes": {"score": CAP, "bias": regard.biases.alibi(torch.ones(4))},
     "backend": {"backend": "chunked"},
     "observed": {"observed": True},
     "a mask, observed": {"mask": regard.window(3), "observed": True},
@@ -70,13 +83,12 @@ def is_recalled(first: dict[str, Any], second: dict[str, Any]) -> bool:
 def remembered_key(x: dict[str, Any]) -> Key:
     key = key_of(**x)
     assert key is not None
-    made, tensors = key
-    remembered._CALLS[made] = ((likeness(tensors), ANY),)
+    remembered._CALLS[key.values] = ((likeness(key.tensors), ANY),)
     return key
 
 
 def is_recalled_by(key: Key, x: dict[str, Any]) -> bool:
-    remembered._CALLS = {made: calls for made, calls in remembered._CALLS.items() if made == key[0]}
+    remembered._CALLS = {made: calls for made, calls in remembered._CALLS.items() if made == key.values}
     other = key_of(**x)
     return other is not None and recall(other) is not None
 
@@ -140,6 +152,42 @@ def test_other_masks_are_the_same_while_their_tensors_are_not_changed() -> None:
     assert not is_recalled_by(key, call(mask=mask))
 
 
+def test_a_function_counts_from_its_second_call_on_while_it_captures_the_same() -> None:
+    slopes = torch.ones(4)
+
+    def made() -> Pointwise:
+        return Pointwise(lambda score, b, h, i, j: score - slopes[h] * (i - j).abs())
+
+    score = made()
+    assert key_of(**call(score=score)) is None  # such a function is often made for one call
+    key = remembered_key(call(score=score))
+    assert key.bias is not None
+    assert is_recalled_by(key, call(score=score))
+    for _ in range(2):
+        assert not is_recalled_by(key, call(score=made()))
+    slopes.mul_(3)  # values may change, and count
+    changed = key_of(**call(score=score))
+    assert changed is not None
+    assert changed.bias is not None
+    assert torch.equal(changed.bias.tensors[0], slopes)
+    slopes = torch.ones(4)  # another tensor may have another size
+    assert key_of(**call(score=score)) is None
+    assert not is_recalled_by(key, call(score=score))
+
+
+def test_a_function_that_reads_beyond_its_table_is_refused_however_often() -> None:
+    table = torch.zeros(4, 11)
+    score = Pointwise(lambda score, b, h, i, j: score + table[h, i - j + 5])
+    short = call()
+    for name in TENSORS:
+        short[name] = short[name][:, :, :3]
+    assert key_of(**short, score=score) is None
+    key = remembered_key(short | {"score": score})
+    assert is_recalled_by(key, short | {"score": score})
+    table = torch.zeros(4, 3)
+    assert not is_recalled_by(key, short | {"score": score})
+
+
 def test_switches_of_torch_count() -> None:
     for mask in (None, regard.causal(), regard.everything()):
         key = remembered_key(call(mask=mask))
@@ -173,13 +221,24 @@ OTHERS: dict[str, dict[str, Any]] = {
     "no sink": {"sink": [0.0] * 4},
     "a backend object": {"backend": KNOWN["chunked"]},
     "a list": {"key": [[1.0]]},
+    "a tensor as bias": {"bias": torch.zeros(6, 6)},
+    "a function that is neither a cap nor a bias": {"score": Pointwise(lambda score, b, h, i, j: score * score)},
+    "a table that learns": {"score": Pointwise(lambda score, b, h, i, j: score + LEARNT[h, i - j + 5])},
+    "parameters": {"score": Pointwise(lambda score, b, h, i, j, c: score + c[h], parameters={"c": torch.ones(4)})},
+    "a scale that learns": {"score": Pointwise(lambda score, b, h, i, j: score + i - j, Scaled(torch.tensor(0.3)))},
+    "two biases": {
+        "score": Pointwise(lambda score, b, h, i, j: score + (i - j)),
+        "bias": regard.biases.alibi(torch.ones(4)),
+    },
+    "another score": {"score": regard.scores.Cosine()},
     "a parameter": {"query": torch.nn.Parameter(torch.randn(2, 4, 6, 8))},
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_arguments_take_the_whole_road(name: str) -> None:
-    assert key_of(**call(**OTHERS[name])) is None
+    for _ in range(2):
+        assert key_of(**call(**OTHERS[name])) is None
 
 
 def test_modes_of_torch_take_the_whole_road(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +279,7 @@ def test_only_what_a_backend_prepares_is_remembered(monkeypatch: pytest.MonkeyPa
     remember(key, (q, k, v, None), problem, backend)
     found = recall(key)
     assert found is not None
-    again = found.problem(v, k, q, None, torch.zeros(1))
+    again = found.problem(v, k, q, None, torch.zeros(1), None, None)
     assert again.sink is not None
     assert (again.query is v, again.scale, again.lead, again.observed) == (True, problem.scale, (2, 4), True)
     assert again.sink.shape == (4,)
@@ -232,9 +291,9 @@ def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = x["query"], x["key"], x["value"]
     monkeypatch.setattr(type(KNOWN["chunked"]), "prepare", lambda self, p: object())
     for n in range(remembered._SIZE + 5):
-        remember(((n,), (q, k, v)), (q, k, v, None), pose(q, k, v), KNOWN["chunked"])
+        remember(Key((n,), (q, k, v)), (q, k, v, None), pose(q, k, v), KNOWN["chunked"])
     assert len(remembered._CALLS) == remembered._SIZE
-    assert recall(((0,), (q, k, v))) is None
+    assert recall(Key((0,), (q, k, v))) is None
 
 
 def test_few_variants_of_a_call_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +306,21 @@ def test_few_variants_of_a_call_are_remembered(monkeypatch: pytest.MonkeyPatch) 
         assert keys[-1] is not None
         remember(keys[-1], (q, k, v, None), pose(q, k, v), KNOWN["chunked"])
     assert [key is not None and recall(key) is not None for key in keys] == [False] + [True] * remembered._VARIANTS
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_what_our_kernels_prepare_keeps_no_bias_alive(learnt: bool) -> None:
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        pytest.skip("the interpreter prepares nothing")
+    slopes = torch.ones(4, requires_grad=learnt)
+    kept = weakref.ref(slopes)
+    p = pose(*torch.randn(3, 2, 4, 6, 8).unbind(), bias=regard.biases.alibi(slopes))
+    prepared = Triton().prepare(p)
+    del p, slopes
+    gc.collect()
+    assert prepared is not None
+    assert kept() is None
 
 
 @pytest.mark.parametrize("mask", [lambda: regard.documents(torch.tensor([0, 0, 1, 0, 2, 2])), regard.window])

@@ -35,7 +35,7 @@ def test_a_remembered_call_takes_the_shortcuts_of_both_passes(monkeypatch: pytes
     monkeypatch.setattr(triton, "Shortcuts", Taken)
     run = triton.Triton().prepare(pose(query, key, value))
     assert run is not None
-    run(query, key, value, None, None).sum().backward()
+    run(query, key, value, None, None, None).sum().backward()
     assert taken == ["forward", "backward"]
     assert query.grad is not None
     assert torch.equal(query.grad, query * 2)

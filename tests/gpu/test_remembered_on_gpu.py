@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import regard
 from gpu.test_kernels_on_gpu import DEVICE, pytestmark, random, same_bits  # noqa: F401
 from regard import functional
 from regard.backends import remembered
+from regard.biases import Bias
 from regard.kernels import launch_cache
+from regard.scores import Pointwise
 
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -26,11 +29,17 @@ CALLS: dict[str, dict[str, Any]] = {
     "negative scale": {"scale": -0.2, "mask": regard.causal()},
     "sink": {"mask": regard.window(100), "sink": torch.randn(8)},
     "half a sink": {"mask": regard.window(100), "sink": torch.randn(8).bfloat16()},
+    "slopes": {"mask": regard.causal(), "bias": regard.biases.alibi(torch.rand(8))},
+    "a shared table": {"bias": regard.biases.relative(torch.randn(65))},
+}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {  # which Hopper's kernels take as a cap or a bias
+    "cap": lambda score, b, h, i, j: 5.0 * torch.tanh(score / 5.0),
+    "bias": lambda score, b, h, i, j: score - 0.1 * (h + 1) * (i - j).abs(),
 }
 
 
 def on_gpu(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.to(DEVICE) if isinstance(x, Tensor | regard.Mask) else x for name, x in options.items()}
+    return {name: x.to(DEVICE) if isinstance(x, Tensor | regard.Mask | Bias) else x for name, x in options.items()}
 
 
 def tensors(seed: int, dtype: torch.dtype, n: int = 512) -> list[Tensor]:
@@ -67,6 +76,36 @@ def test_a_remembered_call_has_the_bits_of_a_first_one(
                 assert same_bits(again, first)
             else:
                 torch.testing.assert_close(again, first, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")
+@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_is_a_cap_or_a_bias_is_remembered(
+    name: str, look: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"mask": regard.causal(), "score": Pointwise(FUNCTIONS[name])}
+    expected = [results(tensors(seed, torch.bfloat16), look, options) for seed in (0, 10)]
+    true = regard.attention(*(x.double() for x in tensors(0, torch.bfloat16)), **options)
+    torch.testing.assert_close(expected[0][0].double(), true.detach(), atol=2e-2, rtol=2e-2)
+    monkeypatch.setattr(functional, "pose", None)
+    for _ in range(2):
+        for seed, first in zip((0, 10), expected, strict=True):
+            assert same_bits(results(tensors(seed, torch.bfloat16), look, options), first)
+
+
+def test_slopes_that_change_or_learn_count_in_a_remembered_call() -> None:
+    x = tensors(0, torch.bfloat16)
+    slopes = torch.rand(8, device=DEVICE, requires_grad=True)
+    for factor in (1.0, 2.0, 3.0):
+        given = {"mask": regard.causal(), "bias": regard.biases.alibi(slopes * factor)}
+        seen = regard.observe(*x, **given)
+        found = [seen.output, seen.received, *torch.autograd.grad(seen.output.float().square().sum(), [*x, slopes])]
+        y = [t.detach().double().requires_grad_() for t in x]
+        exact = regard.observe(*y, **given, backend="reference")
+        true = [exact.output, exact.received, *torch.autograd.grad(exact.output.square().sum(), [*y, slopes])]
+        for a, b in zip(found, true, strict=True):
+            torch.testing.assert_close(a.double(), b.double(), atol=2e-2 * float(b.abs().max()), rtol=2e-2)
 
 
 def test_without_a_derivative_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from ..core.tiling import TileSizes
 __all__ = ["Backend", "Prepared", "PreparedSurvey"]
 
 Prepared: TypeAlias = Callable[..., Any]
-"""From query, key, value, mask and sink to the output or, of an observed problem, to `Rows`."""
+"""From query, key, value, mask, sink and structured bias to the output or, of an observed problem, to `Rows`."""
 
 PreparedSurvey: TypeAlias = Callable[[Problem, StackedRows, int, int], StackedSurvey | None]
 """`Backend.survey` of problems whose statistics are in one tensor; None where it has to go the whole way."""

@@ -199,6 +199,6 @@ def run_and_remember(key: Key, given: Given, p: Problem, backend: str | Backend)
     chosen = choose(p, backend)
     call = remember(key, given, p, chosen)
     if call is not None:
-        return chosen, call.attend(*given, p.sink)
+        return chosen, call.attend(*given, p.sink, key.bias)
     rows = run(p, chosen)
     return chosen, rows if p.observed else rows.output

@@ -15,27 +15,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..biases import Alibi, Relative
 from ..compat.torch import call_modes, is_capturing, likeness, operations_are_plain, versions_of
 from ..core.problem import Problem
 from ..kernels.block_mask import on_device, traceable
+from ..kernels.known_form import Size, known_form
 from ..masks import Mask
 from ..masks.base import And
 from ..masks.causal import Causal
 from ..masks.documents import Documents
 from ..masks.everything import Everything
+from ..scores import Pointwise, Scaled
 from .base import Backend, Prepared, PreparedSurvey
 
 __all__ = ["Given", "Key", "Remembered", "key_of", "recall", "remember"]
 
 Given = tuple[Tensor, Tensor, Tensor, Any]  # query, key, value and mask, as the caller gave them
 
-# What is compared by value, and the tensors, each once, which are compared by all but their values.
-Key = tuple[tuple[object, ...], tuple[Tensor, ...]]
-
 _SIZE = 512
 _VARIANTS = 8  # calls that differ by dtypes, strides, devices or derivatives alone
 _CALLS: dict[object, tuple[tuple[Callable[..., bool], Remembered], ...]] = {}
 _VALUES: dict[Mask, object] = {}
+
+
+class Key(NamedTuple):
+    """What calls are compared by."""
+
+    values: tuple[object, ...]
+    tensors: tuple[Tensor, ...]  # each once; compared by all but their values
+    bias: Alibi | Relative | None = None  # of a call, or of the function of the scores that it has
 
 
 class Remembered(NamedTuple):
@@ -46,15 +54,17 @@ class Remembered(NamedTuple):
     scale: float
     softcap: float | None
     lead: tuple[int, ...]
-    by_lengths: bool  # whether its mask is the same at every call
+    by_lengths: bool  # whether its weights depend on lengths, queries and keys, and on no other tensor but a sink
     survey: PreparedSurvey | None = None  # of an observed call
 
-    def problem(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sink: Tensor | None) -> Problem:
+    def problem(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sink: Tensor | None, bias: Any, score: Any
+    ) -> Problem:
         """The problem of an observed call with the same key."""
         sink = None if sink is None else sink.expand(query.shape[1])
         mask = None if mask is None else on_device(mask, query.device)
         softcap, lead = self.softcap, self.lead
-        return Problem(query, key, value, mask, None, None, self.scale, softcap, sink, 0.0, lead, True, "observe")
+        return Problem(query, key, value, mask, bias, score, self.scale, softcap, sink, 0.0, lead, True, "observe")
 
 
 @lru_cache(maxsize=_SIZE)
@@ -128,6 +138,35 @@ def _fields_of(kind: type[Mask]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
+class _Added(NamedTuple):
+    """What a bias and a score make of logits: a bias of either, and what is compared by value."""
+
+    bias: Alibi | Relative | None
+    values: tuple[object, ...]
+
+
+def _added(query: Tensor, key: Tensor, bias: object, score: object) -> _Added | None:
+    """What is added by a structured bias, or by a function of the scores that is one or a cap; None for all others."""
+    values: tuple[object, ...] = ()
+    if score is not None:
+        if type(score) is not Pointwise or type(score.base) is not Scaled or score.names or query.dim() != 4:
+            return None
+        if isinstance(score.base.scale, Tensor) or is_capturing():  # a graph finds the form anew at each replay
+            return None
+        token = score.token
+        if score.last_token is not token:  # many are made for one call; this one counts from its second call on
+            score.last_token = token
+            return None
+        form = known_form(score, Size(query.shape[1], query.shape[2], key.shape[-2], query.device))
+        if form is None or (bias is not None and form.bias is not None):
+            return None
+        values = token, score.base.scale
+        bias = bias if form.bias is None else form.bias
+    if bias is None:
+        return _Added(None, values)
+    return _Added(bias, (*values, type(bias), bias.offset)) if isinstance(bias, Alibi | Relative) else None
+
+
 def key_of(
     query: Tensor,
     key: Tensor,
@@ -138,9 +177,11 @@ def key_of(
     sink: object,
     backend: object,
     observed: bool,
+    bias: object = None,
+    score: object = None,
 ) -> Key | None:
     """The key of a call whose query is on a GPU; None where torch's modes, or parts of it, need the whole road."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(bias, Tensor):
         return None
     if not type(query) is type(key) is type(value) is Tensor or type(backend) is not str:
         return None
@@ -164,17 +205,24 @@ def key_of(
         made += (scale, softcap, sink is None)
         if isinstance(sink, Tensor):
             tensors += (sink,)
+    structured = None
+    if bias is not None or score is not None:
+        added = _added(query, key, bias, score)
+        if added is None:
+            return None
+        structured = added.bias
+        made += added.values
+        tensors += () if structured is None else structured.tensors
     if query is key or key is value or query is value:  # a tensor is compared once
         made += (query is key, key is value)
         tensors = tuple(dict.fromkeys(tensors))
-    return made, tensors
+    return Key(made, tensors, structured)
 
 
 def recall(key: Key) -> Remembered | None:
     """The call that is remembered by this key."""
-    made, tensors = key
-    for alike, call in _CALLS.get(made, ()):
-        if alike(*tensors):
+    for alike, call in _CALLS.get(key.values, ()):
+        if alike(*key.tensors):
             return call
     return None
 
@@ -187,15 +235,16 @@ def remember(key: Key, given: Given, p: Problem, backend: Backend) -> Remembered
     if not operations_are_plain():
         return None
     same = all(x is y for x, y in zip(given[:3], (p.query, p.key, p.value), strict=True))
+    same = same and (p.bias is None or p.bias is key.bias)
     same = same and (given[3] is p.mask or (isinstance(given[3], Mask) and on_device(given[3], p.device) is p.mask))
     if not same or isinstance(p.scale, Tensor) or (prepared := backend.prepare(p)) is None:
         return None
     if len(_CALLS) >= _SIZE:
         for oldest in list(_CALLS)[:1]:  # a list, since other threads may change it meanwhile
             _CALLS.pop(oldest, None)
-    made, tensors = key
     survey = backend.prepare_survey(p) if p.observed else None
-    by_lengths = p.mask is None or p.mask.constant
+    by_lengths = p.bias is None and p.score is None and (p.mask is None or p.mask.constant)
     found = Remembered(backend, prepared, p.scale, p.softcap, p.lead, by_lengths, survey)
-    _CALLS[made] = ((likeness(tensors), found), *_CALLS.get(made, ())[: _VARIANTS - 1])
+    others = _CALLS.get(key.values, ())[: _VARIANTS - 1]
+    _CALLS[key.values] = ((likeness(key.tensors), found), *others)
     return found

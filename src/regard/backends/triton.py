@@ -49,7 +49,7 @@ from ..kernels.block_lists import NONE
 from ..kernels.block_mask import BlockMask, block_mask, most_bytes, on_device, traceable
 from ..kernels.divergence import FusedDivergence, FusedSide, PairTensors, fused_divergence, log2_lse
 from ..kernels.engine import Inputs, TritonEngine
-from ..kernels.known_form import KnownForm, Size, known_form
+from ..kernels.known_form import form_of
 from ..kernels.launch_cache import Shortcuts
 from ..kernels.pointwise import flat_tables
 from ..kernels.pointwise_source import unsupported
@@ -105,23 +105,31 @@ class Triton(Backend):
         return Rows(output, *map(p.shaped, rows[1:])) if p.observed else Rows(output)
 
     def prepare(self, p: Problem) -> Prepared | None:
-        if INTERPRETED or not p.plain_scale or p.bias is not None or p.dropout or lists_keys(p.mask):
+        if INTERPRETED or isinstance(p.scale, Tensor) or isinstance(p.bias, Tensor) or p.dropout or lists_keys(p.mask):
             return None
-        shortcuts = Shortcuts()
+        form = form_of(p)
+        if p.score is not None and form is None:
+            return None
+        bias = p.bias if form is None or form.bias is None else form.bias
+        shortcuts = Shortcuts() if bias is None else None  # which know no bias
         records = may_need_grad(*p.tensors)
         engine, _ = _engine(p, _block_mask(p), shortcuts)
         constant, observed, heads = p.mask is None or p.mask.constant, p.observed, p.query.shape[1]
-        fixed, engine_for = engine if constant else None, _engine_for(engine, p)
-        del engine  # which holds the tensors of the mask
+        engine_for = _engine_for(engine, p)
+        fixed = engine_for(p.mask) if constant else None
+        del engine, form, bias  # which hold tensors
 
-        def run(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, sink: Tensor | None) -> Any:
+        def run(
+            query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, sink: Tensor | None, bias: Bias | None
+        ) -> Any:
             mine = engine_for(mask) if fixed is None else fixed
             sunk = None if sink is None else sink.float().expand(heads)
-            if not records and (short := shortcuts.forward) is not None:
+            if not records and shortcuts is not None and (short := shortcuts.forward) is not None:
                 found = short(query, key, value, sunk, mine.block_mask, False)
                 if found is not None:
                     return StackedRows(*found) if observed else found[0]
-            x = query, key, value, None, None, sunk, None, None
+            table = None if bias is None else _table(bias)
+            x = query, key, value, table, None, sunk, None, None
             rows = attend_eagerly(mine, x) if records else mine.forward(x)  # there is no transform and no tangent
             return rows if observed else rows.output
 
@@ -150,7 +158,7 @@ class Triton(Backend):
         return run
 
     def detail(self, p: Problem) -> str:
-        form = _form(p)
+        form = form_of(p)
         known = () if form is None else (f"the function of the scores is {form}",)
         return "; ".join((self.about, *known, *notes(p.device)))
 
@@ -372,8 +380,10 @@ def _block_mask(p: Problem) -> BlockMask:
 
 
 def _engine_for(engine: TritonEngine, p: Problem) -> Callable[[Mask | None], TritonEngine]:
-    """The same engine for other masks; nothing keeps the tensors of a mask alive."""
-    spec = replace(engine.spec, mask=None, read=None)
+    """The same engine for other masks; nothing keeps the tensors of a mask or a bias alive."""
+    with torch.no_grad():
+        bias = None if engine.spec.bias is None else engine.spec.bias.to("meta")
+    spec = replace(engine.spec, mask=None, read=None, bias=bias)
     engine = replace(engine, spec=spec, block_mask=BlockMask(spec.n, spec.m))
     n, m, device, items = p.rows, p.keys, p.device, p.items_per_mask
 
@@ -400,7 +410,7 @@ def _traced(p: Problem) -> Rows:
 
 def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = None) -> tuple[TritonEngine, Inputs]:
     """Fold the score, and split the problem into an engine and its inputs."""
-    form = _form(p)
+    form = form_of(p)
     if form is not None and isinstance(p.score, Pointwise):
         p = p._replace(score=p.score.base, softcap=form.softcap, bias=p.bias if form.bias is None else form.bias)
     seed: int | Tensor = 0
@@ -416,8 +426,7 @@ def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = No
     elif isinstance(p.bias, Alibi | Relative):
         kind = BIAS_ALIBI if isinstance(p.bias, Alibi) else BIAS_RELATIVE
         offset = p.keys - p.rows if p.bias.offset is None else p.bias.offset
-        table = p.bias.tensors[0].float()
-        table = table[None] if kind == BIAS_RELATIVE and table.dim() == 1 else table
+        table = _table(p.bias)
     spec = Spec.of(p, seed)
     if vector is not None:
         spec = replace(spec, pair=Additive.pair, cost=query.shape[-1], paired=1)
@@ -433,21 +442,10 @@ def _engine(p: Problem, mask: BlockMask | None, shortcuts: Shortcuts | None = No
     return engine, Inputs(query, key, value, table, scales, sink, vector, flat_tables(tables))
 
 
-def _form(p: Problem) -> KnownForm | None:
-    """The cap or the bias that a function of the scores is, if Hopper's kernels take it; they call no function."""
-    score = p.score
-    if not isinstance(score, Pointwise) or p.softcap is not None or torch.compiler.is_compiling():
-        return None
-    from ..kernels.launch import on_hopper  # here, since the engine prepares Triton before the kernels are imported
-
-    if forward_mode_is_active() or transforms_are_active() or not on_hopper(p.query) or has_lists(p):
-        return None
-    halves = p.query.dtype == p.key.dtype == p.value.dtype and p.query.element_size() == 2
-    factor = score.base.factor(p.query.new_empty(0, p.query.shape[-1], dtype=torch.float32))
-    if not halves or factor is None or max(p.query.shape[-1], p.value.shape[-1]) > _WIDEST_WHOLE:
-        return None
-    form = known_form(score, Size(p.query.shape[1], p.rows, p.keys, p.device))
-    return None if form is None or (form.bias is not None and p.bias is not None) else form
+def _table(bias: Bias) -> Tensor:
+    """The slopes or the table of a structured bias, as kernels read them."""
+    table = bias.tensors[0].float()
+    return table[None] if isinstance(bias, Relative) and table.dim() == 1 else table
 
 
 def _folded(p: Problem) -> tuple[Tensor, Tensor, float | Tensor, Tensor | None]:

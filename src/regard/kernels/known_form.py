@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 from ..biases import Alibi, Relative
-from ..compat.torch import is_capturing, versions_of
+from ..compat.torch import forward_mode_is_active, is_capturing, transforms_are_active, versions_of
+from ..core.problem import Problem
 from ..masks.transfer import Arrival
 from ..scores.elementwise import Pairs, apply
 from ..scores.expression import SCORE, Expression
 from ..scores.pointwise import Pointwise
 from ..scores.tracing import Traced
+from .attend_by_lists import has_lists
 
-__all__ = ["KnownForm", "Size", "known_form"]
+__all__ = ["KnownForm", "Size", "form_of", "known_form"]
+
+_WIDEST = 256  # dims that Hopper's kernels take in one pass
 
 
 class KnownForm(NamedTuple):
@@ -54,6 +58,23 @@ class _Known(NamedTuple):
         same = self.traced is traced and self.size == size and len(self.tables) == len(tables)
         same = same and all(a is b for a, b in zip(self.tables, tables, strict=True))
         return same and self.versions == versions_of(tables) and -1 not in self.versions
+
+
+def form_of(p: Problem) -> KnownForm | None:
+    """The cap or the bias that a function of the scores is, if Hopper's kernels take it; they call no function."""
+    score = p.score
+    if not isinstance(score, Pointwise) or p.softcap is not None or torch.compiler.is_compiling():
+        return None
+    from .launch import on_hopper  # here, since the engine prepares Triton before the kernels are imported
+
+    if forward_mode_is_active() or transforms_are_active() or not on_hopper(p.query) or has_lists(p):
+        return None
+    halves = p.query.dtype == p.key.dtype == p.value.dtype and p.query.element_size() == 2
+    factor = score.base.factor(p.query.new_empty(0, p.query.shape[-1], dtype=torch.float32))
+    if not halves or factor is None or max(p.query.shape[-1], p.value.shape[-1]) > _WIDEST:
+        return None
+    form = known_form(score, Size(p.query.shape[1], p.rows, p.keys, p.device))
+    return None if form is None or (form.bias is not None and p.bias is not None) else form
 
 
 def known_form(score: Pointwise, size: Size) -> KnownForm | None:
