@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from _checks import EXACT, ROUNDED, stop_unless_close
-from _device import DEVICE, Peer, Row, at_least, attempt, each, measured, over, random, report, start, verdict, wall
+from _device import (
+    DEVICE,
+    Peer,
+    Row,
+    at_least,
+    attempt,
+    each,
+    in_new_processes,
+    measured,
+    over,
+    random,
+    report,
+    start,
+    verdict,
+    wall,
+)
 from _peers import before, flex
 from torch import Tensor
 
@@ -26,7 +36,6 @@ DIMS = (64, 128)
 FEW = 512  # tokens where results are checked
 MUST = 1.0  # times the speed of FlexAttention
 DIRECTIONS = ("forward", "backward")
-MOST = 90.0  # seconds for a first result
 Mod = Callable[..., Tensor]
 
 
@@ -79,7 +88,8 @@ def main() -> None:
         "FlexAttention is compiled, with its Triton kernels and the same score_mod and mask. `with entropy` has the "
         "entropy's gradient too. A first result is wall-clock time in a new process with empty caches of "
         "compiled kernels, from the call until the device is done; the block mask of FlexAttention is part of it. "
-        "`another function` follows in the same process. Results were compared with float64 before anything was timed. "
+        "`another function` follows in the same process; FlexAttention ran at the same time, on other cores. Results "
+        "were compared with float64 before anything was timed. "
         f"Must: ≥ {MUST:g} × the speed of FlexAttention with entropy on top, and first results sooner."
     )
     report("pointwise", "Functions of the scores, causal: milliseconds", rows, note)
@@ -160,11 +170,12 @@ def row(name: str, d: int, way: str) -> Row:
 
 def first_results() -> list[Row]:
     """One row for each first result of `in_a_new_process`."""
-    found = {peer: attempt(f"first results, {peer}", partial(from_a_new_process, peer)) for peer in FIRST}
+    lines = in_new_processes([f"pointwise.in_a_new_process({peer!r})" for peer in FIRST])
+    found = [None if line is None else json.loads(line) for line in lines]
     rows = []
     ways = ("forward", "forward and backward")
     for at, case in enumerate(f"{what}, {way}" for what in ("first result", "another function") for way in ways):
-        ours, flexes = (None if ms is None else ms[at] for ms in found.values())
+        ours, flexes = (None if ms is None else ms[at] for ms in found)
         ratio = over(flexes, ours)
         rows.append(
             {
@@ -180,20 +191,6 @@ def first_results() -> list[Row]:
             }
         )
     return rows
-
-
-def from_a_new_process(peer: str) -> list[float]:
-    with tempfile.TemporaryDirectory() as folder:
-        empty = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = os.environ | empty | {"PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-c", f"import pointwise; pointwise.in_a_new_process({peer!r})"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=MOST, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
-    ms: list[float] = json.loads(done.stdout.splitlines()[-1])
-    print(f"first results, {peer}: " + ", ".join(f"{x:.0f} ms" for x in ms), flush=True)
-    return ms
 
 
 FIRST: dict[str, Callable[[list[Tensor], Function], Peer]] = {

@@ -19,6 +19,7 @@ GLUON_NEEDED_FOR = {
     "KEYS_IN_REGISTERS": "code of Triton 3.6 has registers for the keys of the Hopper backward, that of 3.9 has none",
     "TensorDescriptor": "the Hopper kernels take queries, keys and values as TMA descriptors",
     "group_barrier": "warps of one program wait for each other",
+    "row_blocks": "values that no row may attend to are set to 0 by a loop, a few rows at a time",
     "start_copy": "the keys of a list are gathered by asynchronous copies",
     "tma_add": "dQ is added up across programs by TMA",
     "tma_load": "the producer warp loads tiles by TMA",

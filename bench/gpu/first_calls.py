@@ -1,0 +1,97 @@
+"""How soon does a first call give a result where no kernel is compiled yet, and how soon does the next option?"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from _device import (
+    Peer,
+    Row,
+    at_most,
+    attempt,
+    in_new_processes,
+    over,
+    random,
+    report,
+    start,
+    verdict,
+    wall,
+)
+from _peers import flex
+from torch import Tensor
+
+import regard
+
+HEADS, N, LEFT, CAP = 16, 4096, 1000, 30.0
+DIMS = (64, 128)
+MUST = (3500.0, 2000.0)  # ms of the first call, and of a call with one more option
+PEERS = ("regard", "FlexAttention")
+
+
+class Times(NamedTuple):
+    """Milliseconds to the output and the gradients of a first call, and of one with a softcap after it."""
+
+    first: float
+    option: float
+
+
+def main() -> None:
+    rows = [row for d in DIMS for row in table(d)]
+    note = (
+        "Wall-clock milliseconds of a forward and a backward pass, from the call until the device is done, in a new "
+        "process with empty caches of compiled kernels, whose tensors are on the device before. bf16, one item, "
+        f"{HEADS} heads, n {N:,}, a window of {LEFT:,} keys. The softcap follows in the same process. FlexAttention is "
+        "compiled, and its block mask is part of its first call; it ran at the same time, on other cores."
+    )
+    report("first_calls", "First calls: milliseconds", rows, note)
+
+
+def table(d: int) -> list[Row]:
+    """A row for the first call, and one for the option."""
+    found = attempt(f"d{d}", partial(in_new_processes, [f"first_calls.in_a_new_process({x!r}, {d})" for x in PEERS]))
+    if found is None:
+        return []
+    times = [None if line is None else Times(*json.loads(line)) for line in found]
+    rows = []
+    for at, case in enumerate((f"a window, d{d}", f"then a softcap, d{d}")):
+        ours, flexes = (None if x is None else x[at] for x in times)
+        rows.append(
+            {
+                "case": case,
+                "regard": ours,
+                "FlexAttention": flexes,
+                "Flex / regard": over(flexes, ours),
+                "must": f"≤ {MUST[at]:,.0f}",
+                "holds": verdict({"time": at_most(ours, MUST[at])}),
+            }
+        )
+    return rows
+
+
+def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (j <= i) & (i - j <= LEFT)
+
+
+def capped(score: Tensor, *_: Tensor) -> Tensor:
+    return CAP * torch.tanh(score / CAP)
+
+
+def in_a_new_process(peer: str, d: int) -> None:
+    """Print the milliseconds of a first call and of one with an option."""
+    x = [random(1, HEADS, N, d, grad=True) for _ in range(3)]
+    g, times = random(1, HEADS, N, d), []
+    for cap in (None, CAP):
+        if peer == "regard":
+            call = Peer(lambda cap=cap: regard.attention(*x, mask=regard.window(LEFT), softcap=cap))
+        else:
+            call = flex(*x, before, score=capped if cap else None)
+        _, ms = wall(lambda call=call: torch.autograd.grad(call(), x, g))
+        times.append(ms)
+    print(json.dumps(times), flush=True)
+
+
+if __name__ == "__main__":
+    start(main)
