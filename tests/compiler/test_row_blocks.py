@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import hopper_compiled
 from hopper_compiled import RECENT, compiles
@@ -16,24 +15,27 @@ gl = pytest.importorskip("triton.experimental.gluon.language")
 from regard.compat.gluon import row_blocks  # noqa: E402
 
 hopper = hopper_compiled.hopper
-found: list[Any] = []
+ROWS = gl.constexpr(16)  # of a block
 
 
 @gluon.constexpr_function
-def note(x: Any) -> int:
-    found[len(found) :] = [x]  # Triton knows no methods
-    return 0
+def continues(whole: Any, block: Any, R: int, C: int) -> bool:
+    """Whether a tile begins with a block, which the rows that follow come after, and then the panels."""
+    others = [[ROWS << bit, 0] for bit in range(R.bit_length() - 5)]
+    others += [[0, 64 << bit] for bit in range(C.bit_length() - 7)]
+    return bool(whole.offset_bases == [*block.offset_bases, *others])
 
 
 @gluon.jit
-def layouts(out, layout: gl.constexpr, rows: gl.constexpr, R: gl.constexpr, C: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Tell where the numbers of a tile are, and those of one of its blocks of rows."""
+def compare(layout: gl.constexpr, R: gl.constexpr, C: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Compare where the numbers of a tile are with where those of one of its blocks of rows are."""
     X = gl.allocate_shared_memory(gl.bfloat16, [R, C], layout)
-    block = row_blocks(X, rows).index(0)
-    first: gl.constexpr = note(gl.to_linear_layout(X.layout, X.shape))
-    second: gl.constexpr = note(gl.to_linear_layout(block.layout, block.shape))
-    shape: gl.constexpr = note(row_blocks(X, rows).shape)
-    gl.store(out, first + second + shape)
+    blocks = row_blocks(X, ROWS)
+    block = blocks.index(0)
+    panel: gl.constexpr = 64 if C > 64 else C
+    gl.static_assert(blocks.shape[0] * ROWS * panel == R * C and block.shape[0] == ROWS and block.shape[1] == panel)
+    whole: gl.constexpr = gl.to_linear_layout(X.layout, X.shape)
+    gl.static_assert(continues(whole, gl.to_linear_layout(block.layout, block.shape), R, C))
 
 
 @compiles
@@ -41,12 +43,5 @@ def layouts(out, layout: gl.constexpr, rows: gl.constexpr, R: gl.constexpr, C: g
 @pytest.mark.parametrize("columns", [32, 64, 128, 256])
 @pytest.mark.parametrize("rows", [64, 128])
 def test_blocks_of_rows_are_where_tma_puts_the_rows_of_a_tile(rows: int, columns: int, hopper: None) -> None:
-    found.clear()
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    layouts.warmup(torch.empty(1, dtype=torch.int32), layout, 16, rows, columns, grid=(1,), enable_fp_fusion=True)
-    whole, block, shape = (getattr(x, "value", x) for x in found)
-    panel = min(columns, 64)
-    assert [int(getattr(n, "value", n)) for n in shape] == [columns // panel * (rows // 16), 16, panel]
-    others = [[16 << bit, 0] for bit in range(rows.bit_length() - 5)]  # then rows that follow, and then panels
-    others += [[0, 64 << bit] for bit in range(columns.bit_length() - 7)]
-    assert whole.offset_bases == [*block.offset_bases, *others]
+    compare.warmup(layout, rows, columns, grid=(1,), enable_fp_fusion=True)
