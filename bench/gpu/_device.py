@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -215,34 +214,18 @@ def peak_above(before: int) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def in_new_processes(calls: Sequence[str], most: float = 90.0) -> list[str | None]:
-    """The last line that each call, `module.function(…)` of this folder, prints in a new process with empty caches of
-    compiled kernels; None where it failed. They run at the same time.
-    """
-    begun: list[tuple[tempfile.TemporaryDirectory[str], subprocess.Popen[str]]] = []
-    for call in calls:
-        folder = tempfile.TemporaryDirectory()
-        empty = {"TRITON_CACHE_DIR": f"{folder.name}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder.name}/inductor"}
+def in_a_new_process(call: str, most: float = 90.0) -> str:
+    """The last line that a call, `module.function(…)`, prints in a new process with empty caches of kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        empty = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | empty | {"PYTHONPATH": os.pathsep.join(paths)}
         command = [sys.executable, "-c", f"import {call.partition('.')[0]}; {call}"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        begun.append((folder, subprocess.Popen(command, env=env, text=True, **pipes)))
-    found: list[str | None] = []
-    for call, (folder, process) in zip(calls, begun, strict=True):
-        with folder:
-            line = attempt(call, partial(_last_line, process, most))
-            process.kill()
-        print(f"{call}: {line}", flush=True)
-        found.append(line)
-    return found
-
-
-def _last_line(process: subprocess.Popen[str], most: float) -> str:
-    said, failed = process.communicate(timeout=most)
-    if process.returncode:
-        raise RuntimeError(failed.strip().splitlines()[-1] if failed.strip() else f"exit {process.returncode}")
-    return said.splitlines()[-1]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=most, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
+    print(f"{call}: {(line := done.stdout.splitlines()[-1])}", flush=True)
+    return line
 
 
 def _tensor(result: Any) -> Tensor:

@@ -12,7 +12,7 @@ from _device import (
     Row,
     at_most,
     attempt,
-    in_new_processes,
+    in_a_new_process,
     over,
     random,
     report,
@@ -44,17 +44,16 @@ def main() -> None:
         "Wall-clock milliseconds of a forward and a backward pass, from the call until the device is done, in a new "
         "process with empty caches of compiled kernels, whose tensors are on the device before. bf16, one item, "
         f"{HEADS} heads, n {N:,}, a window of {LEFT:,} keys. The softcap follows in the same process. FlexAttention is "
-        "compiled, and its block mask is part of its first call; it ran at the same time, on other cores."
+        "compiled, and its block mask is part of its first call."
     )
     report("first_calls", "First calls: milliseconds", rows, note)
 
 
 def table(d: int) -> list[Row]:
     """A row for the first call, and one for the option."""
-    found = attempt(f"d{d}", partial(in_new_processes, [f"first_calls.in_a_new_process({x!r}, {d})" for x in PEERS]))
-    if found is None:
-        return []
-    times = [None if line is None else Times(*json.loads(line)) for line in found]
+    calls = [f"first_calls.milliseconds({peer!r}, {d})" for peer in PEERS]
+    lines = [attempt(call, partial(in_a_new_process, call)) for call in calls]
+    times = [None if line is None else Times(*json.loads(line)) for line in lines]
     rows = []
     for at, case in enumerate((f"a window, d{d}", f"then a softcap, d{d}")):
         ours, flexes = (None if x is None else x[at] for x in times)
@@ -79,7 +78,7 @@ def capped(score: Tensor, *_: Tensor) -> Tensor:
     return CAP * torch.tanh(score / CAP)
 
 
-def in_a_new_process(peer: str, d: int) -> None:
+def milliseconds(peer: str, d: int) -> None:
     """Print the milliseconds of a first call and of one with an option."""
     x = [random(1, HEADS, N, d, grad=True) for _ in range(3)]
     g, times = random(1, HEADS, N, d), []

@@ -16,7 +16,7 @@ from _device import (
     at_least,
     attempt,
     each,
-    in_new_processes,
+    in_a_new_process,
     measured,
     over,
     random,
@@ -88,8 +88,7 @@ def main() -> None:
         "FlexAttention is compiled, with its Triton kernels and the same score_mod and mask. `with entropy` has the "
         "entropy's gradient too. A first result is wall-clock time in a new process with empty caches of "
         "compiled kernels, from the call until the device is done; the block mask of FlexAttention is part of it. "
-        "`another function` follows in the same process; FlexAttention ran at the same time, on other cores. Results "
-        "were compared with float64 before anything was timed. "
+        "`another function` follows in the same process. Results were compared with float64 before anything was timed. "
         f"Must: ≥ {MUST:g} × the speed of FlexAttention with entropy on top, and first results sooner."
     )
     report("pointwise", "Functions of the scores, causal: milliseconds", rows, note)
@@ -169,8 +168,9 @@ def row(name: str, d: int, way: str) -> Row:
 
 
 def first_results() -> list[Row]:
-    """One row for each first result of `in_a_new_process`."""
-    lines = in_new_processes([f"pointwise.in_a_new_process({peer!r})" for peer in FIRST])
+    """One row for each of `first_milliseconds`."""
+    calls = [f"pointwise.first_milliseconds({peer!r})" for peer in FIRST]
+    lines = [attempt(call, partial(in_a_new_process, call)) for call in calls]
     found = [None if line is None else json.loads(line) for line in lines]
     rows = []
     ways = ("forward", "forward and backward")
@@ -199,7 +199,7 @@ FIRST: dict[str, Callable[[list[Tensor], Function], Peer]] = {
 }
 
 
-def in_a_new_process(peer: str) -> None:
+def first_milliseconds(peer: str) -> None:
     """Print the milliseconds to the output of a first function and to its gradients, then those of another one."""
     x = [random(1, HEADS, N, DIMS[0], grad=True) for _ in range(3)]
     g, times = random(1, HEADS, N, DIMS[0]), []
