@@ -98,12 +98,14 @@ def test_slopes_that_change_or_learn_count_in_a_remembered_call() -> None:
     x = tensors(0, torch.bfloat16)
     slopes = torch.rand(8, device=DEVICE, requires_grad=True)
     for factor in (1.0, 2.0, 3.0):
-        given = {"mask": regard.causal(), "bias": regard.biases.alibi(slopes * factor)}
-        seen = regard.observe(*x, **given)
-        found = [seen.output, seen.received, *torch.autograd.grad(seen.output.float().square().sum(), [*x, slopes])]
-        y = [t.detach().double().requires_grad_() for t in x]
-        exact = regard.observe(*y, **given, backend="reference")
-        true = [exact.output, exact.received, *torch.autograd.grad(exact.output.square().sum(), [*y, slopes])]
+
+        def observed(x: list[Tensor], factor: float = factor, **backend: str) -> list[Tensor]:
+            seen = regard.observe(*x, mask=regard.causal(), bias=regard.biases.alibi(slopes * factor), **backend)
+            total = seen.output.float().square().sum()
+            return [seen.output, seen.received, *torch.autograd.grad(total, [*x, slopes])]
+
+        found = observed(x)
+        true = observed([t.detach().double().requires_grad_() for t in x], backend="reference")
         for a, b in zip(found, true, strict=True):
             torch.testing.assert_close(a.double(), b.double(), atol=2e-2 * float(b.abs().max()), rtol=2e-2)
 
