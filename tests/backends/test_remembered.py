@@ -31,6 +31,7 @@ CAP = Pointwise(lambda score, b, h, i, j: 5.0 * torch.tanh(score / 5.0))
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered, "_CALLS", {})
+    monkeypatch.setattr(remembered, "hopper", lambda device: True)
 
 
 def call(**more: Any) -> dict[str, Any]:
@@ -173,6 +174,13 @@ def test_a_function_counts_from_its_second_call_on_while_it_captures_the_same() 
     slopes = torch.ones(4)  # another tensor may have another size
     assert key_of(**call(score=score)) is None
     assert not is_recalled_by(key, call(score=score))
+
+
+def test_a_function_takes_the_whole_road_on_other_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "hopper", lambda device: False)
+    for _ in range(2):
+        assert key_of(**call(score=CAP)) is None
+    assert key_of(**call(bias=regard.biases.alibi(SLOPES))) is not None
 
 
 def test_a_function_that_reads_beyond_its_table_is_refused_however_often() -> None:

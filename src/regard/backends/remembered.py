@@ -20,6 +20,7 @@ from ..compat.torch import call_modes, is_capturing, likeness, operations_are_pl
 from ..core.problem import Problem
 from ..kernels.block_mask import on_device, traceable
 from ..kernels.known_form import Size, known_form
+from ..kernels.portable.configs import hopper
 from ..masks import Mask
 from ..masks.base import And
 from ..masks.causal import Causal
@@ -150,6 +151,8 @@ def _added(query: Tensor, key: Tensor, bias: object, score: object) -> _Added | 
     values: tuple[object, ...] = ()
     if score is not None:
         if type(score) is not Pointwise or type(score.base) is not Scaled or score.names or query.dim() != 4:
+            return None
+        if not hopper(query.device):  # the chip whose kernels have such forms
             return None
         if isinstance(score.base.scale, Tensor) or is_capturing():  # a graph finds the form anew at each replay
             return None

@@ -33,11 +33,6 @@ class Problem(NamedTuple):
     observed: bool
     who: str  # the public function, for messages
 
-    def as_observed(self) -> Problem:
-        """The same call, with statistics; sooner than by `_replace`."""
-        query, key, value, mask, bias, score, scale, softcap, sink, dropout, lead, _, who = self
-        return Problem(query, key, value, mask, bias, score, scale, softcap, sink, dropout, lead, True, who)
-
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """The same call of other tensors; sooner than by `_replace`."""
         _, _, _, mask, bias, score, scale, softcap, sink, dropout, lead, observed, who = self
