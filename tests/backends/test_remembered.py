@@ -17,7 +17,10 @@ from regard.backends import KNOWN, Triton, remembered
 from regard.backends.remembered import Key, key_of, recall, remember
 from regard.compat.torch import likeness
 from regard.compat.triton import INTERPRETED
+from regard.core.rows import Rows
 from regard.core.validation import pose
+from regard.kernels.engine import TritonEngine
+from regard.kernels.known_form import Size, known_form
 from regard.scores import Pointwise, Scaled
 
 TENSORS = ("query", "key", "value")
@@ -31,7 +34,6 @@ CAP = Pointwise(lambda score, b, h, i, j: 5.0 * torch.tanh(score / 5.0))
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered, "_CALLS", {})
-    monkeypatch.setattr(remembered, "hopper", lambda device: True)
 
 
 def call(**more: Any) -> dict[str, Any]:
@@ -100,7 +102,7 @@ ANY: Any = object()
 def test_calls_differ_by_all_that_decides_them_and_by_nothing_else() -> None:
     changes = [{}, *CHANGES.values()]
     for change in changes:
-        key_of(**call(**change))  # the first call of a mask may not count
+        key_of(**accepted(call(**change)))  # the first call of a mask may not count
     for first in changes:
         alike = [second for second in changes if is_recalled(call(**first), call(**second))]
         assert alike == [first]
@@ -153,47 +155,58 @@ def test_other_masks_are_the_same_while_their_tensors_are_not_changed() -> None:
     assert not is_recalled_by(key, call(mask=mask))
 
 
-def test_a_function_counts_from_its_second_call_on_while_it_captures_the_same() -> None:
+def accepted(x: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments after an accepted call, which found what the function is."""
+    if isinstance(x.get("score"), Pointwise):
+        q, k = x["query"], x["key"]
+        known_form(x["score"], Size(q.shape[1], q.shape[2], k.shape[2], q.device))
+    return x
+
+
+def test_a_function_counts_once_a_call_found_what_it_is_while_it_captures_the_same() -> None:
     slopes = torch.ones(4)
 
     def made() -> Pointwise:
         return Pointwise(lambda score, b, h, i, j: score - slopes[h] * (i - j).abs())
 
     score = made()
-    assert key_of(**call(score=score)) is None  # such a function is often made for one call
-    key = remembered_key(call(score=score))
+    for _ in range(2):
+        assert key_of(**call(score=score)) is None
+    key = remembered_key(accepted(call(score=score)))
     assert key.bias is not None
     assert is_recalled_by(key, call(score=score))
-    for _ in range(2):
-        assert not is_recalled_by(key, call(score=made()))
+    assert not is_recalled_by(key, accepted(call(score=made())))
     slopes.mul_(3)  # values may change, and count
-    changed = key_of(**call(score=score))
+    assert key_of(**call(score=score)) is None
+    changed = key_of(**accepted(call(score=score)))
     assert changed is not None
     assert changed.bias is not None
     assert torch.equal(changed.bias.tensors[0], slopes)
+    assert is_recalled_by(key, call(score=score))
     slopes = torch.ones(4)  # another tensor may have another size
     assert key_of(**call(score=score)) is None
-    assert not is_recalled_by(key, call(score=score))
+    assert not is_recalled_by(key, accepted(call(score=score)))
 
 
-def test_a_function_takes_the_whole_road_on_other_chips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "hopper", lambda device: False)
-    for _ in range(2):
-        assert key_of(**call(score=CAP)) is None
-    assert key_of(**call(bias=regard.biases.alibi(SLOPES))) is not None
+def test_looking_for_an_earlier_call_leaves_errors_and_empty_calls_alone() -> None:
+    score = Pointwise(lambda score, b, h, i, j: score - 0.1 * (i - j).abs())
+    keep = torch.ones(11, dtype=torch.bool)
+    table = torch.zeros(11)
+    by_data = Pointwise(lambda score, b, h, i, j: score + table[keep][i - j + 5])
+    accepted(call(score=by_data))
+    assert key_of(**call(score=by_data)) is None  # its table may have another size at the next call
+    empty = {name: torch.randn(2, 4, 0, 8) for name in TENSORS}
+    for wrong in (empty, {"key": torch.randn(8)}, {"key": torch.tensor(1.0)}, {"query": torch.randn(8)}):
+        for mask in (None, regard.causal()):
+            for _ in range(2):
+                key_of(**call(score=score, mask=mask, **wrong))
+    assert score.known_form is None
+    torch.func.grad(lambda x: (key_of(**call(score=score)), x)[1])(torch.tensor(1.0))
+    assert score.known_form is None
 
 
-def test_a_function_that_reads_beyond_its_table_is_refused_however_often() -> None:
-    table = torch.zeros(4, 11)
-    score = Pointwise(lambda score, b, h, i, j: score + table[h, i - j + 5])
-    short = call()
-    for name in TENSORS:
-        short[name] = short[name][:, :, :3]
-    assert key_of(**short, score=score) is None
-    key = remembered_key(short | {"score": score})
-    assert is_recalled_by(key, short | {"score": score})
-    table = torch.zeros(4, 3)
-    assert not is_recalled_by(key, short | {"score": score})
+def test_a_tensor_that_is_both_sink_and_slopes_takes_the_whole_road() -> None:
+    assert key_of(**call(sink=SLOPES, bias=regard.biases.alibi(SLOPES))) is None
 
 
 def test_switches_of_torch_count() -> None:
@@ -232,7 +245,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "a tensor as bias": {"bias": torch.zeros(6, 6)},
     "a function that is neither a cap nor a bias": {"score": Pointwise(lambda score, b, h, i, j: score * score)},
     "a table that learns": {"score": Pointwise(lambda score, b, h, i, j: score + LEARNT[h, i - j + 5])},
-    "parameters": {"score": Pointwise(lambda score, b, h, i, j, c: score + c[h], parameters={"c": torch.ones(4)})},
     "a scale that learns": {"score": Pointwise(lambda score, b, h, i, j: score + i - j, Scaled(torch.tensor(0.3)))},
     "two biases": {
         "score": Pointwise(lambda score, b, h, i, j: score + (i - j)),
@@ -246,7 +258,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_arguments_take_the_whole_road(name: str) -> None:
     for _ in range(2):
-        assert key_of(**call(**OTHERS[name])) is None
+        assert key_of(**accepted(call(**OTHERS[name]))) is None
 
 
 def test_modes_of_torch_take_the_whole_road(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +326,23 @@ def test_few_variants_of_a_call_are_remembered(monkeypatch: pytest.MonkeyPatch) 
         assert keys[-1] is not None
         remember(keys[-1], (q, k, v, None), pose(q, k, v), KNOWN["chunked"])
     assert [key is not None and recall(key) is not None for key in keys] == [False] + [True] * remembered._VARIANTS
+
+
+@pytest.mark.parametrize("kind", ["slopes", "a table"])
+def test_what_our_kernels_prepare_hides_nan_in_the_formula_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        pytest.skip("the interpreter prepares nothing")
+    made = regard.biases.alibi(torch.ones(4)) if kind == "slopes" else regard.biases.relative(torch.randn(4, 5))
+    query, key, value = torch.randn(3, 2, 4, 6, 8).unbind()
+    key[:, :, 5] = value[:, :, 5] = torch.nan
+    mask = regard.padding(torch.tensor([5, 5]))
+    prepared = Triton().prepare(pose(query, key, value, mask=mask, bias=made))
+    assert prepared is not None
+    monkeypatch.setattr(TritonEngine, "forward", lambda self, x: Rows(*self.formula(x), *self.formula(x)[1:]))
+    found = prepared(query, key, value, mask, None, made)
+    true = regard.attention(query, key, value, mask=mask, bias=made, backend="reference")
+    torch.testing.assert_close(found, true)
 
 
 @pytest.mark.parametrize("learnt", [False, True])

@@ -298,3 +298,9 @@ def test_tensors_of_a_subclass_are_known() -> None:
     own = Own()
     assert [x is own.gain for x in own.tensors] == [True]
     assert Pointwise(lambda score, b, h, i, j: score).tensors == ()
+
+
+@pytest.mark.parametrize("name", ["token", "last_token", "c"])
+def test_a_parameter_may_have_any_name_that_is_not_taken(name: str) -> None:
+    score = Pointwise(lambda score, b, h, i, j, **given: score + given[name], parameters={name: torch.ones(())})
+    assert torch.equal(score(torch.zeros(2, 4), torch.zeros(2, 4)), torch.ones(2, 2))

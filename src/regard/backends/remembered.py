@@ -1,8 +1,9 @@
 """Calls on a GPU like an earlier one: what was checked and decided then is looked up, and not found again.
 
 Checks, the choice of a backend and the preparation of its engine depend on shapes, strides, dtypes, a few numbers, the
-mask and torch's modes. These make a key, and a call with the key of an accepted one is accepted too. A call that would
-be refused never has such a key, and takes the whole road to its error.
+mask, the kind of a structured bias, what a function of the scores captures, and torch's modes. These make a key, and a
+call with the key of an accepted one is accepted too. A call that would be refused never has such a key, and takes the
+whole road to its error.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from ..biases import Alibi, Relative
 from ..compat.torch import call_modes, is_capturing, likeness, operations_are_plain, versions_of
 from ..core.problem import Problem
 from ..kernels.block_mask import on_device, traceable
-from ..kernels.known_form import Size, known_form
-from ..kernels.portable.configs import hopper
+from ..kernels.known_form import Size, standing_form
 from ..masks import Mask
 from ..masks.base import And
 from ..masks.causal import Causal
@@ -40,11 +40,11 @@ _VALUES: dict[Mask, object] = {}
 
 
 class Key(NamedTuple):
-    """What calls are compared by."""
+    """What calls are compared by, and the bias of this one."""
 
     values: tuple[object, ...]
     tensors: tuple[Tensor, ...]  # each once; compared by all but their values
-    bias: Alibi | Relative | None = None  # of a call, or of the function of the scores that it has
+    bias: Alibi | Relative | None = None  # given, or what the call's function of the scores is
 
 
 class Remembered(NamedTuple):
@@ -140,31 +140,28 @@ def _fields_of(kind: type[Mask]) -> tuple[str, ...]:
 
 
 class _Added(NamedTuple):
-    """What a bias and a score make of logits: a bias of either, and what is compared by value."""
+    """The bias of a call, or that which its score is, and what else of the two is compared by value."""
 
     bias: Alibi | Relative | None
     values: tuple[object, ...]
 
 
 def _added(query: Tensor, key: Tensor, bias: object, score: object) -> _Added | None:
-    """What is added by a structured bias, or by a function of the scores that is one or a cap; None for all others."""
+    """What is added by a structured bias, or by a function of the scores that is one or a cap; None for all others.
+
+    Only the whole road finds what a function is, in a call that was accepted.
+    """
     values: tuple[object, ...] = ()
     if score is not None:
-        if type(score) is not Pointwise or type(score.base) is not Scaled or score.names or query.dim() != 4:
+        if type(score) is not Pointwise or type(score.base) is not Scaled or isinstance(score.base.scale, Tensor):
             return None
-        if not hopper(query.device):  # the chip whose kernels have such forms
+        if query.dim() != 4 or key.dim() != 4 or is_capturing():  # a graph finds the form anew at each replay
             return None
-        if isinstance(score.base.scale, Tensor) or is_capturing():  # a graph finds the form anew at each replay
+        standing = standing_form(score, Size(query.shape[1], query.shape[2], key.shape[2], query.device))
+        if standing is None or (bias is not None and standing.form.bias is not None):
             return None
-        token = score.token
-        if score.last_token is not token:  # many are made for one call; this one counts from its second call on
-            score.last_token = token
-            return None
-        form = known_form(score, Size(query.shape[1], query.shape[2], key.shape[-2], query.device))
-        if form is None or (bias is not None and form.bias is not None):
-            return None
-        values = token, score.base.scale
-        bias = bias if form.bias is None else form.bias
+        values = standing.token, score.base.scale
+        bias = bias if standing.form.bias is None else standing.form.bias
     if bias is None:
         return _Added(None, values)
     return _Added(bias, (*values, type(bias), bias.offset)) if isinstance(bias, Alibi | Relative) else None
@@ -187,6 +184,8 @@ def key_of(
     if torch.compiler.is_compiling() or isinstance(bias, Tensor):
         return None
     if not type(query) is type(key) is type(value) is Tensor or type(backend) is not str:
+        return None
+    if query.dim() < 2 or key.dim() < 2:
         return None
     mask_key: object = None
     by_torch = True
@@ -215,7 +214,10 @@ def key_of(
             return None
         structured = added.bias
         made += added.values
-        tensors += () if structured is None else structured.tensors
+        if structured is not None:
+            if any(x is y for x in structured.tensors for y in tensors):  # a tensor is compared once
+                return None
+            tensors += structured.tensors
     if query is key or key is value or query is value:  # a tensor is compared once
         made += (query is key, key is value)
         tensors = tuple(dict.fromkeys(tensors))

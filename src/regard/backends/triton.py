@@ -116,13 +116,13 @@ class Triton(Backend):
         engine, _ = _engine(p, _block_mask(p), shortcuts)
         constant, observed, heads = p.mask is None or p.mask.constant, p.observed, p.query.shape[1]
         engine_for = _engine_for(engine, p)
-        fixed = engine_for(p.mask) if constant else None
+        fixed = engine_for(p.mask, None) if constant and bias is None else None
         del engine, form, bias  # which hold tensors
 
         def run(
             query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, sink: Tensor | None, bias: Bias | None
         ) -> Any:
-            mine = engine_for(mask) if fixed is None else fixed
+            mine = engine_for(mask, bias) if fixed is None else fixed
             sunk = None if sink is None else sink.float().expand(heads)
             if not records and shortcuts is not None and (short := shortcuts.forward) is not None:
                 found = short(query, key, value, sunk, mine.block_mask, False)
@@ -379,18 +379,17 @@ def _block_mask(p: Problem) -> BlockMask:
     return block_mask(p.mask, p.rows, p.keys, p.device, p.items_per_mask)
 
 
-def _engine_for(engine: TritonEngine, p: Problem) -> Callable[[Mask | None], TritonEngine]:
-    """The same engine for other masks; nothing keeps the tensors of a mask or a bias alive."""
-    with torch.no_grad():
-        bias = None if engine.spec.bias is None else engine.spec.bias.to("meta")
-    spec = replace(engine.spec, mask=None, read=None, bias=bias)
+def _engine_for(engine: TritonEngine, p: Problem) -> Callable[[Mask | None, Bias | None], TritonEngine]:
+    """The same engine for other masks and biases; nothing keeps the tensors of these alive."""
+    spec = replace(engine.spec, mask=None, read=None, bias=None)
     engine = replace(engine, spec=spec, block_mask=BlockMask(spec.n, spec.m))
     n, m, device, items = p.rows, p.keys, p.device, p.items_per_mask
 
-    def made(mask: Mask | None) -> TritonEngine:
+    def made(mask: Mask | None, bias: Bias | None) -> TritonEngine:
         mask = None if mask is None else on_device(mask, device)
+        read = None if mask is None else Versions(mask.sources)
         mine = object.__new__(Spec)
-        mine.__dict__.update(spec.__dict__, mask=mask, read=None if mask is None else Versions(mask.sources))
+        mine.__dict__.update(spec.__dict__, mask=mask, bias=bias, read=read)
         twin = object.__new__(TritonEngine)
         twin.__dict__.update(engine.__dict__, spec=mine, block_mask=block_mask(mask, n, m, device, items))
         return twin

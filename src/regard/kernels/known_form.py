@@ -17,7 +17,7 @@ from ..scores.pointwise import Pointwise
 from ..scores.tracing import Traced
 from .attend_by_lists import has_lists
 
-__all__ = ["KnownForm", "Size", "form_of", "known_form"]
+__all__ = ["KnownForm", "Size", "Standing", "form_of", "known_form", "standing_form"]
 
 _WIDEST = 256  # dims that Hopper's kernels take in one pass
 
@@ -52,12 +52,34 @@ class _Known(NamedTuple):
     versions: list[int]
     form: KnownForm | None
     arrival: Arrival  # other streams wait for the tensor of a bias
+    token: object  # one for as long as the function and the size are the same
 
     def holds(self, traced: Traced, size: Size, tables: list[Tensor]) -> bool:
         """Whether nothing has changed since; tensors of inference mode do not tell."""
         same = self.traced is traced and self.size == size and len(self.tables) == len(tables)
         same = same and all(a is b for a, b in zip(self.tables, tables, strict=True))
         return same and self.versions == versions_of(tables) and -1 not in self.versions
+
+
+class Standing(NamedTuple):
+    """A form that was found for an earlier call, and an object that stands for its function and its size."""
+
+    form: KnownForm
+    token: object
+
+
+def standing_form(score: Pointwise, size: Size) -> Standing | None:
+    """The form that an earlier call found, if nothing has changed since; None where it would have to be found again."""
+    known = score.known_form
+    if not isinstance(known, _Known) or known.form is None:
+        return None
+    traced = score.traced(torch.float32)
+    tables = _tables(score, traced)
+    learns = any(x.requires_grad for x in tables)
+    if learns or traced.steps or not known.holds(traced, size, tables):  # steps may make a table of another size
+        return None
+    known.arrival.wait(_tensors(known.form))
+    return Standing(known.form, known.token)
 
 
 def form_of(p: Problem) -> KnownForm | None:
@@ -85,7 +107,7 @@ def known_form(score: Pointwise, size: Size) -> KnownForm | None:
     KnownForm(softcap=5.0, bias=None)
     """
     traced = score.traced(torch.float32)
-    tables = [*score.given.values(), *(x for x in traced.captured if isinstance(x, Tensor))]
+    tables = _tables(score, traced)
     if any(x.requires_grad for x in tables):
         return None
     if is_capturing():  # found inside the graph, so that replays follow the tables
@@ -93,10 +115,16 @@ def known_form(score: Pointwise, size: Size) -> KnownForm | None:
     known = score.known_form
     if not isinstance(known, _Known) or not known.holds(traced, size, tables):
         form = _found(score, size)
-        known = _Known(traced, size, tables, versions_of(tables), form, Arrival.of(_tensors(form)))
+        same = isinstance(known, _Known) and known.traced is traced and known.size == size
+        token = known.token if isinstance(known, _Known) and same else object()
+        known = _Known(traced, size, tables, versions_of(tables), form, Arrival.of(_tensors(form)), token)
         score.known_form = known
     known.arrival.wait(_tensors(known.form))
     return known.form
+
+
+def _tables(score: Pointwise, traced: Traced) -> list[Tensor]:
+    return [*score.given.values(), *(x for x in traced.captured if isinstance(x, Tensor))]
 
 
 def _tensors(form: KnownForm | None) -> tuple[Tensor, ...]:

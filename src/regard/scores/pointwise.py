@@ -30,7 +30,6 @@ class _Known(NamedTuple):
     state: tuple[Any, ...]  # what it captures, and the shapes and dtypes of its parameters
     traced: dict[torch.dtype, Traced]  # by the dtype of scores
     fits: set[tuple[Any, ...]]  # sizes of problems, and whether they have a mask: no index is beyond its table there
-    token: object  # one for as long as this is known
 
 
 class Pointwise(Score):
@@ -52,7 +51,6 @@ class Pointwise(Score):
     pairwise = True
     _known: _Known | None = None
     known_form: object = None  # what `regard.kernels.known_form` found last
-    last_token: object = None  # of the last call that might have been remembered
 
     def __init__(
         self, f: Callable[..., Tensor], base: Score | None = None, parameters: Mapping[str, Tensor] | None = None
@@ -98,17 +96,11 @@ class Pointwise(Score):
         given = self.given
         now = (_state(self.f), tuple((x.shape, x.dtype) for x in given.values()))
         if self._known is None or self._known.state != now or now[0] is _UNKNOWN:
-            self._known = _Known(now, {}, set(), object())
+            self._known = _Known(now, {}, set())
         known = self._known.traced
         if dtype not in known:
             known[dtype] = trace(self.f, given, dtype)
         return known[dtype]
-
-    @property
-    def token(self) -> object:
-        """An object that is the same as long as `f` captures the same objects."""
-        self.traced(torch.float32)
-        return None if self._known is None else self._known.token
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -189,7 +181,7 @@ class Pointwise(Score):
         return f"f={getattr(self.f, '__name__', type(self.f).__name__)}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None, "known_form": None, "last_token": None}
+        return {**self.__dict__, "_known": None, "known_form": None}
 
 
 def _check_signature(f: Callable[..., Any], names: tuple[str, ...]) -> None:
