@@ -36,6 +36,7 @@ _ROWS_WORTH_A_COPY = 64  # from here a transposed copy of the keys pays; 16 rows
 _BLOCK_ROWS = 128  # of a matrix that is multiplied in blocks
 _FEWEST_ROWS = 8  # of a block: the bits of fewer rows depend on how many there are
 _MOST_THREADS = 2  # per product: with more, MKL divides rows so that some are summed in another order
+_FEW = 8  # matrices, whose rows are divided into blocks so that there are more
 _HIDDEN_LOGIT = -1e4  # exp(−1e4) is 0 in every dtype, and products with it stay finite
 FLOOR = {dtype: math.log(torch.finfo(dtype).tiny) + 0.01 for dtype in (torch.float32, torch.float64)}
 INF_BITS = {  # the integer dtype of the same size, and −inf in it
@@ -102,38 +103,40 @@ class Workspace:
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """The products of matrices (B, r, k) and (B, k, c), with the same bits for every number of threads.
+    """The products of matrices (B, r, k) and (B, k, c); in float32, with the same bits for every number of threads.
 
     BLAS libraries divide one product among their threads, by its sums too. Several products they compute side by
-    side, with one thread or a few for each. So the rows of a single matrix are multiplied as several matrices, and few
-    matrices several times: at the same time, that is as fast as once.
+    side, with one thread or two for each. So the rows of few matrices are multiplied as several matrices.
     """
-    batch, rows, columns = len(a), a.shape[1], b.shape[2]
-    if a.device.type != "cpu" or not batch:
+    if a.device.type != "cpu" or 0 in (*a.shape, b.shape[2]):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
-    blocks = _row_blocks(rows) if batch == 1 else 1
-    if blocks > 1:
-        a, b = a.reshape(blocks, rows // blocks, a.shape[2]), b.expand(blocks, -1, -1)
-    share = _MOST_THREADS if a.shape[1] >= _FEWEST_ROWS else 1
-    times = -(-max(2, -(-torch.get_num_threads() // share)) // len(a))
-    if times > 1:
-        several = torch.bmm(_repeated(a, times), _repeated(b, times))[: len(a)].view(batch, rows, columns)
-        return several if out is None else out.copy_(several)
-    if out is None:
-        return torch.bmm(a, b).view(batch, rows, columns)
-    torch.bmm(a, b, out=out.view(len(a), -1, columns))
-    return out
+    batch, rows, columns = len(a), a.shape[1], b.shape[2]
+    if batch >= _FEW or rows < 2 * _BLOCK_ROWS or a.requires_grad or b.requires_grad:
+        return _several(a, b, out)
+    found = a.new_empty(batch, rows, columns) if out is None else out
+    whole = rows - rows % _BLOCK_ROWS
+    for one, other, into in zip(a.unsqueeze(1), b.unsqueeze(1), found.unsqueeze(1), strict=True):
+        blocks, places = (x[:, :whole].unflatten(1, (-1, _BLOCK_ROWS))[0] for x in (one, into))
+        _several(blocks, other.expand(len(blocks), -1, -1), places)
+        if whole < rows:
+            _several(one[:, whole:], other, into[:, whole:])
+    return found
 
 
-def _row_blocks(rows: int) -> int:
-    """In how many blocks of equal size the rows of a matrix are multiplied."""
-    blocks = rows // _BLOCK_ROWS if rows % _BLOCK_ROWS == 0 and rows > _BLOCK_ROWS else 2
-    return 1 if rows % blocks or rows < 2 * _FEWEST_ROWS else blocks
+def _several(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    """`multiply` without blocks of rows: if there are fewer products than threads, the same ones are computed again, side by side."""
+    each = _MOST_THREADS if a.shape[1] >= _FEWEST_ROWS else 1
+    times = -(-max(2, -(-torch.get_num_threads() // each)) // len(a))
+    if times == 1:
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    found = torch.bmm(_repeated(a, times), _repeated(b, times))[: len(a)]
+    return found if out is None else out.copy_(found)
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:
-    if len(x) == 1:
-        return x.expand(times, -1, -1)
+    """As many matrices, in the layout of these; one, or several that are the same, are not copied."""
+    if len(x) == 1 or x.stride(0) == 0:
+        return x[:1].expand(times * len(x), -1, -1)
     return x.repeat(times, 1, 1) if x.stride(2) == 1 else x.mT.repeat(times, 1, 1).mT
 
 
