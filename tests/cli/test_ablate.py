@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -32,6 +33,22 @@ def test_texts_become_a_ranking_a_page_and_numbers(tmp_path: Path) -> None:
     assert "\x1b" not in output
     assert "cost_of_ablation" in page.read_text(encoding="utf-8")
     assert len(json.loads(numbers.read_text(encoding="utf-8"))["heads"]) == 32
+
+
+def test_a_part_of_the_texts_is_called_a_part(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three four", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("five six seven eight", encoding="utf-8")
+    said = run("--texts", str(tmp_path), "--length", "4", "--windows", "1", "--heads", "1")
+    assert "the first 1 windows of up to 4 tokens; --windows raises the limit" in said
+    assert "only a part" not in run("--texts", str(tmp_path), "--heads", "1")
+
+
+def test_a_model_that_reads_no_text_gets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(self: Any, ids: Any) -> Any:
+        raise AttributeError("'NoneType' object has no attribute 'dtype'")
+
+    monkeypatch.setattr("regard.models.builtin.Model.forward", blind)
+    assert run(fails=True).startswith("ablate: 'builtin' cannot read this text: ")
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,11 @@ def test_wrong_options_get_one_sentence(tmp_path: Path) -> None:
     assert "--texts: it names the texts" in run("--out", out, code=2)
     assert "--out: it names the folder" in run("--texts", tmp_path, code=2)
     assert "has no file that ends with" in run("--texts", tmp_path, "--out", out, code=1)
+    (tmp_path / "some.txt").write_text("some words\n")
+    for device in ("cuda:99", "abacus"):
+        said = run("--texts", tmp_path / "some.txt", "--out", out, "--device", device, code=1)
+        assert f"--device: '{device}' cannot be used here: " in said
+    (tmp_path / "some.txt").unlink()
     assert "it must be i/n" in run("--texts", tmp_path, "--out", out, "--shard", "2/2", code=2)
     assert "was not found. Give a folder that a census was saved to" in run("merge", out, out, "--out", out, code=1)
     (tmp_path / "empty.txt").write_text("\n")

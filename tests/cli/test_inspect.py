@@ -258,15 +258,12 @@ def test_a_text_beyond_the_limit_is_cut_and_that_is_said(source: str, tmp_path: 
     text = "word " * 100_000 if source == "--text" else str(tmp_path / "long.txt")
     said = run("inspect", source, text, "--max-tokens", "50", "--json", str(tmp_path / "x.json"))
     assert "the text is cut after 1,600 characters; --max-tokens raises the limit" in said
-    left = re.search(r"the last ([\d,]+) tokens are left out; --max-tokens raises the limit", said)
-    assert left
-    loaded = loading.load(None)
-    assert int(left[1].replace(",", "")) == len(loaded.tokenize(("word " * 100_000)[:1600]).pieces) - 50
+    assert "only the first 50 tokens are read; --max-tokens raises the limit" in said
 
 
 def test_a_file_without_an_end_is_cut() -> None:
     assert "the text is cut after 128 characters" in run("inspect", "--file", "/dev/zero", "--max-tokens", "4")
-    assert "left out" not in run("inspect", "--text", "one two", "--max-tokens", "2000")
+    assert "are read" not in run("inspect", "--text", "one two", "--max-tokens", "2000")
 
 
 def test_too_little_memory_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

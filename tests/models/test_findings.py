@@ -606,3 +606,11 @@ def test_random_heads_and_untrained_models_are_not_notable_and_a_healthy_one_har
     assert trained["built-in model"].named["induction"] > 0
     assert trained["built-in model, untrained"].any == 0
     assert 0 < trained["all-MiniLM-L6-v2"].any <= trained["all-MiniLM-L6-v2"].heads / 10
+
+
+def test_findings_of_a_model_without_attention_say_that_none_was_seen() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.warns(UserWarning, match="no attention was seen"), regard.watch(model) as seen:
+        model(torch.zeros(2, 3))
+    assert repr(seen.findings()).startswith("no attention was seen: call the model inside")
+    assert "no attention was seen" in seen.findings()._repr_html_()

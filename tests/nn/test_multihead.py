@@ -227,6 +227,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "device": ((X.to("meta"),) * 3, {}, "parameters are on cpu"),
     "attn_mask shape": ((X, X, X), {"attn_mask": torch.zeros(2, 6, 6)}, r"\(L, S\) or \(N·heads, L, S\)"),
     "attn_mask dtype": ((X, X, X), {"attn_mask": torch.zeros(6, 6).int()}, "attn_mask must be a tensor, bool"),
+    "a mask as attn_mask": ((X, X, X), {"attn_mask": regard.causal()}, "pass a mask of regard as mask="),
     "attn_mask device": ((X, X, X), {"attn_mask": torch.zeros(6, 6, device="meta")}, "query's device"),
     "padding shape": ((X, X, X), {"key_padding_mask": torch.zeros(6).bool()}, r"must be \(N, S\)"),
     "padding of one": ((X[0],) * 3, {"key_padding_mask": torch.zeros(1, 6).bool()}, r"must be \(S,\)"),

@@ -286,7 +286,7 @@ def test_nonfinite_and_negative_numbers_are_packed() -> None:
 
 @pytest.mark.parametrize("layers", [[], [LayerLook("a", ["x"], ["x"], [])]])
 def test_a_look_without_heads_is_refused_with_what_to_do(layers: list[LayerLook], tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"^render: the look has no heads .*regard\.watch"):
+    with pytest.raises(ArgumentError, match=r"^render: there are no heads .*regard\.watch"):
         page.write(Look("t", {}, layers, []), tmp_path / "page.html")
     assert not list(tmp_path.iterdir())
 

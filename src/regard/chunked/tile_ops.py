@@ -124,7 +124,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _several(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    """`multiply` without blocks of rows: if there are fewer products than threads, the same ones are computed again, side by side."""
+    """`multiply` without blocks of rows: where threads would share a product, the same ones are computed again beside it."""
     each = _MOST_THREADS if a.shape[1] >= _FEWEST_ROWS else 1
     times = -(-max(2, -(-torch.get_num_threads() // each)) // len(a))
     if times == 1:

@@ -71,6 +71,9 @@ def ablate(
             written.append(f"wrote {shown(str(html))}; open it in a browser")
         console = Console(highlight=False)
         console.print(Text(f"{shown(title)} on {given.tokens:,} tokens: {given.says}"))
+        if given.cut:
+            said = f"the first {len(given.batches):,} windows of up to {length:,} tokens; --windows raises the limit"
+            console.print(Text(f"only a part of the texts was read: {said}"))
         console.print(found.table(heads))
         for line in written:
             console.print(Text(line))
@@ -94,6 +97,7 @@ def _ranked(name: str | None, windows: Windows, zero: bool, allowed: Allowed) ->
     with progress() as bar:
         loading = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
         loaded = load(name, remote_code=allowed.remote_code, random_weights=allowed.random_weights)
+        loaded.check_reads("ablate")
         bar.remove_task(loading)
         task = bar.add_task("ablating heads", total=None)
         given = text_loss(

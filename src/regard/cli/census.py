@@ -14,6 +14,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from regard.display import shown
+from regard.errors import DeviceError
 
 from .model_input import RandomOption, TrustOption
 from .output import check_writable, errors_as_messages, progress
@@ -104,6 +105,20 @@ def _parts(shard: str | None) -> tuple[int, int] | None:
     return int(first), int(count)
 
 
+def _usable(device: str | None) -> str:
+    """The device that was asked for, or a GPU if there is one."""
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise DeviceError(f"--device: {device!r} cannot be used here: {reason}. Give cpu, or leave it out.") from error
+    return device
+
+
 def _take(
     name: str | None,
     path: Path,
@@ -123,10 +138,11 @@ def _take(
     check_free(out, "--out")
     texts = Texts(path, reading.field)
     rank = _join_group()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _usable(device)
     with progress() as bar:
         task = bar.add_task(f"loading {shown(name or BUILTIN)}", total=None)
         loaded = load(name, remote_code=allowed[0], random_weights=allowed[1], device=device)
+        loaded.check_reads("census")
         bar.remove_task(task)
         codec = codec_of(loaded)
         length = codec.length if reading.length is None else reading.length

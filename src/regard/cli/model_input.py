@@ -103,7 +103,7 @@ def load_and_tokenize(
     over = len(tokens.pieces) - allowed.tokens
     if over > 0:
         tokens = tokens.first(allowed.tokens)
-        bar.console.print(Text(f"the last {over:,} tokens are left out; --max-tokens raises the limit"))
+        bar.console.print(Text(f"only the first {allowed.tokens:,} tokens are read; --max-tokens raises the limit"))
     if limits := loaded.limits(tokens):
         bar.console.print(Text(limits))
     bar.remove_task(task)

@@ -86,6 +86,10 @@ def pose(
     )
 
 
+def _layout(x: Tensor) -> str:
+    return "nested" if x.is_nested else str(x.layout)
+
+
 def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, Tensor]:
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         named = {"query": query, "key": key, "value": value}
@@ -94,8 +98,9 @@ def _tensors(query: Tensor, key: Tensor, value: Tensor, who: str) -> tuple[Tenso
     dense_layout = query.layout == key.layout == value.layout == torch.strided
     if not dense_layout or query.is_nested or key.is_nested or value.is_nested:
         raise DtypeError(
-            f"{who}: query, key and value must be dense tensors. Got layouts {query.layout}, {key.layout}, "
-            f"{value.layout}; convert with .to_dense(), or pack sequences and pass mask=regard.packed(lengths)."
+            f"{who}: query, key and value must be dense tensors. Got {', '.join(map(_layout, (query, key, value)))}; "
+            f"pad sequences and pass mask=regard.padding(lengths), or put them one after the other and pass "
+            f"mask=regard.packed(lengths)."
         )
     device = query.device
     if key.device != device or value.device != device:

@@ -82,8 +82,12 @@ class LoadedModel:
             return f"the model extrapolates from position {length} on: it was trained on texts of up to {length} tokens"
         return ""
 
+    def check_reads(self, who: str) -> None:
+        """Raise an error of `who` if the model cannot read text."""
+        self.run(self.tokenize("the"), who)
+
     @torch.no_grad()
-    def run(self, text: TokenizedText) -> None:
+    def run(self, text: TokenizedText, who: str = "inspect") -> None:
         """Call the model; what it computes is observed from outside."""
         try:
             self.model(**text.inputs)
@@ -92,11 +96,9 @@ class LoadedModel:
         except Exception as error:  # models come from outside, and may raise anything
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
                 tokens = f"{len(text.pieces):,} tokens"
-                raise ArgumentError(
-                    f"inspect: there is not enough memory for {tokens}. Give a shorter text."
-                ) from error
+                raise ArgumentError(f"{who}: there is not enough memory for {tokens}. Give a shorter text.") from error
             raise ArgumentError(
-                f"inspect: {self.name!r} cannot read this text: {_one_line(error)} Check that its config.json, its "
+                f"{who}: {self.name!r} cannot read this text: {_one_line(error)} Check that its config.json, its "
                 f"tokenizer and its weights belong together."
             ) from error
 
@@ -128,7 +130,8 @@ def load(
         return _builtin(name or BUILTIN, device)
     if Path(name).is_file():
         raise FileError(
-            f"load: {name!r} is a file; give the folder that contains config.json, or a model name from the hub."
+            f"load: {name!r} is a file; give the folder that contains config.json, or a model name from the hub. A "
+            f"text to read is an option: --file, or --texts."
         )
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise FileError(f"load: the folder {name!r} has no config.json; give a folder written by save_pretrained.")

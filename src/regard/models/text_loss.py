@@ -29,6 +29,7 @@ class TextLoss:
     has_gradient: bool  # whether its gradient at the whole model says anything
     pieces: list[str]  # the tokens of the first batch
     tokens: int  # over all batches
+    cut: bool  # whether there is more text than that
 
 
 def text_loss(
@@ -41,9 +42,13 @@ def text_loss(
     row, and only the second reading counts: it shows what heads do that copy.
     """
     found: list[TokenizedText] = []
-    for text in texts:
-        found += list(_windows(loaded.tokenize(text), length, windows - len(found)))
+    cut, rest = False, iter(texts)
+    for text in rest:
+        read = loaded.tokenize(text)
+        most = windows - len(found)
+        found += list(_windows(read, length, most))
         if len(found) == windows:
+            cut = len(read.pieces) > most * length or next(rest, None) is not None
             break
     if not found:
         raise ArgumentError("ablate: there is no text with at least two tokens; give longer texts.")
@@ -53,9 +58,9 @@ def text_loss(
     name = type(loaded.model).__name__
     if isinstance(loaded.model, Model) or "CausalLM" in name or "LMHead" in name:
         says = "−log p of the next token, mean" + (" over the second reading of each text" if repeat else "")
-        return TextLoss(batches, _NextToken(repeat), says, True, pieces, tokens)
+        return TextLoss(batches, _NextToken(repeat), says, True, pieces, tokens, cut)
     change = _OutputChange(loaded.model, batches)
-    return TextLoss(batches, change, "relative change of the last hidden states", False, pieces, tokens)
+    return TextLoss(batches, change, "relative change of the last hidden states", False, pieces, tokens, cut)
 
 
 def _windows(text: TokenizedText, length: int, most: int) -> Iterator[TokenizedText]:

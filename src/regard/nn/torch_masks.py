@@ -123,9 +123,11 @@ def _key_padding_mask(who: str, mask: Tensor, sizes: MaskSizes) -> Tensor:
 def _check(who: str, name: str, mask: Tensor, sizes: MaskSizes) -> None:
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         kind = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
+        remedy = "pass an attention_mask of 1 and 0, with 1 for visible tokens, as mask=regard.padding(attention_mask)"
+        remedy = "pass a mask of regard as mask=" if isinstance(mask, Mask) else remedy
         raise DtypeError(
             f"{who}: {name} must be a tensor, bool (True hides) or floating (it is added to the logits). Got {kind}; "
-            f"pass an attention_mask of 1 and 0, with 1 for visible tokens, as mask=regard.padding(attention_mask)."
+            f"{remedy}."
         )
     check_readable(who, name, mask)
     if mask.device != sizes.device:

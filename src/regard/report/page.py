@@ -35,8 +35,9 @@ def render(look: Look, limit: int = LIMIT, *, atlas: str = "") -> str:
     _check_look(look, "render")
     if not any(layer.heads for layer in look.layers):
         raise ArgumentError(
-            "render: the look has no heads to show. Call the model inside `with regard.watch(model) as seen:`, then "
-            "use seen.look()."
+            "render: there are no heads to show, since no attention was seen. Call the model inside "
+            "`with regard.watch(model) as seen:`. Attention that a model computes by hand is seen only if it calls "
+            "regard.attention, or torch's function."
         )
     empty = _assemble(look.title, "")
     data = page_data(look, limit - len(empty.encode()) - len(atlas.encode()))

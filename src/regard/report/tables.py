@@ -15,9 +15,13 @@ from rich.text import Text
 from ..display import block, note, paragraph, shown, table
 from .labels import layer_label, layer_legend
 
-__all__ = ["NOTHING_FOUND", "STATISTIC_COLUMNS", "HeadTable", "as_text", "findings"]
+__all__ = ["NOTHING_FOUND", "NOTHING_SEEN", "STATISTIC_COLUMNS", "HeadTable", "as_text", "findings"]
 
 NOTHING_FOUND = "no rule found anything wrong or notable"
+NOTHING_SEEN = (
+    "no attention was seen: call the model inside `with regard.watch(model) as seen:`. Attention that a model computes "
+    "by hand is seen only if it calls regard.attention, or torch's function"
+)
 STATISTIC_COLUMNS = {
     "entropy": "entropy",
     "relative_entropy": "relative",

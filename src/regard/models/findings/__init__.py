@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from textwrap import fill
 
 from regard.report.labels import layer_legend
-from regard.report.tables import NOTHING_FOUND
+from regard.report.tables import NOTHING_FOUND, NOTHING_SEEN
 
 from ...display import block, listed, note, shown
 from ...errors import DtypeError
@@ -56,7 +56,7 @@ class Findings(list[Finding]):
 
     def __repr__(self) -> str:
         if not self:
-            return NOTHING_FOUND
+            return NOTHING_FOUND if self.layers else NOTHING_SEEN
         lines = [
             fill(f"{'!' if one.level == 'problem' else '·'} {shown(one.text)}", _WIDTH, subsequent_indent="  ")
             for one in self
@@ -65,7 +65,7 @@ class Findings(list[Finding]):
 
     def _repr_html_(self) -> str:
         if not self:
-            return block("", note(NOTHING_FOUND))
+            return block("", note(NOTHING_FOUND if self.layers else NOTHING_SEEN))
         return block("", listed((one.text, one.level == "problem") for one in self), *map(note, self._legend()))
 
     def _legend(self) -> list[str]:
