@@ -111,12 +111,14 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     if a.device.type != "cpu" or 0 in (*a.shape, b.shape[2]):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     batch, rows, columns = len(a), a.shape[1], b.shape[2]
-    if batch >= _FEW or rows < 2 * _BLOCK_ROWS or a.requires_grad or b.requires_grad:
+    block = _BLOCK_ROWS if rows >= 2 * _BLOCK_ROWS else rows // 2
+    enough = batch >= _FEW or (batch > 1 and block < _BLOCK_ROWS)
+    if enough or block < _FEWEST_ROWS or a.requires_grad or b.requires_grad:
         return _several(a, b, out)
     found = a.new_empty(batch, rows, columns) if out is None else out
-    whole = rows - rows % _BLOCK_ROWS
+    whole = rows - rows % block
     for one, other, into in zip(a.unsqueeze(1), b.unsqueeze(1), found.unsqueeze(1), strict=True):
-        blocks, places = (x[:, :whole].unflatten(1, (-1, _BLOCK_ROWS))[0] for x in (one, into))
+        blocks, places = (x[:, :whole].unflatten(1, (-1, block))[0] for x in (one, into))
         _several(blocks, other.expand(len(blocks), -1, -1), places)
         if whole < rows:
             _several(one[:, whole:], other, into[:, whole:])
@@ -124,7 +126,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _several(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    """`multiply` without blocks of rows: where threads would share a product, the same ones are computed again beside it."""
+    """`multiply` without blocks of rows. Threads that would share a product compute the same one again beside it."""
     each = _MOST_THREADS if a.shape[1] >= _FEWEST_ROWS else 1
     times = -(-max(2, -(-torch.get_num_threads() // each)) // len(a))
     if times == 1:
