@@ -83,9 +83,10 @@ def test_more_connections_than_allowed_get_no_more_threads_and_the_page_still_an
     with ExitStack() as stack:
         for _ in range(40):
             stack.enter_context(connect(serving))
-            most = max(most, handlers())
+            most = max(most, len(serving._server._waiting_since))
         assert works(serving)
-        assert 1 <= max(most, handlers()) <= 8
+        assert 1 <= max(most, len(serving._server._waiting_since)) <= 8
+        until(lambda: handlers() <= 8)  # a thread that has forgotten its connection may take a moment to end
 
 
 def test_a_connection_whose_request_does_not_arrive_is_closed(
