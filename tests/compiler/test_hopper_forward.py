@@ -181,6 +181,14 @@ def test_in_a_full_block_nothing_goes_between_threads_and_exponentials_run_besid
         assert before.count("MUFU.EX2") > 60 > after.count("MUFU.EX2")
 
 
+@compiles
+def test_a_group_has_three_copies_of_the_softmax_to_compile(hopper: None) -> None:
+    ptx = compiled(work(128, "spans")).asm["ptx"]
+    weights, rows = 64, 2  # of a thread
+    first, safe, fixed = weights + rows, weights + 2 * rows, weights  # a factor per row; the safe loop looks at its max
+    assert ptx.count("ex2.approx") == 2 * (first + safe + fixed)
+
+
 def test_every_tile_fits_the_chip() -> None:
     for bias_or_dropout, narrow in product((False, True), repeat=2):
         for dim in DIMS:
