@@ -159,7 +159,7 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.output - wanted).abs().max() < 8e-3
 
 
-@pytest.mark.parametrize("d", [64, 96])
+@pytest.mark.parametrize("d", [64, 96, 128])
 def test_values_that_nobody_may_see_leave_no_trace(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run_hopper_kernels(monkeypatch)
     clean, dirty = inputs(150, d), inputs(150, d)
