@@ -329,20 +329,24 @@ def test_few_variants_of_a_call_are_remembered(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", ["slopes", "a table"])
-def test_what_our_kernels_prepare_hides_nan_in_the_formula_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_our_kernels_prepare_takes_the_bias_and_the_mask_of_each_call(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     if INTERPRETED:
         pytest.skip("the interpreter prepares nothing")
-    made = regard.biases.alibi(torch.ones(4)) if kind == "slopes" else regard.biases.relative(torch.randn(4, 5))
+    make = regard.biases.alibi if kind == "slopes" else regard.biases.relative
+    shape = (4,) if kind == "slopes" else (4, 5)
     query, key, value = torch.randn(3, 2, 4, 6, 8).unbind()
     key[:, :, 5] = value[:, :, 5] = torch.nan
     mask = regard.padding(torch.tensor([5, 5]))
-    prepared = Triton().prepare(pose(query, key, value, mask=mask, bias=made))
+    prepared = Triton().prepare(pose(query, key, value, mask=mask, bias=make(torch.randn(shape))))
     assert prepared is not None
     monkeypatch.setattr(TritonEngine, "forward", lambda self, x: Rows(*self.formula(x), *self.formula(x)[1:]))
-    found = prepared(query, key, value, mask, None, made)
-    true = regard.attention(query, key, value, mask=mask, bias=made, backend="reference")
-    torch.testing.assert_close(found, true)
+    for lengths in ([5, 5], [3, 4]):
+        given: dict[str, Any] = {"mask": regard.padding(torch.tensor(lengths)), "bias": make(torch.randn(shape))}
+        found = prepared(query, key, value, given["mask"], None, given["bias"])
+        torch.testing.assert_close(found, regard.attention(query, key, value, **given, backend="reference"))
 
 
 @pytest.mark.parametrize("learnt", [False, True])
