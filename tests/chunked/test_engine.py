@@ -99,3 +99,19 @@ def test_the_bits_are_the_same_for_every_number_of_threads(name: str, heads: int
         torch.set_num_threads(before)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize("name", ["no mask", "documents"])
+@pytest.mark.parametrize(("items", "heads", "n"), [(9, 2, 513), (2, 1, 389), (3, 3, 300)])
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(name: str, items: int, heads: int, n: int) -> None:
+    x = list(torch.randn(3, items, heads, n, 64))
+    weights = torch.randn(items, heads, n, 64)
+
+    def results(which: slice) -> list[Tensor]:
+        leaves = [t[which].clone().requires_grad_() for t in x]
+        seen = regard.observe(*leaves, mask=MASKED[name](n), backend="chunked")
+        total = (seen.output * weights[which]).sum() + seen.entropy.sum()
+        return [seen.output, seen.lse, seen.entropy, *torch.autograd.grad(total, leaves)]
+
+    alone, together = results(slice(1, 2)), results(slice(None))
+    assert all(torch.equal(a, b[1:2]) for a, b in zip(alone, together, strict=True))

@@ -106,22 +106,32 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """The products of matrices (B, r, k) and (B, k, c); in float32, with the same bits for every number of threads.
 
     BLAS libraries divide one product among their threads, by its sums too. Several products they compute side by
-    side, with one thread or two for each. So the rows of few matrices are multiplied as several matrices.
+    side, with one thread or two for each. So the rows of few matrices are multiplied as several matrices. Rows beyond
+    the last whole block are multiplied apart, however many matrices there are: no bit depends on that number either.
     """
     if a.device.type != "cpu" or 0 in (*a.shape, b.shape[2]):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
-    batch, rows, columns = len(a), a.shape[1], b.shape[2]
-    block = _BLOCK_ROWS if rows >= 2 * _BLOCK_ROWS else rows // 2
-    enough = batch >= _FEW or (batch > 1 and block < _BLOCK_ROWS)
-    if enough or block < _FEWEST_ROWS or a.requires_grad or b.requires_grad:
+    if a.requires_grad or b.requires_grad:
         return _several(a, b, out)
-    found = a.new_empty(batch, rows, columns) if out is None else out
-    whole = rows - rows % block
-    for one, other, into in zip(a.unsqueeze(1), b.unsqueeze(1), found.unsqueeze(1), strict=True):
-        blocks, places = (x[:, :whole].unflatten(1, (-1, block))[0] for x in (one, into))
-        _several(blocks, other.expand(len(blocks), -1, -1), places)
-        if whole < rows:
-            _several(one[:, whole:], other, into[:, whole:])
+    rows = a.shape[1]
+    whole = rows - rows % _BLOCK_ROWS if rows >= 2 * _BLOCK_ROWS else rows
+    if whole == rows:
+        return _in_blocks(a, b, out)
+    parts = [_in_blocks(part, b, None) for part in a.split((whole, rows - whole), 1)]
+    return torch.cat(parts, 1) if out is None else torch.cat(parts, 1, out=out)
+
+
+def _in_blocks(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    """`multiply` where rows are whole blocks, or few."""
+    batch, rows = a.shape[:2]
+    blocks = 2 if batch == 1 and rows % 2 == 0 and rows >= 2 * _FEWEST_ROWS else 1
+    if rows >= 2 * _BLOCK_ROWS:
+        blocks = rows // _BLOCK_ROWS if batch < _FEW else 1
+    if blocks == 1:
+        return _several(a, b, out)
+    found = a.new_empty(batch, rows, b.shape[2]) if out is None else out
+    for one, other, into in zip(a, b, found, strict=True):
+        _several(one.unflatten(0, (blocks, -1)), other.expand(blocks, -1, -1), into.unflatten(0, (blocks, -1)))
     return found
 
 
