@@ -12,6 +12,7 @@ import regard
 from attention_inputs import gradients, inputs
 from folded_cases import CASES, FEW_ROWS, engine_of, folded, formula_of, tensors_of
 from regard.chunked.engine import ChunkedEngine
+from regard.chunked.tile_ops import multiply
 from regard.core.tiling import TileSizes
 from regard.lab.online import peak_bytes
 
@@ -115,3 +116,16 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(name: str, items: int
 
     alone, together = results(slice(1, 2)), results(slice(None))
     assert all(torch.equal(a, b[1:2]) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 4, 0), (1, 300, 4, 0), (0, 3, 4, 5), (2, 0, 4, 5), (1, 17, 0, 5), (1, 300, 64, 9)]
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_products_have_any_shape_and_go_where_they_are_told(shape: tuple[int, ...], given: bool) -> None:
+    batch, rows, dim, columns = shape
+    a, b = torch.randn(batch, rows, dim), torch.randn(batch, columns, dim).mT
+    out = torch.full((batch, rows, columns), torch.nan) if given else None
+    found = multiply(a, b, out=out)
+    torch.testing.assert_close(found, torch.bmm(a, b))
+    assert out is None or found.data_ptr() == out.data_ptr()
