@@ -39,7 +39,7 @@ def test_a_part_of_the_texts_is_called_a_part(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four", encoding="utf-8")
     (tmp_path / "b.txt").write_text("five six seven eight", encoding="utf-8")
     said = run("--texts", str(tmp_path), "--length", "4", "--windows", "1", "--heads", "1")
-    assert "the first 1 windows of up to 4 tokens; --windows raises the limit" in said
+    assert "the first window of up to 4 tokens; --windows raises the limit" in said
     assert "only a part" not in run("--texts", str(tmp_path), "--heads", "1")
 
 

@@ -20,7 +20,7 @@ from ..biases import Alibi, Relative
 from ..compat.torch import call_modes, is_capturing, likeness, operations_are_plain, versions_of
 from ..core.problem import Problem
 from ..kernels.block_mask import on_device, traceable
-from ..kernels.known_form import Size, standing_form
+from ..kernels.known_form import Size, kept_form
 from ..masks import Mask
 from ..masks.base import And
 from ..masks.causal import Causal
@@ -157,11 +157,11 @@ def _added(query: Tensor, key: Tensor, bias: object, score: object) -> _Added | 
             return None
         if query.dim() != 4 or key.dim() != 4 or is_capturing():  # a graph finds the form anew at each replay
             return None
-        standing = standing_form(score, Size(query.shape[1], query.shape[2], key.shape[2], query.device))
-        if standing is None or (bias is not None and standing.form.bias is not None):
+        kept = kept_form(score, Size(query.shape[1], query.shape[2], key.shape[2], query.device))
+        if kept is None or (bias is not None and kept.form.bias is not None):
             return None
-        values = standing.token, score.base.scale
-        bias = bias if standing.form.bias is None else standing.form.bias
+        values = kept.token, score.base.scale
+        bias = bias if kept.form.bias is None else kept.form.bias
     if bias is None:
         return _Added(None, values)
     return _Added(bias, (*values, type(bias), bias.offset)) if isinstance(bias, Alibi | Relative) else None

@@ -72,7 +72,9 @@ def ablate(
         console = Console(highlight=False)
         console.print(Text(f"{shown(title)} on {given.tokens:,} tokens: {given.says}"))
         if given.cut:
-            said = f"the first {len(given.batches):,} windows of up to {length:,} tokens; --windows raises the limit"
+            count = len(given.batches)
+            first = "the first window" if count == 1 else f"the first {count:,} windows"
+            said = f"{first} of up to {length:,} tokens; --windows raises the limit"
             console.print(Text(f"only a part of the texts was read: {said}"))
         console.print(found.table(heads))
         for line in written:

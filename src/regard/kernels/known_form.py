@@ -17,7 +17,7 @@ from ..scores.pointwise import Pointwise
 from ..scores.tracing import Traced
 from .attend_by_lists import has_lists
 
-__all__ = ["KnownForm", "Size", "Standing", "form_of", "known_form", "standing_form"]
+__all__ = ["KeptForm", "KnownForm", "Size", "form_of", "kept_form", "known_form"]
 
 _WIDEST = 256  # dims that Hopper's kernels take in one pass
 
@@ -61,14 +61,14 @@ class _Known(NamedTuple):
         return same and self.versions == versions_of(tables) and -1 not in self.versions
 
 
-class Standing(NamedTuple):
+class KeptForm(NamedTuple):
     """A form that was found for an earlier call, and an object that stands for its function and its size."""
 
     form: KnownForm
     token: object
 
 
-def standing_form(score: Pointwise, size: Size) -> Standing | None:
+def kept_form(score: Pointwise, size: Size) -> KeptForm | None:
     """The form that an earlier call found, if nothing has changed since; None where it would have to be found again."""
     known = score.known_form
     if not isinstance(known, _Known) or known.form is None:
@@ -79,7 +79,7 @@ def standing_form(score: Pointwise, size: Size) -> Standing | None:
     if learns or traced.steps or not known.holds(traced, size, tables):  # steps may make a table of another size
         return None
     known.arrival.wait(_tensors(known.form))
-    return Standing(known.form, known.token)
+    return KeptForm(known.form, known.token)
 
 
 def form_of(p: Problem) -> KnownForm | None:
