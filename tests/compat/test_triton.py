@@ -47,12 +47,13 @@ def test_every_name_has_a_test() -> None:
         "build_launcher",
         "grid_starter",
         "hash_compiler",
+        "intermediate_code",
         "load",
         "start_driver",
         "starter",
         "warm_up",
         "with_base",
-    ]  # `warm_up` in tests/kernels/test_ahead.py, `starter` and `with_base` in tests/kernels/test_launch_cache.py
+    ]  # `intermediate_code` and `warm_up` in tests/kernels/test_ahead.py, `starter` and `with_base` in tests/kernels/test_launch_cache.py
     assert compat.__all__ == tested, "write a test here for each new name of compat.triton"
     assert sorted(gluon().__all__) == sorted(GLUON_NEEDED_FOR), "say in GLUON_NEEDED_FOR why each name is needed"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +17,7 @@ triton = pytest.importorskip("triton", reason="triton has no wheel for this syst
 
 import hopper_compiled  # noqa: E402
 import regard  # noqa: E402
-from regard.compat.triton import INTERPRETED, build_launcher, warm_up  # noqa: E402
+from regard.compat.triton import INTERPRETED, build_launcher, intermediate_code, warm_up  # noqa: E402
 from regard.kernels import ahead  # noqa: E402
 from regard.kernels.block_mask import BlockMask  # noqa: E402
 from regard.kernels.span_terms import span_terms  # noqa: E402
@@ -175,6 +177,49 @@ def test_of_kernels_that_are_collected_together_the_longest_goes_first() -> None
     assert len(short.compiled) == len(long.compiled) == 1
 
 
+def test_of_all_kernels_that_wait_the_longest_goes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_LONGEST_TURN", 60)
+    first, short, long = Kernel(), Kernel(), Kernel()
+    long.may.set()
+    for kernel, given in ((first, {}), (short, {"n": 1}), (long, {"n": 1, "m": 2})):
+        with ahead.collecting(CPU):
+            ahead.collect(kernel, given, {})
+    first.may.set()
+    ahead.wait_for(long)
+    assert short.compiled == []
+    short.may.set()
+    ahead.wait_for(short)
+    ahead.wait_for(first)
+
+
+def test_threads_change_often_while_kernels_compile() -> None:
+    before, kernel = sys.getswitchinterval(), Kernel()
+    for _ in range(2):
+        with ahead.collecting(CPU):
+            ahead.collect(kernel, {}, {})
+    assert sys.getswitchinterval() < before
+    kernel.may.set()
+    ahead.wait_for(kernel)
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_a_thread_that_cannot_be_started_leaves_its_kernel_to_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    kernel, next_one = Kernel(), Kernel()
+    with monkeypatch.context() as patch, ahead.collecting(CPU) as threads:
+        ahead.collect(kernel, {}, {})
+        patch.setattr(ahead.Thread, "start", start)
+    ahead.wait_for(kernel)
+    assert threads == kernel.compiled == []
+    next_one.may.set()
+    with ahead.collecting(CPU):
+        ahead.collect(next_one, {}, {})
+    ahead.wait_for(next_one)
+    assert len(next_one.compiled) == 1
+
+
 def the_second_is_done_before(first: Kernel, second: Kernel) -> None:
     for kernel in (first, second):
         with ahead.collecting(CPU):
@@ -195,7 +240,7 @@ def test_the_next_kernel_goes_on_once_the_front_end_is_done(
     if error is not None:
         first.may.set()
 
-    def warm_up(kernel: Any, arguments: Any, options: Any, then: Any) -> None:
+    def warm_up(kernel: Any, arguments: Any, options: Any, then: Any, made: Any) -> None:
         if error is None:
             then()
         kernel.warmup(**arguments, **options)
@@ -227,7 +272,7 @@ def test_a_launch_waits_for_its_own_variant_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ahead, "_LONGEST_TURN", 0.01)
     kernel, done = Kernel(), []
 
-    def warm_up(kernel: Any, arguments: Any, options: Any, then: Any) -> None:
+    def warm_up(kernel: Any, arguments: Any, options: Any, then: Any, made: Any) -> None:
         if arguments["by_keys"]:
             assert kernel.may.wait(10)
         done.append(arguments["by_keys"])
@@ -247,7 +292,7 @@ def test_a_launch_waits_for_its_own_variant_alone(monkeypatch: pytest.MonkeyPatc
 def test_what_a_backward_pass_imports_is_imported_while_a_kernel_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, imported = Kernel(), []
 
-    def warm_up(kernel: Any, arguments: Any, options: Any, then: Any) -> None:
+    def warm_up(kernel: Any, arguments: Any, options: Any, then: Any, made: Any) -> None:
         if not arguments["cached"]:
             then()
             kernel.warmup()
@@ -261,15 +306,14 @@ def test_what_a_backward_pass_imports_is_imported_while_a_kernel_compiles(monkey
         assert imported == ([] if cached else [threading.current_thread()])  # there is no time to use if all is there
     kernel.may.set()
     ahead.wait_for(kernel)
-    assert not ahead._ASSEMBLING
+    assert not ahead._FRONT_ENDS.are_over()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_lists_of_a_mask_that_are_only_collected_are_computed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     monkeypatch.setattr(ahead, "_VARIANTS", {})
-    monkeypatch.setattr(ahead, "_FRONT_ENDS", ahead._Queue())
-    monkeypatch.setattr(ahead, "_compile", lambda launch, device, turn: None)
+    monkeypatch.setattr(ahead, "_compile", lambda launch, device, turn: ahead._FRONT_ENDS.leave(turn))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, **given: started.append(given["n"]))
     terms = span_terms(regard.window(3), 40, 40)
     assert terms is not None
@@ -322,6 +366,60 @@ def test_it_is_told_when_the_front_end_is_done_with_a_kernel(hopper: None, monke
     assert "make_ir" not in vars(kernel.src)
     copied.warmup(**{**given, "SIZE": 64}, **OPTIONS, grid=(1,))  # nobody is told
     assert told == ["front end", "compiled", "compiled"]
+
+
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_code_that_was_made_ahead_is_what_triton_makes(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    source, told = triton.compiler.ASTSource, []
+    given = {"x": torch.zeros(16), "pair": Pair(torch.zeros(16), 4), "n": 7, "SIZE": 16}
+    expected = copied.warmup(**given, **OPTIONS, grid=(1,)).asm["ttir"]
+    made = intermediate_code(copied, given, OPTIONS, on_hopper(monkeypatch))
+    assert made is not None
+    real = source.make_ir
+    monkeypatch.setattr(source, "make_ir", lambda self, *x: told.append("again") or real(self, *x))
+    copied.device_caches[0][0].clear()
+    kernel = warm_up(copied, given, OPTIONS, lambda: told.append("front end"), made)
+    assert told == ["front end"]
+    assert kernel.asm["ttir"] == expected
+    warm_up(copied, {**given, "SIZE": 8}, OPTIONS, lambda: told.append("another"), made)
+    assert told == ["front end", "again", "another"]  # it does not fit
+    assert intermediate_code(copied, {**given, "SIZE": 3}, OPTIONS, on_hopper(monkeypatch)) is None  # the launch raises
+    assert intermediate_code(copied, given, OPTIONS, CPU) is None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_the_front_end_does_not_wait_until_triton_has_hashed_its_files(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, hashed, compiled, made = on_hopper(monkeypatch), threading.Event(), [], threading.Event()
+    real = intermediate_code
+
+    def noted(*given: Any) -> Any:
+        found = real(*given)
+        made.set()
+        return found
+
+    monkeypatch.setattr(ahead, "_PREPARED", set())
+    monkeypatch.setattr(ahead, "hash_compiler", lambda: hashed.wait(10))
+    monkeypatch.setattr(ahead, "start_driver", lambda: None)
+    monkeypatch.setattr(ahead, "intermediate_code", noted)
+    monkeypatch.setattr(ahead, "_on", lambda device: nullcontext())
+    monkeypatch.setattr(ahead, "_build_launcher", lambda launch, device: None)
+    monkeypatch.setattr(ahead, "load", lambda kernel: compiled.append(kernel))
+    given = {"x": torch.zeros(16), "pair": Pair(torch.zeros(16), 4), "n": 7, "SIZE": 128}
+    with ahead.collecting(device):
+        ahead.collect(copied, given, OPTIONS)
+    assert made.wait(30)
+    assert compiled == []
+    hashed.set()
+    ahead.wait_for(copied)
+    assert len(compiled) == 1
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

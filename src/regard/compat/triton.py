@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, local
 from typing import Any, NamedTuple
+
+import torch
 
 __all__ = [
     "INTERPRETED",
@@ -13,6 +16,7 @@ __all__ = [
     "build_launcher",
     "grid_starter",
     "hash_compiler",
+    "intermediate_code",
     "load",
     "start_driver",
     "starter",
@@ -20,6 +24,7 @@ __all__ = [
     "with_base",
 ]
 
+_LOG = logging.getLogger(__name__)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs its kernels in Python; it reads this once, too
 _MOST_MAPS = 256  # addresses whose TMA descriptors are kept for each argument
 _BASE = 13  # arguments of Triton 3.6's launcher before those of the kernel
@@ -51,27 +56,94 @@ def start_driver() -> None:
     driver.active.get_current_device()
 
 
+class Made(NamedTuple):
+    """Triton's intermediate code of a kernel, and what it was made from."""
+
+    module: Any
+    context: Any  # to which the module belongs
+    source: Any
+    target: Any
+    options: Any
+
+    def fits(self, source: Any, target: Any, options: Any) -> bool:
+        """Whether Triton would make the same code of this."""
+        ours = self.source
+        return bool(
+            (ours.fn, ours.signature, ours.constants, ours.attrs) == (source.fn, source.signature, source.constants, source.attrs)
+            and (self.target, vars(self.options)) == (target, vars(options))
+        )
+
+
 class _Told(local):
-    """Whom this thread tells when Triton's front end is done with a kernel."""
+    """Whom this thread tells when Triton's front end is done with a kernel, and the code that was made before."""
 
     then: Callable[[], None] | None = None
+    made: Made | None = None
 
 
 _TOLD = _Told()
 _LOOKING = Lock()
 
 
-def warm_up(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], then: Callable[[], None]) -> Any:
-    """Compile a kernel, and call `then` as soon as Triton's front end is done, which holds the interpreter's lock."""
+def intermediate_code(
+    kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], device: torch.device
+) -> Made | None:
+    """Let Triton's front end make the code of a kernel that may be compiled next, without its driver and its cache; None where it cannot."""
+    if device.type != "cuda" or torch.version.hip is not None or not hasattr(kernel, "device_caches"):
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    try:
+        return _made(kernel, {**arguments, **options}, 10 * major + minor)
+    except Exception:  # noqa: BLE001  private functions of Triton, which may change; `warm_up` does without
+        _LOG.debug("no intermediate code was made ahead", exc_info=True)
+        return None
+
+
+def _made(kernel: Any, given: dict[str, Any], capability: int) -> Made:
+    """What `JITFunction.run` and `triton.compile` do up to the first module."""
+    from triton import knobs
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    given |= {"debug": kernel.debug or knobs.runtime.debug, "instrumentation_mode": knobs.compilation.instrumentation_mode}
+    bound, specialized, chosen = create_function_from_signature(kernel.signature, kernel.params, backend)(**given)
+    chosen, *described = kernel._pack_args(backend, given, bound, specialized, chosen)
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        Source = ASTSource
+    source = Source(kernel, *described)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(target, chosen, backend.get_codegen_implementation(chosen), backend.get_module_map(), context)
+    return Made(module, context, source, target, chosen)
+
+
+def warm_up(
+    kernel: Any,
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    then: Callable[[], None],
+    made: Made | None = None,
+) -> Any:
+    """Compile a kernel; if its cache has it not, call `then` as soon as Triton's front end is done, which holds the interpreter's lock.
+
+    `made` is code of this kernel that `intermediate_code` made.
+    """
     if hasattr(kernel, "device_caches"):
         _cache_of(kernel)
         if not hasattr(kernel.compile, "tells"):
             kernel.compile = _telling(kernel.compile)
-    _TOLD.then = then
+    _TOLD.then, _TOLD.made = then, made
     try:
         return kernel.warmup(**arguments, grid=(1,), **options)
     finally:
-        _TOLD.then = None
+        _TOLD.then = _TOLD.made = None
 
 
 def _cache_of(kernel: Any) -> Any:
@@ -86,14 +158,17 @@ def _telling(compile: Callable[..., Any]) -> Callable[..., Any]:
     """`compile` of a kernel, which tells when the intermediate code of its source is there."""
 
     def telling(src: Any, *args: Any, **named: Any) -> Any:
-        then, make_ir = _TOLD.then, getattr(src, "make_ir", None)
+        then, made, make_ir = _TOLD.then, _TOLD.made, getattr(src, "make_ir", None)
         if then is None or make_ir is None:
             return compile(src, *args, **named)
 
-        def told(*given: Any, **more: Any) -> Any:
-            made = make_ir(*given, **more)
+        def told(target: Any, options: Any, *given: Any, **more: Any) -> Any:
+            if made is not None and made.fits(src, target, options):
+                module = made.module
+            else:
+                module = make_ir(target, options, *given, **more)
             then()
-            return made
+            return module
 
         src.make_ir = told
         try:

@@ -4,35 +4,37 @@ A pass that is run inside `collecting()` starts no kernel: each launch is collec
 for the types of its arguments. A thread does nothing but fill Triton's cache, which has one entry per variant: the launch that
 follows waits for the thread (`wait_for`) and finds the entry. What goes wrong in a thread is left to that launch, which compiles
 again and raises. Triton's passes and the assembler release the interpreter's lock, and so does the C compiler that builds a
-kernel's launcher beside them; only Triton's front end holds it. So the front ends run one after the other, in the order in which
-kernels are needed, and of kernels that are collected together the longest goes first.
+kernel's launcher beside them; only Triton's front end holds it. So the front ends run one after the other, of the kernels that wait
+the longest first. While Triton still hashes its files, which it needs to look into its cache, they run as if the cache were empty.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import Event, Lock, Thread, current_thread, local
+from functools import partial
+from threading import Condition, Lock, Thread, local
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..compat.torch import import_for_backward, is_capturing
-from ..compat.triton import build_launcher, hash_compiler, load, start_driver, warm_up
+from ..compat.triton import build_launcher, hash_compiler, intermediate_code, load, start_driver, warm_up
 
 __all__ = ["collect", "collecting", "import_meanwhile", "is_collecting", "is_new", "may_keep", "prepare", "wait_for"]
 
 _LOG = logging.getLogger(__name__)
 _MOST_VARIANTS = 1024
 _LONGEST_TURN = 5.0  # seconds that a front end waits for the one before it
-_PREPARING, _QUEUING = Lock(), Lock()
+_SWITCH = 5e-4  # seconds after which a thread gives up the interpreter's lock while others compile, which ask for it often
+_PREPARING = Lock()
 _PREPARED: set[str] = set()  # types of devices
 _VARIANTS: dict[Hashable, None] = {}
 _COMPILING: dict[Hashable, list[Thread]] = {}  # by the id of the kernel, which lives as long as its module, and the variant
-_ASSEMBLING: set[Thread] = set()  # those whose kernel has passed the front end, and was not in Triton's cache
 
 
 class _Collected(local):
@@ -48,28 +50,70 @@ class _Launch(NamedTuple):
     variant: Hashable
 
 
-class _Turn(NamedTuple):
-    """When Triton's front end may begin with a kernel, and when it is done."""
+class _Turn:
+    """A kernel whose front end waits for its turn, or runs; and whether Triton's cache had the kernel, once that is known."""
 
-    before: Event
-    done: Event
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.cached: bool | None = None
 
 
-class _Queue:
-    """The last front end that waits for its turn."""
+class _FrontEnds:
+    """Whose turn it is: one kernel at a time, the longest of those that wait, and of equals the first."""
 
     def __init__(self) -> None:
-        self.last = Event()
-        self.last.set()
+        self._changed = Condition()
+        self._waiting: list[_Turn] = []
+        self._running: list[_Turn] = []
+        self._known: list[_Turn] = []  # those of threads that have not ended
+        self._switch = 0.0
 
-    def join(self) -> _Turn:
-        with _QUEUING:
-            turn = _Turn(self.last, Event())
-            self.last = turn.done
+    def join(self, size: int) -> _Turn:
+        turn = _Turn(size)
+        with self._changed:
+            if not self._known:
+                self._switch = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._switch, _SWITCH))
+            self._waiting.append(turn)
+            self._known.append(turn)
         return turn
 
+    def begin(self, turn: _Turn) -> None:
+        """Wait for this turn, but not forever for another one."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._running and turn is max(self._waiting, key=lambda x: x.size), _LONGEST_TURN
+            )
+            self._waiting.remove(turn)
+            self._running.append(turn)
 
-_FRONT_ENDS = _Queue()
+    def end(self, turn: _Turn, cached: bool | None = None) -> None:
+        """The front end is done with it, or is not needed."""
+        with self._changed:
+            if turn in self._running:
+                self._running.remove(turn)
+            if turn.cached is None:
+                turn.cached = cached
+            self._changed.notify_all()
+
+    def leave(self, turn: _Turn) -> None:
+        """Its thread ends, or could not be started."""
+        with self._changed:
+            self._known.remove(turn)
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+            if not self._known:
+                sys.setswitchinterval(self._switch)
+        self.end(turn, cached=True)
+
+    def are_over(self) -> bool:
+        """Wait until no front end will run any more, and say whether there are kernels that were not in Triton's cache."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(x.cached is not None for x in self._known), _LONGEST_TURN)
+            return any(not x.cached for x in self._known)
+
+
+_FRONT_ENDS = _FrontEnds()
 _COLLECTED = _Collected()
 
 
@@ -106,7 +150,6 @@ def _prepare(device: torch.device) -> None:
     with _PREPARING:
         if device.type in _PREPARED:
             return
-        _PREPARED.add(device.type)
         try:
             driver = Thread(target=_start_driver, args=(device,), name="regard starts Triton's driver", daemon=False)
             driver.start()
@@ -114,6 +157,8 @@ def _prepare(device: torch.device) -> None:
             driver.join()
         except Exception:  # noqa: BLE001  the first compilation does it again and raises it
             _LOG.debug("Triton could not be prepared", exc_info=True)
+        finally:
+            _PREPARED.add(device.type)
 
 
 def _start_driver(device: torch.device) -> None:
@@ -141,8 +186,13 @@ def collecting(device: torch.device) -> Iterator[list[Thread]]:
         # The interpreter waits for these threads when it exits, also for those that a backward pass starts, whose thread is a
         # daemon: a compiler that is cut off ends in a crash.
         name = f"regard compiles {launch.kernel.__name__}"
-        thread = Thread(target=_compile, args=(launch, device, _FRONT_ENDS.join()), name=name, daemon=False)
-        thread.start()
+        turn = _FRONT_ENDS.join(_size(launch))
+        thread = Thread(target=_compile, args=(launch, device, turn), name=name, daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many threads: the launch compiles
+            _FRONT_ENDS.leave(turn)
+            continue
         threads.append(thread)
         _COMPILING.setdefault((id(launch.kernel), launch.variant), []).append(thread)
 
@@ -175,34 +225,33 @@ def import_meanwhile() -> None:
     In this thread, since two that import the same modules may see each other's before they are complete. If nothing is left to
     compile, because Triton's cache has it all, there is no time to use.
     """
-    _FRONT_ENDS.last.wait(_LONGEST_TURN)
-    if _ASSEMBLING:
+    if _FRONT_ENDS.are_over():
         import_for_backward()
 
 
 def _compile(launch: _Launch, device: torch.device, turn: _Turn) -> None:
-    _prepare(device)
-    turn.before.wait(_LONGEST_TURN)
     name = f"regard builds the launcher of {launch.kernel.__name__}"
     launcher = Thread(target=_build_launcher, args=(launch, device), name=name, daemon=False)
-
-    def front_end_is_done() -> None:
-        _ASSEMBLING.add(current_thread())
-        turn.done.set()
-
     try:
+        _FRONT_ENDS.begin(turn)
+        made = None
+        if device.type not in _PREPARED:
+            made = intermediate_code(launch.kernel, launch.arguments, launch.options, device)
+            if made is not None:
+                _FRONT_ENDS.end(turn)
+        _prepare(device)
         launcher.start()
         with _on(device):
-            compiled = warm_up(launch.kernel, launch.arguments, launch.options, then=front_end_is_done)
-            turn.done.set()  # if Triton's cache had it
+            then = partial(_FRONT_ENDS.end, turn, cached=False)
+            compiled = warm_up(launch.kernel, launch.arguments, launch.options, then, made)
+            _FRONT_ENDS.end(turn, cached=True)  # unless `then` was called
             launcher.join()
             if device.type == "cuda" and compiled is not None:
                 load(compiled)
     except Exception:  # noqa: BLE001  the launch compiles again and raises it
         _LOG.debug("a kernel could not be compiled ahead", exc_info=True)
     finally:
-        _ASSEMBLING.discard(current_thread())
-        turn.done.set()
+        _FRONT_ENDS.leave(turn)
 
 
 def _build_launcher(launch: _Launch, device: torch.device) -> None:
