@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -214,12 +215,22 @@ def peak_above(before: int) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+@cache
+def _bytecode() -> tempfile.TemporaryDirectory[str]:
+    """A folder for Python's bytecode, which an installation by pip has, but not each machine of a bench."""
+    return tempfile.TemporaryDirectory()
+
+
 def in_a_new_process(call: str, most: float = 90.0) -> str:
-    """The last line that a call, `module.function(…)`, prints in a new process with empty caches of kernels."""
+    """The last line that a call, `module.function(…)`, prints in a new process with empty caches of kernels.
+
+    The bytecode of all modules is there from the second such process on that imports them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         empty = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = os.environ | empty | {"PYTHONPATH": os.pathsep.join(paths)}
+        env = os.environ | empty | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": _bytecode().name}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-c", f"import {call.partition('.')[0]}; {call}"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=most, check=False)
     if done.returncode:

@@ -53,7 +53,7 @@ def test_every_name_has_a_test() -> None:
         "starter",
         "warm_up",
         "with_base",
-    ]  # `intermediate_code` and `warm_up` in tests/kernels/test_ahead.py, `starter` and `with_base` in tests/kernels/test_launch_cache.py
+    ]  # two in tests/kernels/test_ahead.py, `starter` and `with_base` in tests/kernels/test_launch_cache.py
     assert compat.__all__ == tested, "write a test here for each new name of compat.triton"
     assert sorted(gluon().__all__) == sorted(GLUON_NEEDED_FOR), "say in GLUON_NEEDED_FOR why each name is needed"
 

@@ -69,7 +69,8 @@ class Made(NamedTuple):
         """Whether Triton would make the same code of this."""
         ours = self.source
         return bool(
-            (ours.fn, ours.signature, ours.constants, ours.attrs) == (source.fn, source.signature, source.constants, source.attrs)
+            (ours.fn, ours.signature, ours.constants, ours.attrs)
+            == (source.fn, source.signature, source.constants, source.attrs)
             and (self.target, vars(self.options)) == (target, vars(options))
         )
 
@@ -88,7 +89,7 @@ _LOOKING = Lock()
 def intermediate_code(
     kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any], device: torch.device
 ) -> Made | None:
-    """Let Triton's front end make the code of a kernel that may be compiled next, without its driver and its cache; None where it cannot."""
+    """Let Triton's front end make the code of a kernel, without driver and cache; None where it cannot."""
     if device.type != "cuda" or torch.version.hip is not None or not hasattr(kernel, "device_caches"):
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -109,7 +110,10 @@ def _made(kernel: Any, given: dict[str, Any], capability: int) -> Made:
 
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
-    given |= {"debug": kernel.debug or knobs.runtime.debug, "instrumentation_mode": knobs.compilation.instrumentation_mode}
+    given |= {
+        "debug": kernel.debug or knobs.runtime.debug,
+        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+    }
     bound, specialized, chosen = create_function_from_signature(kernel.signature, kernel.params, backend)(**given)
     chosen, *described = kernel._pack_args(backend, given, bound, specialized, chosen)
     if kernel.is_gluon():
@@ -120,7 +124,9 @@ def _made(kernel: Any, given: dict[str, Any], capability: int) -> Made:
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    module = source.make_ir(target, chosen, backend.get_codegen_implementation(chosen), backend.get_module_map(), context)
+    module = source.make_ir(
+        target, chosen, backend.get_codegen_implementation(chosen), backend.get_module_map(), context
+    )
     return Made(module, context, source, target, chosen)
 
 
@@ -131,9 +137,9 @@ def warm_up(
     then: Callable[[], None],
     made: Made | None = None,
 ) -> Any:
-    """Compile a kernel; if its cache has it not, call `then` as soon as Triton's front end is done, which holds the interpreter's lock.
+    """Compile a kernel that Triton's cache does not have, and call `then` as soon as its front end is done.
 
-    `made` is code of this kernel that `intermediate_code` made.
+    The front end holds the interpreter's lock. `made` is what it made before: `intermediate_code`.
     """
     if hasattr(kernel, "device_caches"):
         _cache_of(kernel)
