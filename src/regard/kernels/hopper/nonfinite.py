@@ -116,11 +116,15 @@ def zero_unseen_keys(X, unseen, batch, kv_head, j0, params, TRAITS: gl.constexpr
     HIDING: gl.constexpr = may_hide(TRAITS.BIAS)
     if TRAITS.MASK != _NONE or HIDING:
         if unseen:
-            L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-            for r in gl.static_range(0, ROWS, CLEANED):
-                some = j0 + r + gl.arange(0, CLEANED, gl.SliceLayout(1, L))
-                part = X.slice(r, CLEANED)
-                part.store(gl.where((seen_by_some(params, batch, kv_head, some, HIDING) != 0)[:, None], part.load(L), 0.0))
+            parts = row_blocks(X, CLEANED)
+            PANEL: gl.constexpr = parts.shape[2]
+            L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PANEL, PANEL // 8], [4, 1], [1, 0])
+            for r in range(ROWS // CLEANED):
+                j = j0 + r * CLEANED + gl.arange(0, CLEANED, gl.SliceLayout(1, L))
+                see = (seen_by_some(params, batch, kv_head, j, HIDING) != 0)[:, None]
+                for c in gl.static_range(C // PANEL):
+                    part = parts.index(c * (ROWS // CLEANED) + r)
+                    part.store(gl.where(see, part.load(L), 0.0))
             fence_async_shared()
             group_barrier()
 
