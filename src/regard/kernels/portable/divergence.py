@@ -31,7 +31,6 @@ from .program import (
     program_head,
     q_at,
     visible_logits,
-    visible_logits_transposed,
 )
 from .tile_ops import (
     _BITS,
@@ -85,8 +84,8 @@ class PairRows(NamedTuple):
     lse_p: Any
     lse_r: Any
     g: Any  # in the units of A
-    p_delta: Any  # g · Σ p·A in nats
-    r_delta: Any  # g · Σ r·B in nats
+    p_delta: Any  # Σ p·A in the same units
+    r_delta: Any  # Σ r·B in those of rB
     floor: Any  # ε·u, as `mixing_floor` has it
 
 
@@ -116,33 +115,6 @@ def quick_log2(x, C: tl.constexpr):
     return y
 
 
-def _four_powers() -> str:
-    """PTX for 2ˣ of four numbers, $4 … $7: one of them by a polynomial, since a chip has far fewer units for powers than for products.
-
-    With n the integer below x, that is 2ⁿ · p(x − n). It is off by 1.4e−7 at most, and 0 below 2⁻¹²⁶.
-    """
-    low, to_bits = "0fC2FE0000", "0f4B40007F"  # −127; 1.5 · 2²³ + 127: a number that it is added to has n + 127 as its last bits
-    steps = [f"max.NaN.f32 x, $4, {low};", f"add.rm.f32 t, x, {to_bits};", f"sub.f32 u, t, {to_bits};", "sub.f32 x, x, u;"]
-    steps += ["mov.b32 u, 0f3AF4B9FF;"]
-    steps += [f"fma.rn.f32 u, u, x, {c};" for c in ("0f3C13BC4C", "0f3D648E6D", "0f3E75EDAC", "0f3F31725D", "0f3F800000")]
-    steps += ["mov.b32 bits, t;", "shl.b32 bits, bits, 23;", "mov.b32 t, bits;", "mul.f32 $0, u, t;"]
-    steps += [f"ex2.approx.ftz.f32 ${i}, ${i + 4};" for i in (1, 2, 3)]
-    return "{.reg .f32 x, t, u; .reg .b32 bits; " + " ".join(steps) + "}"
-
-
-_FOUR_POWERS = tl.constexpr(_four_powers())
-
-
-@triton.jit
-def powers(X, C: tl.constexpr):
-    """2 to the X of a tile."""
-    if C.QUICK and C.PTX:
-        E = tl.inline_asm_elementwise(_FOUR_POWERS, "=f,=f,=f,=f,f,f,f,f", [X], dtype=tl.float32, is_pure=True, pack=4)
-    else:
-        E = tl.exp2(X)
-    return E
-
-
 @triton.jit
 def softplus2(x):
     """log2(1 + 2ˣ)."""
@@ -161,7 +133,7 @@ def pair_terms(x_p, x_r, floor, kept, C: tl.constexpr):
 
     With QUICK, one logarithm is taken of what p is divided by. Otherwise it is taken of a ratio, which keeps all digits of terms near 0.
     """
-    p, r = powers(x_p, C), powers(x_r, C)
+    p, r = tl.exp2(x_p), tl.exp2(x_r)
     if C.KIND == _JS:
         if C.QUICK:
             log_m = quick_log2((p + r) * 0.5 + SMALLEST, C)  # finite where both are hidden
@@ -226,32 +198,25 @@ def over_both(OVER: tl.constexpr, STEP: tl.constexpr, state, given, p, r, block,
 
 
 @triton.jit
-def side_tile(side, b, i0, slot, C: tl.constexpr, MASKED: tl.constexpr):
-    """Raw products and logits [BM, BN] of block b of the keys, which are visible unless BY_SPAN, and the keys."""
-    j0 = b * C.BN
-    K = load_k(side.x, side.head, j0, C, MASKED)
-    raw = tl.dot(side.Q, tl.trans(K), input_precision=C.PRECISION)
+def side_logits(Q, K, side, i0, j0, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """Raw products and logits [BM, BN] of queries and keys from i0 and j0 on, and which are visible unless BY_SPAN."""
+    raw = tl.dot(Q, tl.trans(K), input_precision=C.PRECISION)
+    j = j0 + tl.arange(0, C.BN)
     if C.LISTED or not MASKED or C.MASK != _BITS:
-        S, show = visible_logits(raw, side.rows, j0 + tl.arange(0, C.BN), slot, side.head, C, MASKED and not C.BY_SPAN)
+        S, show = visible_logits(raw, side.rows, j, slot, side.head, C, MASKED and not C.BY_SPAN)
     else:
         slot = slot_at(side.head, i0, j0, C)
-        S, show = visible_logits(raw, side.rows, j0 + tl.arange(0, C.BN), tl.maximum(slot, 0), side.head, C, MASKED)
+        S, show = visible_logits(raw, side.rows, j, tl.maximum(slot, 0), side.head, C, MASKED)
         show = show & (slot >= 0)
-    return raw, S, show, K
+    return raw, S, show
 
 
 @triton.jit
-def side_tile_transposed(side, Q, j0, i0, slot, C: tl.constexpr, MASKED: tl.constexpr):
-    """The same [BN, BM] for queries Q, where the side holds keys."""
-    j = j0 + tl.arange(0, C.BN)
-    raw = tl.dot(side.Q, tl.trans(Q), input_precision=C.PRECISION)
-    if C.LISTED or not MASKED or C.MASK != _BITS:
-        S, show = visible_logits_transposed(raw, side.rows, j, slot, side.head, C, MASKED and not C.BY_SPAN)
-    else:
-        slot = slot_at(side.head, i0, j0, C)
-        S, show = visible_logits_transposed(raw, side.rows, j, tl.maximum(slot, 0), side.head, C, MASKED)
-        show = show & (slot >= 0)
-    return raw, S, show
+def side_tile(side, b, i0, slot, C: tl.constexpr, MASKED: tl.constexpr):
+    """The same for block b of the keys, and the keys."""
+    K = load_k(side.x, side.head, b * C.BN, C, MASKED)
+    raw, S, show = side_logits(side.Q, K, side, i0, b * C.BN, slot, C, MASKED)
+    return raw, S, show, K
 
 
 @triton.jit

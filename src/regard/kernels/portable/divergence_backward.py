@@ -19,6 +19,7 @@ from .divergence import (
     _JS,
     _KL,
     FAR,
+    SMALLEST,
     PairRows,
     Side,
     Sums,
@@ -27,9 +28,9 @@ from .divergence import (
     nats,
     over_both,
     pair_terms,
-    powers,
+    quick_log2,
+    side_logits,
     side_tile,
-    side_tile_transposed,
     unit_of,
 )
 from .program import (
@@ -49,7 +50,7 @@ from .tile_ops import DEEP, LOG2E, PACK, program_tile, read_four, select_in_span
 
 @triton.jit(do_not_specialize=["n"])
 def pack_rows(rows, g, floors, out, n, C: tl.constexpr):
-    """lse of both sides, g in the units of A, g · Σ p·A; unless it is KL, then g · Σ r·B, and the floor: program (block of rows, head).
+    """lse of both sides, g and Σ p·A in the units of A; unless it is KL, then Σ r·B, and the floor: program (block of rows, head).
 
     An infinite row has no gradient. For KL Σ r·B = −Σ p = −1.
     """
@@ -61,29 +62,30 @@ def pack_rows(rows, g, floors, out, n, C: tl.constexpr):
     g = tl.load(g + at, mask=i < n, other=0.0)
     to = out + (owner.to(tl.int64) * tl.cdiv(n, PACK) * PACK + i) * C.WIDTH
     if C.KIND == _KL:
-        delta = tl.load(rows.value + at, mask=i < n, other=0.0)
-        g = tl.where((delta == float("inf")) | (lse_p == float("-inf")), 0.0, g)
-        p_delta = tl.where(delta == float("inf"), 0.0, g * delta)
+        p_delta = tl.load(rows.value + at, mask=i < n, other=0.0)
+        g = tl.where((p_delta == float("inf")) | (lse_p == float("-inf")), 0.0, g)
+        p_delta = tl.where(p_delta == float("inf"), 0.0, p_delta)
     else:
-        p_delta = g * tl.load(rows.delta_p + at, mask=i < n, other=0.0)
-        tl.store(to + 4, g * tl.load(rows.delta_r + at, mask=i < n, other=0.0))
+        p_delta = tl.load(rows.delta_p + at, mask=i < n, other=0.0)
+        r_delta = tl.load(rows.delta_r + at, mask=i < n, other=0.0)
+        tl.store(to + 4, r_delta / nats(C) if C.KIND == _JS else r_delta)
         if C.KIND == _EPSILON:
             tl.store(to + 5, mixing_floor(tl.load(floors + at, mask=i < n, other=0.0), C))
     tl.store(to, finite_lse(lse_p))
     tl.store(to + 1, finite_lse(lse_r))
     tl.store(to + 2, g * nats(C))
-    tl.store(to + 3, p_delta)
+    tl.store(to + 3, p_delta / nats(C))
 
 
 @triton.jit
 def load_pair_rows(stats, owner, i0, n, BM: tl.constexpr, C: tl.constexpr):
-    """What the backward pass knows of the rows i0 … i0 + BM of a batch item and head, [BM] each."""
+    """What the backward pass knows of the rows i0 … i0 + BM of a batch item and head, [BM, 1] each."""
     at = stats.packed + (owner.to(tl.int64) * tl.cdiv(n, PACK) * PACK + i0) * C.WIDTH + tl.arange(0, BM) * C.WIDTH
     lse_p, lse_r, g, p_delta = read_four(at, C.PTX)
     r_delta, floor = g, g
     if C.KIND != _KL:
         r_delta, floor, _, _ = read_four(at + 4, C.PTX)
-    return PairRows(lse_p, lse_r, g, p_delta, r_delta, floor)
+    return PairRows(lse_p[:, None], lse_r[:, None], g[:, None], p_delta[:, None], r_delta[:, None], floor[:, None])
 
 
 @triton.jit
@@ -96,22 +98,44 @@ def capped(dS, raw, head, C: tl.constexpr):
 
 
 @triton.jit
-def pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P: tl.constexpr, R: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr):
-    """dS of both sides, for row statistics that are broadcast to the tile; anything where hidden. For KL that of r is times ln 2."""
+def shifted(row):
+    """For JS: rows by which a tile has dS up to a factor of each row and side, and these factors.
+
+    With x̃ = x − Σ p·A in place of the log weight, dS_p is the factor times 2^x̃ · (x̃ − log m), two operations less for each pair.
+    """
+    a, b = tl.exp2(row.p_delta), tl.exp2(row.r_delta)
+    by = PairRows(row.lse_p + row.p_delta, row.lse_r + row.r_delta, row.g, 0.5 * a, 0.5 * b, row.floor)
+    return by, row.g * a, row.g * b
+
+
+@triton.jit
+def pair_backward(
+    S_p, S_r, show_p, show_r, row, mix, p, r,
+    P: tl.constexpr, R: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """dS of both sides, for row statistics that are broadcast to the tile; anything where hidden. For KL that of r is times ln 2.
+
+    SHIFTED rows are those of `shifted`.
+    """
     X_p, X_r = S_p * unit_of(p.head, P) - row.lse_p, S_r * unit_of(r.head, R) - row.lse_r
     if MASKED and not P.LISTED:  # where one side alone is hidden, the other has a derivative
         X_p, X_r = tl.where(show_p, X_p, DEEP), tl.where(show_r, X_r, DEEP)
     if C.KIND == _KL:
-        weight = powers(X_p, C)
-        dS_p = weight * (row.g * (X_p - X_r) - row.p_delta)
-        dS_r = row.g * (powers(X_r, C) - weight)
+        weight = tl.exp2(X_p)
+        dS_p = weight * (row.g * (X_p - X_r) - row.g * row.p_delta)
+        dS_r = row.g * (tl.exp2(X_r) - weight)
+    elif SHIFTED:
+        p, r = tl.exp2(X_p), tl.exp2(X_r)
+        log_m = quick_log2(p * row.p_delta + (r * row.r_delta + SMALLEST), C)
+        dS_p, dS_r = p * (X_p - log_m), r * (X_r - log_m)
     else:
         found = pair_terms(X_p, X_r, row.floor, mix.kept, C)
-        dS_p = found.p * (row.g * found.A - row.p_delta)
+        dS_p = found.p * (row.g * found.A - row.g * row.p_delta)
         if C.KIND == _JS:
-            dS_r = found.r * (row.g * found.B - row.r_delta)
+            dS_r = found.r * (row.g * found.B - row.g * row.r_delta)
         else:
-            dS_r = (row.g * LOG2E) * found.rB - row.r_delta * found.r
+            g = row.g * LOG2E
+            dS_r = g * found.rB - (g * row.r_delta) * found.r
     return dS_p, dS_r
 
 
@@ -136,7 +160,7 @@ def dq_step(sums, p, r, row, mix, i0, R: tl.constexpr, C: tl.constexpr, b, slot,
     dQ_p, dQ_r = sums.p, sums.r
     raw_p, S_p, show_p, K_p = side_tile(p, b, i0, slot, P, MASKED)
     raw_r, S_r, show_r, K_r = side_tile(r, b, i0, slot, R, MASKED)
-    dS_p, dS_r = pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P, R, C, MASKED)
+    dS_p, dS_r = pair_backward(S_p, S_r, show_p, show_r, row, mix, p, r, P, R, C, MASKED, C.KIND == _JS and C.QUICK)
     dS_p, dS_r = capped(dS_p, raw_p, p.head, P), capped(dS_r, raw_r, r.head, R)
     if MASKED and P.BY_SPAN:
         j = b * P.BN + tl.arange(0, P.BN)
@@ -167,50 +191,57 @@ def divergence_dq(
     p = Side(load_q(x_p, head_p, block * P.BM, P), x_p, head_p, load_row_tile(head_p, i, P, True))
     r = Side(load_q(x_r, head_r, block * P.BM, R), x_r, head_r, load_row_tile(head_r, i, R, True))
     first_row = p.head.first_row
-    w, mix = load_pair_rows(stats, owner, block * P.BM, n, P.BM, C), stats.mix
-    row = PairRows(w.lse_p[:, None], w.lse_r[:, None], w.g[:, None], w.p_delta[:, None], w.r_delta[:, None], w.floor[:, None])
-    dQ_p = tl.zeros([P.BM, P.DP], tl.float32) if C.NEEDS_P else w.g
-    dQ_r = tl.zeros([R.BM, R.DP], tl.float32) if C.NEEDS_R else w.g
+    row, mix = load_pair_rows(stats, owner, block * P.BM, n, P.BM, C), stats.mix
+    dQ_p = tl.zeros([P.BM, P.DP], tl.float32) if C.NEEDS_P else row.g
+    dQ_r = tl.zeros([R.BM, R.DP], tl.float32) if C.NEEDS_R else row.g
     sums = Sums(dQ_p, dQ_r)
+    scale_p, scale_r = args_p.score.scale, scale_of_r(args_r.score.scale, C)
+    if C.KIND == _JS and C.QUICK:
+        row, g_p, g_r = shifted(row)
+        scale_p, scale_r = scale_p * g_p, scale_r * g_r
     sums = over_both(over_keys, dq_step, sums, (p, r, row, mix, block * P.BM, R, C), p, r, block, tl.cdiv(m, P.BN), P, R)
     if C.NEEDS_P:
-        store_rows(out.p, sums.p * args_p.score.scale, first_row, i, n, P.D, P.DP)
+        store_rows(out.p, sums.p * scale_p, first_row, i, n, P.D, P.DP)
     if C.NEEDS_R:
-        store_rows(out.r, sums.r * scale_of_r(args_r.score.scale, C), first_row, i, n, R.D, R.DP)
+        store_rows(out.r, sums.r * scale_r, first_row, i, n, R.D, R.DP)
 
 
 @triton.jit
 def add_dk(dK, dS, Q, lse, C: tl.constexpr, MASKED: tl.constexpr):
-    """dK of a side with what a block of its rows contributes, from dSᵀ."""
+    """dK of a side with what a block of its rows contributes."""
     if MASKED:  # a row that attends to nothing leaves no trace, not even a NaN
-        Q = tl.where((lse != FAR)[:, None], Q, 0.0)
-    return tl.dot(dS.to(Q.dtype), Q, dK, input_precision=C.PRECISION)
+        Q = tl.where(lse != FAR, Q, 0.0)
+    return tl.dot(tl.trans(dS.to(Q.dtype)), Q, dK, input_precision=C.PRECISION)
 
 
 @triton.jit
 def dk_step(sums, p, r, stats, j0, R: tl.constexpr, C: tl.constexpr, b, slot, P: tl.constexpr, MASKED: tl.constexpr):
-    """Add to dK of both sides what block b of the rows contributes."""
+    """Add to dK of both sides what block b of the rows contributes.
+
+    Tiles have rows first, so that a thread knows two rows and not sixteen. dS goes to shared memory, from which products read it
+    in either order.
+    """
     dK_p, dK_r = sums.p, sums.r
     i0 = b * P.BM
     i = i0 + tl.arange(0, P.BM)
-    w = load_pair_rows(stats, p.head.batch * p.head.sizes.heads + p.head.index, i0, p.head.sizes.n, P.BM, C)
+    row = load_pair_rows(stats, p.head.batch * p.head.sizes.heads + p.head.index, i0, p.head.sizes.n, P.BM, C)
     Q_p, Q_r = load_q(p.x, p.head, i0, P), load_q(r.x, r.head, i0, R)
-    p = Side(p.Q, p.x, p.head, load_row_tile(p.head, i, P, MASKED))
-    r = Side(r.Q, r.x, r.head, load_row_tile(r.head, i, R, MASKED))
-    raw_p, S_p, show_p = side_tile_transposed(p, Q_p, j0, i0, slot, P, MASKED)
-    raw_r, S_r, show_r = side_tile_transposed(r, Q_r, j0, i0, slot, R, MASKED)
-    row = PairRows(w.lse_p[None, :], w.lse_r[None, :], w.g[None, :], w.p_delta[None, :], w.r_delta[None, :], w.floor[None, :])
-    dS_p, dS_r = pair_backward(S_p, S_r, show_p, show_r, row, stats.mix, p, r, P, R, C, MASKED)
+    K_p, K_r = p.Q, r.Q
+    p = Side(Q_p, p.x, p.head, load_row_tile(p.head, i, P, MASKED))
+    r = Side(Q_r, r.x, r.head, load_row_tile(r.head, i, R, MASKED))
+    raw_p, S_p, show_p = side_logits(Q_p, K_p, p, i0, j0, slot, P, MASKED)
+    raw_r, S_r, show_r = side_logits(Q_r, K_r, r, i0, j0, slot, R, MASKED)
+    dS_p, dS_r = pair_backward(S_p, S_r, show_p, show_r, row, stats.mix, p, r, P, R, C, MASKED, False)
     dS_p, dS_r = capped(dS_p, raw_p, p.head, P), capped(dS_r, raw_r, r.head, R)
     if MASKED and P.BY_SPAN:
         j = j0 + tl.arange(0, P.BN)
-        dS_p, dS_r = select_in_spans(dS_p, dS_r, j[:, None], p.rows.lo[None, :], p.rows.hi[None, :], 0.0, C.PTX)
+        dS_p, dS_r = select_in_spans(dS_p, dS_r, j[None, :], p.rows.lo[:, None], p.rows.hi[:, None], 0.0, C.PTX)
     elif MASKED:
         dS_p, dS_r = tl.where(show_p, dS_p, 0.0), tl.where(show_r, dS_r, 0.0)
     if C.NEEDS_P:
-        dK_p = add_dk(dK_p, dS_p, Q_p, w.lse_p, P, MASKED)
+        dK_p = add_dk(dK_p, dS_p, Q_p, row.lse_p, P, MASKED)
     if C.NEEDS_R:
-        dK_r = add_dk(dK_r, dS_r, Q_r, w.lse_r, R, MASKED)
+        dK_r = add_dk(dK_r, dS_r, Q_r, row.lse_r, R, MASKED)
     return Sums(dK_p, dK_r)
 
 
