@@ -7,6 +7,7 @@ that number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -70,11 +71,11 @@ class TileBatch:
 
     def row_matrices(self, x: Tensor) -> Tensor:
         """The rows (l·k·count, g·r, D) of a tensor (L, K, G, N, D)."""
-        return self.rows(x).reshape(-1, x.shape[2] * self.height, x.shape[-1])
+        return self._matrices(x, 3, self.row, self.row_step, self.height)
 
     def key_matrices(self, x: Tensor) -> Tensor:
         """The keys (l·k·count, c, D) of a tensor (L, K, M, D)."""
-        return self._keys(x, 0, self.width).reshape(-1, self.width, x.shape[-1])
+        return self._matrices(x, 2, self.key, self.key_step, self.width)
 
     def add_keys(self, total: Tensor, part: Tensor) -> None:
         """Add what the tiles (l·k·count, c, D) give to a tensor (L, K, M, D), tiles with earlier rows first.
@@ -96,15 +97,28 @@ class TileBatch:
     def _keys(self, x: Tensor, first: int, size: int) -> Tensor:
         return self._spread(x, 2, self.key + first, self.key_step, size)
 
+    def _matrices(self, x: Tensor, dim: int, first: int, step: int, size: int) -> Tensor:
+        heads = self.heads.stop - self.heads.start
+        single = self.batch.stop - self.batch.start == 1 and 1 in (heads, self.count)
+        if single and (dim == 2 or x.shape[2] == 1):  # a view, in one operation: many of them take a share of the time
+            stride = x.stride()
+            count, apart = (self.count, step * stride[dim]) if heads == 1 else (heads, stride[1])
+            return x.as_strided(
+                (count, size, x.shape[-1]), (apart, stride[dim], stride[-1]), self._offset(x, dim, first)
+            )
+        part = self._spread(x, dim, first, step, size)
+        return part.reshape(-1, math.prod(part.shape[3:-1]), x.shape[-1])
+
     def _spread(self, x: Tensor, dim: int, first: int, step: int, size: int) -> Tensor:
-        part = x[self.batch, self.heads]
-        shape, stride = list(part.shape), part.stride()
-        shape[dim] = size
-        return part.as_strided(
-            (*shape[:2], self.count, *shape[2:]),
-            (*stride[:2], step * stride[dim], *stride[2:]),
-            part.storage_offset() + first * stride[dim],
-        )
+        shape, stride = list(x.shape), x.stride()
+        shape[:2] = self.batch.stop - self.batch.start, self.heads.stop - self.heads.start, self.count
+        shape[dim + 1] = size
+        strides = (*stride[:2], step * stride[dim], *stride[2:])
+        return x.as_strided(shape, strides, self._offset(x, dim, first))
+
+    def _offset(self, x: Tensor, dim: int, first: int) -> int:
+        stride = x.stride()
+        return x.storage_offset() + self.batch.start * stride[0] + self.heads.start * stride[1] + first * stride[dim]
 
 
 def masked_logits(x: FoldedProblem, tiles: TileBatch, workspace: Workspace) -> Tensor:
