@@ -155,7 +155,7 @@ _refused: dict[tuple[str, Chip, int, int, bool, bool, bool], tuple[Config, Confi
 # 256 dims: tiles that leave the fewest numbers without a register.
 _PAIRS: dict[tuple[str, int, int], Config] = {
     **_by_dim("divergence", 2, (64, 128, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-    **_by_dim("divergence dq", 2, (64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 1)),
+    **_by_dim("divergence dq", 2, (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 8, 1)),
     **_by_dim("divergence dk", 2, (64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 8, 1)),
 }
 
