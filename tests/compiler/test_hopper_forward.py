@@ -192,6 +192,22 @@ def test_a_group_has_three_copies_of_the_softmax_to_compile(hopper: None) -> Non
     assert ptx.count("ex2.approx") == 2 * (first + safe + fixed)
 
 
+def capped_loops(narrow: bool) -> tuple[int, int]:
+    """Lines of PTX and powers of a kernel with a cap."""
+    w = work(64, "spans", softcap=5.0)
+    w.block_mask.narrow = narrow
+    ptx = compiled(w, configs.config(64, narrow=True)).asm["ptx"]
+    return ptx.count("\n"), ptx.count("ex2.approx")
+
+
+@compiles
+@pytest.mark.slow
+def test_with_a_cap_and_a_narrow_mask_one_loop_takes_all_blocks(hopper: None) -> None:
+    (lines, powers), (fewer_lines, fewer_powers) = capped_loops(False), capped_loops(True)
+    assert fewer_lines < 0.85 * lines
+    assert 0 < fewer_powers < 0.7 * powers  # two copies of the softmax, and not three
+
+
 def test_every_tile_fits_the_chip() -> None:
     for bias_or_dropout, narrow in product((False, True), repeat=2):
         for dim in DIMS:

@@ -39,6 +39,7 @@ CASES = [
     Case("plain", lambda s: {}, BLOCKS),
     Case("causal", lambda s: {"mask": regard.causal()}, replace(WIDER, n=200, kv_heads=2)),
     Case("window and sink", lambda s: {"mask": regard.window(40, 9), "sink": torch.randn(s.heads)}, WIDER),
+    Case("window and cap", lambda s: {"mask": regard.window(290, 20), "softcap": 3.0}, replace(BLOCKS, n=250, m=450)),
     Case("bits by head", lambda s: {"mask": SEEN, "softcap": 3.0}, BLOCKS),
     Case("alibi", lambda s: {"mask": regard.padding([170]), "bias": regard.biases.alibi(SLOPES)}, WIDER),
     Case("relative", lambda s: {"mask": regard.blocks(50), "bias": regard.biases.relative(TABLE)}, BLOCKS),

@@ -89,6 +89,7 @@ class Needed(NamedTuple):
     tables: bool = False
 
 
+_SHORT_BACKWARD = 64  # dims; with more, it compiles longer than the forward under a narrow mask, and so begins before it
 _QUERY_KEY_VALUE = Needed(True, True, True, False, False, False, False, False)
 
 
@@ -167,13 +168,24 @@ class TritonEngine(Engine):
         from . import launch
 
         variant = (*args.variant, self.observed)
-        if ahead.is_new(("forward", *variant)):
-            with ahead.collecting(args.query.device):
-                launch.forward(args, self.observed)
-        if needs is not None and ahead.is_new(("backward", *variant)):
-            with ahead.collecting(args.query.device):
-                rows = args.new_rows(self.observed)
-                self._vjp(x, rows, (torch.empty_like(rows.output), None, None), Needed(*needs))
+        new_forward = ahead.is_new(("forward", *variant))
+        new_backward = needs is not None and ahead.is_new(("backward", *variant))
+
+        def forward() -> None:
+            if new_forward:
+                with ahead.collecting(args.query.device):
+                    launch.forward(args, self.observed)
+
+        def backward() -> None:
+            if needs is not None and new_backward:
+                with ahead.collecting(args.query.device):
+                    rows = args.new_rows(self.observed)
+                    self._vjp(x, rows, (torch.empty_like(rows.output), None, None), Needed(*needs))
+
+        short = args.block_mask.narrow and args.query.shape[3] > _SHORT_BACKWARD
+        for collect in (backward, forward) if short else (forward, backward):
+            collect()
+        if new_backward:
             ahead.import_meanwhile()
         return args
 

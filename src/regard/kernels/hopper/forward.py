@@ -285,6 +285,7 @@ def attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, pa
     BIAS: gl.constexpr = TRAITS.BIAS
     PERSISTENT: gl.constexpr = TRAITS.PERSISTENT
     LAZY: gl.constexpr = TRAITS.FAST and PERSISTENT
+    ONE_LOOP: gl.constexpr = TRAITS.ONE_LOOP  # which asks of each block whether it is partial
     Q_BUFFERS: gl.constexpr = TRAITS.Q_BUFFERS
     SL: gl.constexpr = mma_layout(BN)
     SR: gl.constexpr = gl.SliceLayout(1, SL)
@@ -350,19 +351,22 @@ def attend_row_block(tile, stored, q_buffer, q_phase, stage, phase, all_seen, pa
     fixed = gl.maximum(begin + 1, unmasked)
     if LAZY:
         fixed = fixed_max_from(fixed, count, key_blocks.num_full, key_blocks.total, safe)
+    if ONE_LOOP:
+        fixed = count
     if LAZY or MASK != _NONE:  # the masked loop is the safe one, too, so that there is less to compile
         for t in range(begin + 1, fixed):
             partial = True
-            if LAZY:
+            if LAZY or ONE_LOOP:
                 partial = t < unmasked
             O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
                 t, partial, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS,
                 MASK != _NONE, False)  # without a mask, only the first block can hide something
     if not may_hide(BIAS):  # the values of full blocks are clean
         clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, True)
-    for t in range(fixed, count):
-        O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
-            t, False, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, LAZY)
+    if not ONE_LOOP:
+        for t in range(fixed, count):
+            O, R, P, m, l, e, top, seen, dirty, j0, stage, phase = mma_one_block(
+                t, False, O, R, P, SoftmaxState(m, l, e, top), ValueBlock(seen, dirty, j0), stage, phase, rows, zero, params, G, TRAITS, False, LAZY)
 
     values_at = clean_values(ValueBlock(seen, dirty, j0), rows, stage, params, G, TRAITS, False)
     O, R = start_PV(P, params.smem, values_at, O, R, TRAITS)
@@ -429,7 +433,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
             DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, EB: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
             GROUPS: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
             ENTROPY: gl.constexpr, DROP: gl.constexpr, SINK: gl.constexpr, SCALES: gl.constexpr,
-            PERSISTENT: gl.constexpr, Q_BUFFERS: gl.constexpr, TMA_STORE: gl.constexpr):
+            PERSISTENT: gl.constexpr, Q_BUFFERS: gl.constexpr, ONE_LOOP: gl.constexpr, TMA_STORE: gl.constexpr):
     """A program takes one row block of one head, or in a persistent grid one after the other."""
     CLEANED_BLOCKS: gl.constexpr = GROUPS if may_hide(BIAS) else 0
     Q = gl.allocate_shared_memory(q.dtype, [Q_BUFFERS * GROUPS, 1, 1, ROWS, DA], q.layout)
@@ -459,7 +463,7 @@ def forward(q, qb, k, kb, v, vb, o, ob, output, lse, row_max, log_row_sum, entro
     TRAITS: gl.constexpr = traits_of(
         DA=DA, DB=DB, EA=EA, EB=EB, BN=BN, STAGES=STAGES, GROUPS=GROUPS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SINK=SINK, SCALES=SCALES, PERSISTENT=PERSISTENT,
-        Q_BUFFERS=Q_BUFFERS, TMA_STORE=TMA_STORE)
+        Q_BUFFERS=Q_BUFFERS, ONE_LOOP=ONE_LOOP, TMA_STORE=TMA_STORE)
     PRODUCER: gl.constexpr = producer_registers(GROUPS, REGISTERS)
     if GROUPS == 2:
         warp_specialize([

@@ -182,7 +182,7 @@ def forward_arguments(
         "DA": DA, "DB": DB, "EA": EA, "EB": EB, "BN": tile.BN, "STAGES": tile.stages, "GROUPS": tile.groups, "REGISTERS": tile.registers,
         **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": entropy,
         "DROP": w.drop.keys is not None, "SINK": w.sink is not None, "PERSISTENT": tile.persistent, "Q_BUFFERS": tile.q_buffers,
-        "TMA_STORE": tma_store,
+        "ONE_LOOP": w.softcap is not None and w.block_mask.narrow, "TMA_STORE": tma_store,
     }  # fmt: skip
     return arguments, {"num_warps": 4, "enable_fp_fusion": True, "sanitize_overflow": False}
 
