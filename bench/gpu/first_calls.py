@@ -27,7 +27,9 @@ import regard
 
 HEADS, N, LEFT, CAP = 16, 4096, 1000, 30.0
 DIMS = (64, 128)
-MUST = (3500.0, 2000.0)  # ms of the first call, and of a call with one more option
+# Of FlexAttention's first call in the same run, at most: our first call, and one with one more option. That is 3.5 and
+# 2 s where FlexAttention takes 3.7. Hosts differ by a factor of two, so milliseconds alone say little.
+MUST = (0.95, 0.54)
 PEERS = ("regard", "FlexAttention")
 
 
@@ -47,7 +49,8 @@ def main() -> None:
         "process with empty caches of compiled kernels, whose tensors are on the device before, and with the bytecode "
         f"of all modules, as after an installation. bf16, one item, {HEADS} heads, n {N:,}, a window of {LEFT:,} keys. "
         "The softcap follows in the same process. FlexAttention is compiled, and its block mask is part of its first "
-        "call."
+        "call. All of it is work of the host, and hosts differ by a factor of two: the bounds are shares of "
+        "FlexAttention's first call in the same run."
     )
     report("first_calls", "First calls: milliseconds", rows, note)
 
@@ -63,14 +66,16 @@ def table(d: int) -> list[Row]:
     rows = []
     for at, case in enumerate((f"a window, d{d}", f"then a softcap, d{d}")):
         ours, flexes = (None if x is None else x[at] for x in times)
+        share = over(ours, None if times[1] is None else times[1].first)
         rows.append(
             {
                 "case": case,
                 "regard": ours,
                 "FlexAttention": flexes,
                 "Flex / regard": over(flexes, ours),
-                "must": f"≤ {MUST[at]:,.0f}",
-                "holds": verdict({"time": at_most(ours, MUST[at])}),
+                "regard / Flex's first": share,
+                "must": f"≤ {MUST[at]}",
+                "holds": verdict({"share": at_most(share, MUST[at])}),
             }
         )
     return rows

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -437,3 +438,29 @@ def test_a_launcher_that_is_built_ahead_is_the_one_that_triton_builds(
         pytest.skip("this Triton builds no launchers")
     kernel = copied.warmup(**given, **OPTIONS, grid=(1,))
     assert built == [driver.make_launcher({}, kernel.src.signature, None)]
+
+
+@pytest.mark.parametrize(
+    ("narrow", "dim", "expected"),
+    [(False, 128, ["forward", "backward"]), (True, 64, ["forward", "backward"]), (True, 128, ["backward", "forward"])],
+)
+def test_the_pass_with_more_code_is_collected_first(
+    narrow: bool, dim: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from regard.kernels import launch
+    from regard.kernels.engine import TritonEngine
+
+    collected: list[str] = []
+    query = SimpleNamespace(is_cuda=True, device=CPU, shape=(1, 1, 8, dim))
+    args = SimpleNamespace(query=query, block_mask=SimpleNamespace(narrow=narrow), variant=(object(),))
+    args.new_rows = lambda observed: SimpleNamespace(output=torch.zeros(1))
+    engine = SimpleNamespace(
+        kernel_args=lambda x: args, observed=False, _vjp=lambda *given: collected.append("backward")
+    )
+    monkeypatch.setattr(ahead, "prepare", lambda device: None)
+    monkeypatch.setattr(launch, "forward", lambda *given: collected.append("forward"))
+    monkeypatch.setattr("regard.kernels.engine.INTERPRETED", False)
+    x = SimpleNamespace(query=query, vector=None)
+    for _ in range(2):  # the second call has nothing left to collect
+        assert TritonEngine._compile(engine, x, (True,) * 8) is args
+    assert collected == expected

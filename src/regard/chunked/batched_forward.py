@@ -23,7 +23,8 @@ def fold_batches(
     totals[0].fill_(lowest(totals.dtype))
     rows = totals.permute(1, 2, 3, 4, 0)
     for tiles in batches:
-        _fold(x, tiles, observed, RowSums(*tiles.rows(rows).unbind(-1), tiles.rows(output)), workspace)
+        top, total, e = tiles.rows(rows).unbind(-1)
+        _fold(x, tiles, observed, RowSums(top, total, e, tiles.rows(output)), workspace)
     output.div_(totals[1].clamp(min=1.0)[..., None])
 
 

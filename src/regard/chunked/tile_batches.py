@@ -117,8 +117,8 @@ class TileBatch:
         return x.as_strided(shape, strides, self._offset(x, dim, first))
 
     def _offset(self, x: Tensor, dim: int, first: int) -> int:
-        stride = x.stride()
-        return x.storage_offset() + self.batch.start * stride[0] + self.heads.start * stride[1] + first * stride[dim]
+        stride, start = x.stride(), int(x.storage_offset())
+        return start + self.batch.start * stride[0] + self.heads.start * stride[1] + first * stride[dim]
 
 
 def masked_logits(x: FoldedProblem, tiles: TileBatch, workspace: Workspace) -> Tensor:

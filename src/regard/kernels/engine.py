@@ -159,33 +159,24 @@ class TritonEngine(Engine):
     @without_autocast
     def _compile(self, x: Inputs, needs: Needs | None) -> KernelArgs:
         """The problem as kernels take it. The kernels of a first forward, and with `needs` those of its backward, compile side by side."""
-        possible = x.query.is_cuda and not (INTERPRETED or x.vector is not None or is_capturing())
-        if possible:
-            ahead.prepare(x.query.device)
+        if not x.query.is_cuda or INTERPRETED or x.vector is not None or is_capturing():
+            return self.kernel_args(x)
+        ahead.prepare(x.query.device)
         args = self.kernel_args(x)
-        if not possible:
-            return args
         from . import launch
 
-        variant = (*args.variant, self.observed)
-        new_forward = ahead.is_new(("forward", *variant))
-        new_backward = needs is not None and ahead.is_new(("backward", *variant))
-
-        def forward() -> None:
-            if new_forward:
-                with ahead.collecting(args.query.device):
+        passes, variant = ("forward",) if needs is None else ("forward", "backward"), (*args.variant, self.observed)
+        new = [name for name in passes if ahead.is_new((name, *variant))]
+        if args.block_mask.narrow and args.query.shape[3] > _SHORT_BACKWARD:
+            new.reverse()
+        for name in new:
+            with ahead.collecting(args.query.device):
+                if name == "forward":
                     launch.forward(args, self.observed)
-
-        def backward() -> None:
-            if needs is not None and new_backward:
-                with ahead.collecting(args.query.device):
+                elif needs is not None:
                     rows = args.new_rows(self.observed)
                     self._vjp(x, rows, (torch.empty_like(rows.output), None, None), Needed(*needs))
-
-        short = args.block_mask.narrow and args.query.shape[3] > _SHORT_BACKWARD
-        for collect in (backward, forward) if short else (forward, backward):
-            collect()
-        if new_backward:
+        if "backward" in new:
             ahead.import_meanwhile()
         return args
 
@@ -295,11 +286,8 @@ class TritonEngine(Engine):
         )
 
     def _function(self, x: Inputs) -> PointwiseKernel | None:
-        bound = self.spec.pointwise
-        if bound is None:
-            return None
-        tables = None if x.tables is None else _aligned(x.tables.detach())
-        return PointwiseKernel(bound, tables, self.spec.copies, x.query.device)
+        bound, tables = self.spec.pointwise, None if x.tables is None else _aligned(x.tables.detach())
+        return None if bound is None else PointwiseKernel(bound, tables, self.spec.copies, x.query.device)
 
     def _negates_query(self, x: Inputs) -> bool:
         """Kernels take a positive scale, so a negative one goes into the queries."""
