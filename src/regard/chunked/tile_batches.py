@@ -117,8 +117,9 @@ class TileBatch:
         return x.as_strided(shape, strides, self._offset(x, dim, first))
 
     def _offset(self, x: Tensor, dim: int, first: int) -> int:
-        stride, start = x.stride(), int(x.storage_offset())
-        return start + self.batch.start * stride[0] + self.heads.start * stride[1] + first * stride[dim]
+        stride = x.stride()
+        apart: int = self.batch.start * stride[0] + self.heads.start * stride[1]
+        return int(x.storage_offset()) + apart + first * stride[dim]
 
 
 def masked_logits(x: FoldedProblem, tiles: TileBatch, workspace: Workspace) -> Tensor:
