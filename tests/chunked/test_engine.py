@@ -77,6 +77,7 @@ MASKED = {
     "no mask": lambda n: None,
     "causal": lambda n: regard.causal(),
     "a window": lambda n: regard.window(100),
+    "a window and a global token": lambda n: regard.window(100) | regard.global_tokens([0]),
     "documents": lambda n: regard.documents(torch.arange(n) // 200),
     "padding": lambda n: regard.padding(torch.tensor([n - n // 5])),
 }

@@ -35,7 +35,7 @@ def test_every_visible_pair_is_in_one_tile_and_rows_meet_keys_in_order(name: str
     allowed = torch.ones(N, N, dtype=torch.bool) if mask is None else mask.dense(N, N).expand(1, 1, N, N)[0, 0]
     x = problem(mask)
     seen = torch.zeros(1, 2, N, N, dtype=torch.bool)
-    last = torch.full((2, N), -1)
+    opened = torch.zeros(2, N, dtype=torch.bool)
     found = tile_batches.tile_batches(x, TileSizes(32, threads=threads), Workspace())
     assert found is not None
     for tiles in found:
@@ -43,13 +43,22 @@ def test_every_visible_pair_is_in_one_tile_and_rows_meet_keys_in_order(name: str
             visible = torch.ones(tiles.height, tiles.width, dtype=torch.bool)
             if tiles.hidden is not None:
                 visible = tiles.hidden.keep.bool()
-            assert torch.equal(visible, allowed[rows, keys])
-            assert not seen[item, head, rows, keys].any()
-            seen[item, head, rows, keys] = visible
-            assert bool((last[head, rows] < keys.start).all())
-            assert tiles.opens == bool((last[head, rows] == -1).all())
-            last[head, rows] = keys.start
+            last, first = last_key(seen[item, head, rows]), first_key(visible) + keys.start
+            assert bool((last < first).all())
+            assert tiles.opens == bool((~opened[head, rows]).all())
+            seen[item, head, rows, keys] |= visible
+            opened[head, rows] = True
     assert torch.equal(seen, allowed.expand_as(seen))
+
+
+def last_key(visible: Tensor) -> Tensor:
+    """The last visible key of each row, −1 where there is none."""
+    return torch.where(visible, torch.arange(visible.shape[1]), -1).amax(1)
+
+
+def first_key(visible: Tensor) -> Tensor:
+    """The first visible key of each row, N where there is none."""
+    return torch.where(visible, torch.arange(visible.shape[1]), N).amin(1)
 
 
 def test_strips_of_a_window_are_one_batch_per_head() -> None:

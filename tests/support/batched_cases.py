@@ -24,6 +24,10 @@ MASKS: dict[str, Callable[[], Mask | None]] = {
     "unequal documents": lambda: regard.documents(torch.tensor([0] * 7 + [1] * 130 + [2] * 163)),
     "padding": lambda: regard.padding(torch.tensor([177])),
     "nothing": lambda: ~regard.everything(),
+    "a window and a global token": lambda: regard.window(40) | regard.global_tokens([0]),
+    "a causal window and sinks": lambda: regard.causal() & (regard.window(20, 200) | regard.prefix(70)),
+    "all but a window": lambda: ~regard.window(90, 10),
+    "a window or padding": lambda: regard.window(30, 0) | regard.padding(torch.tensor([77])),
 }
 
 

@@ -1,5 +1,8 @@
 """Tiles of equal shape in one batch: strips of a window differ only in where they begin, so one product computes many.
 
+Where rows see two intervals, as with a window and global tokens, the tiles of the first ones come before those of the
+second.
+
 The tiles of a problem, and the order in which a row meets them, follow from its lengths and its mask. How many are in
 one batch follows from the number of threads. A batched product gives each matrix to one thread, so no bit depends on
 that number.
@@ -22,7 +25,8 @@ from ..core.folded import FoldedProblem
 from ..core.spec import Spec
 from ..core.tiling import KEY_BLOCK, SHORTEST_FULL_RUN, Tile, TileSizes, mask_at
 from ..masks import Mask, everything
-from .tile_ops import INF_BITS, Intervals, Workspace, intervals_of, multiply
+from .intervals import Intervals, intervals_of
+from .tile_ops import INF_BITS, Workspace, multiply
 
 __all__ = ["Hidden", "TileBatch", "items_apart", "masked_logits", "raw_logits", "tile_batches"]
 
@@ -175,7 +179,8 @@ class _Place(NamedTuple):
 def tile_batches(x: FoldedProblem, tile_sizes: TileSizes, workspace: Workspace) -> Iterator[TileBatch] | None:
     """Yield all tiles in batches, in an order that keeps that of the keys of each row; None for other problems.
 
-    The scores must be dot products without a bias, and the mask one interval per row that all items and heads share.
+    The scores must be dot products without a bias, and the mask one interval per row, or two, that all items and heads
+    share.
     """
     spec, mask, height = x.spec, x.spec.mask, tile_sizes.chunk(x.query.shape[2])
     if not _plain(x, height):
@@ -255,17 +260,19 @@ def _remembered(mask: Mask | None, n: int, m: int, height: int) -> list[_EqualTi
     return _equal_tiles(spans, n, m, height)
 
 
-def _equal_tiles(intervals: Intervals | None, n: int, m: int, height: int) -> list[_EqualTiles] | None:
+def _equal_tiles(intervals: tuple[Intervals, ...], n: int, m: int, height: int) -> list[_EqualTiles] | None:
     """All tiles, equal ones together, in the order in which rows meet them."""
-    if intervals is None:
-        return None
     found = []
-    for shape, alike in groupby(sorted(_places(intervals, n, height)), lambda place: place[:6]):
-        _, tall, width, opens, full, _ = shape
-        runs = list(_progressions([(place.row, place.key) for place in alike]))
-        own = None if full else intervals.at(runs[0].row, tall, runs[0].key, width)
-        found.append(_EqualTiles(tall, width, opens, own, runs))
-    return found
+    opened: set[int] = set()  # strips, by their first row
+    for part in intervals:
+        places = sorted(_places(part, n, height, opened))
+        opened.update(place.row for place in places)
+        for shape, alike in groupby(places, lambda place: place[:6]):
+            _, tall, width, opens, full, _ = shape
+            runs = list(_progressions([(place.row, place.key) for place in alike]))
+            own = None if full else part.at(runs[0].row, tall, runs[0].key, width)
+            found.append(_EqualTiles(tall, width, opens, own, runs))
+    return found if intervals else None
 
 
 def _progressions(places: list[tuple[int, int]]) -> Iterator[_Progression]:
@@ -281,11 +288,14 @@ def _progressions(places: list[tuple[int, int]]) -> Iterator[_Progression]:
         at += count
 
 
-def _places(intervals: Intervals, n: int, height: int) -> list[_Place]:
-    """Every tile: first keys of partly visible blocks, then those of fully visible blocks, then partly visible ones."""
+def _places(intervals: Intervals, n: int, height: int, opened: set[int]) -> list[_Place]:
+    """Every tile: first keys of partly visible blocks, then those of fully visible blocks, then partly visible ones.
+
+    In strips that are `opened`, no tile has the first keys of its rows.
+    """
     places: list[_Place] = []
     for row, (start, full_from, full_to, stop) in zip(range(0, n, height), _bounds(intervals, height), strict=True):
-        tall, opens = min(height, n - row), True
+        tall, opens = min(height, n - row), row not in opened
         for kind, a, b in ((_LEFT, start, full_from), (_WHOLE, full_from, full_to), (_RIGHT, full_to, stop)):
             for key in range(a, b, WIDTH):
                 width = min(WIDTH, b - key)

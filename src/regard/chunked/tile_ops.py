@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..compat.torch import is_traced, lacks_values, transforms_are_active
 from ..core.folded import FoldedProblem
 from ..core.formula import bias_tile, hidden, pairs_of, products
 from ..core.spec import Spec
 from ..core.tiling import BIAS, KEY, QUERY, ROW, KeyRun, Tile
 from ..scores.elementwise import evaluate
+from .intervals import Intervals, intervals_of
 
 __all__ = [
     "FLOOR",
     "INF_BITS",
-    "Intervals",
     "RowStats",
     "Workspace",
     "below_row_max",
     "exp_below_max",
     "exp_normal",
     "hides_nothing",
-    "intervals_of",
     "logits_and_weights",
     "masked_logits",
     "multiply",
@@ -52,7 +51,7 @@ class Workspace:
         self._held: dict[str, Tensor] = {}
         self._views: dict[str, dict[tuple[int, ...], Tensor]] = {}
         self._matrices: dict[str, Tensor | None] = {}
-        self._intervals: list[Intervals | None] = []
+        self._intervals: tuple[Intervals, ...] | None = None
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised tensor of this shape in the buffer of this name."""
@@ -87,11 +86,11 @@ class Workspace:
             whole = None
         return KEY.part(x, tile).flatten(0, 1).mT if whole is None else _part(whole, x.shape[1], tile, -1)
 
-    def intervals(self, spec: Spec) -> Intervals | None:
-        """The keys of every row, if each row sees one interval and all items and heads see the same."""
-        if not self._intervals:
-            self._intervals.append(intervals_of(spec))
-        return self._intervals[0]
+    def intervals(self, spec: Spec) -> tuple[Intervals, ...]:
+        """`intervals_of` the mask."""
+        if self._intervals is None:
+            self._intervals = intervals_of(spec)
+        return self._intervals
 
     def product(self, name: str, rows: Tensor, transposed: Tensor) -> Tensor:
         """Dot products (l, k, g, r, c) of rows (l, k, g, r, D) and transposed keys (l·k, D, c)."""
@@ -152,45 +151,6 @@ def _repeated(x: Tensor, times: int) -> Tensor:
     return x.repeat(times, 1, 1) if x.stride(2) == 1 else x.mT.repeat(times, 1, 1).mT
 
 
-class Intervals(NamedTuple):
-    """Row i sees keys j with lo[i] ≤ j < hi[i]; int32, which is compared twice as fast as int64."""
-
-    lo: Tensor  # (N, 1)
-    hi: Tensor
-    keys: Tensor  # (M,)
-
-    def visible(self, tile: Tile) -> Tensor:
-        """Which pairs of a tile are visible: bool (r, c)."""
-        rows, cols = tile.rows, tile.cols
-        return self.between(rows.start, rows.stop - rows.start, cols.start, cols.stop - cols.start)
-
-    def at(self, row: int, height: int, key: int, width: int) -> Intervals:
-        """Those of so many rows and keys from these on, counted from the first of them."""
-        lo, hi = (end.narrow(0, row, height) - key for end in (self.lo, self.hi))
-        return Intervals(lo, hi, self.keys[:width].clone())
-
-    def between(self, row: int, height: int, key: int, width: int) -> Tensor:
-        """Which of so many keys, from `key` on, each of so many rows, from `row` on, sees."""
-        keys = self.keys.narrow(0, key, width)
-        return (keys >= self.lo.narrow(0, row, height)).bitwise_and_(keys < self.hi.narrow(0, row, height))
-
-
-@torch.no_grad()
-def intervals_of(spec: Spec) -> Intervals | None:
-    """The keys of every row, if each row sees one interval and all items and heads see the same."""
-    mask = spec.mask
-    if mask is None or mask.lead != (1, 1) or transforms_are_active() or is_traced() or lacks_values(*mask.tensors):
-        return None
-    if any(t.device.type != "cpu" or t.numel() > spec.n + spec.m for t in mask.tensors):  # a table is read tile by tile
-        return None
-    spec.check_unchanged()
-    lo, hi, exact = mask.span(torch.arange(spec.n, device="cpu"), spec.n, spec.m)
-    if not exact:
-        return None
-    lo, hi = (end.to(torch.int32).reshape(-1, 1).expand(spec.n, 1) for end in (lo, hi))
-    return Intervals(lo, hi, torch.arange(spec.m, dtype=torch.int32, device="cpu"))
-
-
 def _flat(x: Tensor) -> Tensor | None:
     """(L, K, M, D) as (L·K, M, D); None if that takes a copy."""
     return x.flatten(0, 1) if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) else None
@@ -243,10 +203,10 @@ def masked_logits(x: FoldedProblem, tile: Tile, run: KeyRun, workspace: Workspac
     if run.full:
         return S
     several = spec.n > S.shape[3] and S.device.type == "cpu" and S.dtype in INF_BITS  # strips that share the intervals
-    intervals = workspace.intervals(spec) if several else None
-    if intervals is not None:
+    intervals = workspace.intervals(spec) if several else ()
+    if intervals:
         spec.check_unchanged()
-        _show_only(S, intervals.visible(tile))
+        _show_only(S, reduce(Tensor.bitwise_or_, (own.visible(tile) for own in intervals)))
     elif (hide := hidden(spec, tile, S.shape[2], S.device)) is not None:
         _hide(S, hide)
     return S
