@@ -597,3 +597,23 @@ def test_a_dual_tensor_has_its_tangent_in_a_compiled_call_but_not_in_a_compiled_
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_the_default_compiler_of_torch_gives_the_same_numbers() -> None:
     agree(torch.compile(causal, fullgraph=True), causal, inputs())
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_the_default_compiler_of_torch_keeps_statistics_until_the_backward_pass_has_read_them() -> None:
+    """It writes over a saved tensor after its last reader, and does not see that another one shares its memory."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> list[Tensor]:
+        seen = regard.observe(q, k, v, mask=regard.causal())
+        sunk = regard.observe(q, k, v, mask=regard.strided(3), sink=sink)
+        return [
+            seen.lse * seen.entropy,
+            sunk.output * (sunk.lse * sunk.entropy)[..., None],
+            regard.attention(q, k, v, mask=regard.causal(), sink=sink),
+            regard.attention(q, k, v, mask=regard.strided(3), sink=sink.detach()),
+        ]
+
+    given = [*inputs(), torch.randn(2, requires_grad=True)]
+    found, expected = torch.compile(call, fullgraph=True)(*given), call(*given)
+    for a, b in zip([*found, *grads_of(found, given)], [*expected, *grads_of(expected, given)], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -27,9 +27,11 @@ def given(mask: regard.masks.Mask, observed: bool = True) -> tuple[list[Tensor |
 def test_schemas_and_fake_results_are_right(mask: regard.masks.Mask) -> None:
     x, encoded = given(mask)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.regard.attend.default, (x, 4, *encoded), test_utils=checks)
-    output, statistics = torch.ops.regard.attend(x, 4, *encoded)
-    back = (x, output, statistics, [torch.ones_like(output), None, None], [True, False, True, False], *encoded)
+    for alone in (True, False):
+        torch.library.opcheck(torch.ops.regard.attend.default, (x, alone, *encoded), test_utils=checks)
+    found = torch.ops.regard.attend(x, False, *encoded)
+    assert len({t.untyped_storage().data_ptr() for t in found}) == len(found), "a row's statistics share memory"
+    back = (x, found, [torch.ones_like(found[0]), None, None], [True, False, True, False], *encoded)
     torch.library.opcheck(torch.ops.regard.attend_backward.default, back, test_utils=checks)
     assert [g.shape for g in torch.ops.regard.attend_backward(*back)] == [x[0].shape, x[2].shape]  # type: ignore[union-attr]
 
@@ -38,7 +40,7 @@ def test_a_second_derivative_is_refused() -> None:
     x, encoded = given(regard.window(2))
     leaf = x[0]
     assert leaf is not None
-    rows = torch.ops.regard.attend_with_gradient([leaf.requires_grad_(), *x[1:]], 4, *encoded)
+    rows = torch.ops.regard.attend_with_gradient([leaf.requires_grad_(), *x[1:]], False, *encoded)
     with pytest.raises(RuntimeError, match="a compiled call has no second derivative"):
         torch.autograd.grad(rows[0].sum(), leaf, create_graph=True)
 

@@ -136,6 +136,7 @@ ARGUMENTS: list[Case] = [
     Case("scale per head", lambda s: {"scale": torch.linspace(0.1, 0.5, s.heads)}),
     Case("softcap", lambda s: {"softcap": 1.5}),
     Case("sink", lambda s: {"sink": torch.linspace(-2, 2, s.heads), "mask": regard.padding([17, 0])}),
+    Case("sink square", lambda s: {"sink": torch.linspace(-2, 2, s.heads), "mask": regard.causal()}, SQUARE),
     Case("bias", lambda s: {"bias": torch.randn(s.batch, s.heads, s.n, s.m)}),
     Case("bias square", lambda s: {"bias": torch.randn(s.n, s.m)}, SQUARE),
     Case("bias broadcast", lambda s: {"bias": torch.randn(s.heads, 1, s.m)}),

@@ -29,7 +29,7 @@ def takes(engine: ChunkedEngine, x: MaybeTensors) -> bool:
     spec, mask = engine.spec, engine.spec.mask
     if query is None or key is None or value is None or mask is None or bias is not None or shared:
         return False
-    if engine.observed or spec.softcap is not None or spec.dropout or spec.pairwise or spec.inner != 1:
+    if engine.observed or engine.sunk or spec.softcap is not None or spec.dropout or spec.pairwise or spec.inner != 1:
         return False
     items, heads = mask.lead
     pairs = items * heads * spec.n * spec.m
@@ -52,6 +52,8 @@ def forward(engine: ChunkedEngine, x: MaybeTensors) -> Rows:
 
 def vjp(engine: ChunkedEngine, x: MaybeTensors, rows: Rows, g: MaybeTensors) -> Sequence[Tensor | None]:
     """The gradients of query, key and value."""
+    if g[1] is not None or g[2] is not None:
+        raise RuntimeError("torch's kernel has no gradient of lse and entropy")
     query, key, value = map(required, x[:3])
     grad = torch.zeros_like(rows.output) if g[0] is None else g[0]
     saved = (query.flatten(1, 2), key, value, rows.output.flatten(1, 2), rows.lse.flatten(1, 2))

@@ -41,6 +41,7 @@ class ChunkedEngine(Engine):
     spec: Spec
     tile_sizes: TileSizes
     observed: bool
+    sunk: bool = False  # whether a sink reads the lse, also where the call is not observed
 
     @without_autocast
     def forward(self, x: MaybeTensors) -> Rows:

@@ -40,10 +40,9 @@ __all__ = ["attend", "encodable", "problem_of", "zero_unseen"]
 
 _ENGINE = "str code, SymInt[] integers, float[] floats, Tensor[] tensors"
 _SCHEMAS = {
-    "attend": f"(Tensor?[] inputs, int parts, {_ENGINE}) -> (Tensor output, Tensor statistics)",
-    "attend_backward": "(Tensor?[] inputs, Tensor output, Tensor statistics, Tensor?[] cotangents, bool[] needs, "
-    f"{_ENGINE}) -> Tensor[]",
-    "attend_with_gradient": f"(Tensor?[] inputs, int parts, {_ENGINE}) -> Tensor[]",
+    "attend": f"(Tensor?[] inputs, bool alone, {_ENGINE}) -> Tensor[]",
+    "attend_backward": f"(Tensor?[] inputs, Tensor[] found, Tensor?[] cotangents, bool[] needs, {_ENGINE}) -> Tensor[]",
+    "attend_with_gradient": f"(Tensor?[] inputs, bool alone, {_ENGINE}) -> Tensor[]",
     "visible": f"(Tensor query, Tensor key, Tensor value, Tensor? bias, {_ENGINE}) -> (Tensor rows, Tensor keys)",
 }
 # A block mask is kept for later calls, and memory of a CUDA graph is not: mode="reduce-overhead" leaves these ops outside.
@@ -60,8 +59,7 @@ def attend(engine: Engine, x: MaybeTensors) -> Rows:
     encoded = encode(engine)
     if encoded is None:
         raise RuntimeError(f"{type(engine).__name__} has a part that no operator can take")
-    parts = 3 if engine.output_alone else 4
-    return Rows(*torch.ops.regard.attend_with_gradient(list(x), parts, *encoded))
+    return Rows(*torch.ops.regard.attend_with_gradient(list(x), engine.output_alone, *encoded))
 
 
 def encodable(p: Problem) -> Problem:
@@ -87,7 +85,7 @@ def zero_unseen(p: Problem) -> Problem:
     return p._replace(query=query, key=key, value=value)
 
 
-def problem_of(inputs: list[Tensor | None], parts: int, *encoded: Any) -> Problem | None:
+def problem_of(inputs: list[Tensor | None], alone: bool, *encoded: Any) -> Problem | None:
     """The problem that a call of `regard::attend` computes, for those who watch a graph; None where parts are elsewhere.
 
     `chunked` adds the sink after the operator, and a structured bias or an additive score has become a tensor.
@@ -144,47 +142,53 @@ def _keep(things: dict[tuple[Any, ...], T], key: tuple[Any, ...], thing: T) -> T
 
 
 @not_compiled
-def _attend(inputs: list[Tensor | None], parts: int, *encoded: Any) -> tuple[Tensor, Tensor]:
+def _attend(inputs: list[Tensor | None], alone: bool, *encoded: Any) -> list[Tensor]:
+    """The rows; of an output that is `alone`, it and three statistics in one tensor.
+
+    Rows are tensors of their own: where a graph saves a tensor and a view of it, Inductor may write over the view too soon.
+    """
     if torch.is_grad_enabled():  # seldom: a graph runs without
         with torch.no_grad():
-            return _attend(inputs, parts, *encoded)
+            return _attend(inputs, alone, *encoded)
     engine, x = _engine(inputs, encoded), tuple(inputs)
-    if isinstance(engine, TritonEngine):
-        return engine.forward_stacked(x) or stacked(engine.forward(x), parts)
-    if isinstance(engine, ChosenEngine):
-        return stacked(engine.forward(x), parts)
-    return stacked(nonfinite.forward(engine, x), parts)
+    found = engine.forward_stacked(x) if alone else None
+    if found is not None:
+        return list(found)
+    rows = nonfinite.forward(engine, x) if isinstance(engine, ChunkedEngine) else engine.forward(x)
+    return [t.contiguous() for t in (stacked(rows, 3) if alone else rows)]
 
 
-def _fake_attend(inputs: list[Tensor | None], parts: int, *encoded: Any) -> tuple[Tensor, Tensor]:
+def _fake_attend(inputs: list[Tensor | None], alone: bool, *encoded: Any) -> list[Tensor]:
     query, value = _first(inputs), _first(inputs[2:])
-    shape = query.shape[:-1]
-    statistics = query.new_empty(parts, *shape, dtype=arithmetic_dtype(query.dtype))
-    return value.new_empty(*shape, value.shape[-1]), statistics
+    shape, dtype = query.shape[:-1], arithmetic_dtype(query.dtype)
+    output = value.new_empty(*shape, value.shape[-1])
+    if alone:
+        return [output, query.new_empty(3, *shape, dtype=dtype)]
+    return [output, *(query.new_empty(shape, dtype=dtype) for _ in Rows._fields[1:])]
 
 
 @not_compiled
 def _attend_backward(
-    inputs: list[Tensor | None], output: Tensor, statistics: Tensor, cotangents: list[Tensor | None], needs: list[bool], *encoded: Any
+    inputs: list[Tensor | None], found: list[Tensor], cotangents: list[Tensor | None], needs: list[bool], *encoded: Any
 ) -> list[Tensor]:
-    """The gradients of the inputs that need one."""
+    """The gradients of the inputs that need one; `found` is what `_attend` returned."""
     if torch.is_grad_enabled():
         if any(t is not None and t.requires_grad for t in (*inputs, *cotangents)):
             raise RuntimeError(
                 "attention: a compiled call has no second derivative. Differentiate twice outside of torch.compile."
             )
         with torch.no_grad():
-            return _attend_backward(inputs, output, statistics, cotangents, needs, *encoded)
+            return _attend_backward(inputs, found, cotangents, needs, *encoded)
     engine, x, g, wanted = _engine(inputs, encoded), tuple(inputs), tuple(cotangents), tuple(needs)
-    if isinstance(engine, ChosenEngine):
-        found = engine.vjp(x, unstacked(output, statistics), g, wanted)
-    elif not isinstance(engine, TritonEngine):
-        found = nonfinite.vjp(engine, x, unstacked(output, statistics), g, wanted)
-    else:
-        alone = g[1] is None and g[2] is None
-        quick = engine.vjp_stacked(x, output, statistics, g[0], wanted) if alone else None
-        found = engine.vjp(x, unstacked(output, statistics), g, wanted) if quick is None else quick
-    return [_gradient(t, d) for t, d, need in zip(inputs, found, needs, strict=True) if need and t is not None]
+    alone = len(found) < len(Rows._fields)
+    grads = engine.vjp_stacked(x, found[0], found[1], g[0], wanted) if alone else None
+    if grads is None:
+        rows = unstacked(found[0], found[1]) if alone else Rows(*found)
+        if isinstance(engine, ChunkedEngine):
+            grads = nonfinite.vjp(engine, x, rows, g, wanted)
+        else:
+            grads = engine.vjp(x, rows, g, wanted)
+    return [_gradient(t, d) for t, d, need in zip(inputs, grads, needs, strict=True) if need and t is not None]
 
 
 def _gradient(x: Tensor, gradient: Tensor | None) -> Tensor:
@@ -195,7 +199,7 @@ def _gradient(x: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _fake_attend_backward(
-    inputs: list[Tensor | None], output: Any, statistics: Any, cotangents: Any, needs: list[bool], *encoded: Any
+    inputs: list[Tensor | None], found: Any, cotangents: Any, needs: list[bool], *encoded: Any
 ) -> list[Tensor]:
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format)
@@ -208,36 +212,33 @@ class _Attend(torch.autograd.Function):
     """The two operators joined, while a graph is traced."""
 
     @staticmethod
-    def forward(ctx: Any, encoded: tuple[Any, ...], parts: int, *x: Tensor | None) -> tuple[Tensor, ...]:
-        output, statistics = torch.ops.regard.attend(list(x), parts, *encoded)
-        ctx.rest, ctx.count = encoded[:3], len(x)
-        ctx.save_for_backward(*x, output, statistics, *encoded[3])
-        found = _results(output, statistics)
-        ctx.mark_non_differentiable(*found[WITH_GRAD:])
+    def forward(ctx: Any, encoded: tuple[Any, ...], alone: bool, *x: Tensor | None) -> tuple[Tensor, ...]:
+        found = torch.ops.regard.attend(list(x), alone, *encoded)
+        ctx.rest, ctx.parts = encoded[:3], (len(x), len(found))
+        ctx.save_for_backward(*x, *found, *encoded[3])
         ctx.set_materialize_grads(False)
-        return found
+        if alone:
+            return (found[0],)
+        ctx.mark_non_differentiable(*found[WITH_GRAD:])
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *g: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = list(ctx.needs_input_grad[2:])
         if all(t is None for t in g):
             return None, None, *(None for _ in needs)
-        saved, n = ctx.saved_tensors, ctx.count
+        saved, (n, count) = list(ctx.saved_tensors), ctx.parts
         cotangents = [*g, None, None][:WITH_GRAD]
-        back = (list(saved[:n]), *saved[n : n + 2], cotangents, needs, *ctx.rest, list(saved[n + 2 :]))
+        back = (saved[:n], saved[n : n + count], cotangents, needs, *ctx.rest, saved[n + count :])
         grads = iter(torch.ops.regard.attend_backward(*back))
         return None, None, *(next(grads) if need else None for need in needs)
 
 
-def _results(output: Tensor, statistics: Tensor) -> tuple[Tensor, ...]:
-    """The output, and all rows where there is an entropy."""
-    return tuple(unstacked(output, statistics)) if statistics.shape[0] == 4 else (output,)
-
-
-def _attend_with_gradient(inputs: list[Tensor | None], parts: int, *encoded: Any) -> list[Tensor]:
+def _attend_with_gradient(inputs: list[Tensor | None], alone: bool, *encoded: Any) -> list[Tensor]:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return list(call_function(_Attend, encoded, parts, *inputs))
-    return list(_results(*torch.ops.regard.attend(inputs, parts, *encoded)))
+        return list(call_function(_Attend, encoded, alone, *inputs))
+    found: list[Tensor] = torch.ops.regard.attend(inputs, alone, *encoded)
+    return found[:1] if alone else found
 
 
 @not_compiled
