@@ -31,6 +31,13 @@ def paired(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return torch.where(i + 3 >= j, torch.sigmoid(s) * PAIRS[i, j] * 3, float("-inf"))
 
 
+def powers(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Powers and logarithms that are whole numbers, and others."""
+    bucket = torch.floor(torch.log2(1.0 + (i - j).abs())) + torch.floor(torch.log10(1.0 + i * j))
+    exact = torch.where(2.0**i * torch.exp2(-i) == 1, s, 9.0)
+    return exact * (s.abs() + 0.5) ** 1.5 - (-2.0 - i) ** (j * 1.0) / 1e4 + 1.5 ** (-j) * bucket
+
+
 CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor], dict[str, Any]]] = {
     "sums, mask, cap and sink": (
         summed,
@@ -38,6 +45,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Tensor], dict[str, Any]]] = {
         {"mask": regard.causal(), "softcap": 2.5, "sink": torch.zeros(2)},
     ),
     "pairs": (paired, [PAIRS], {}),
+    "powers": (powers, [], {}),
 }
 
 

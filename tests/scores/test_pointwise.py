@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import regard
 from regard.errors import ArgumentError, DtypeError, ShapeError
 from regard.scores import Additive, Pointwise, Scaled
+from regard.scores.lowering import LOWERED
 
 torch.manual_seed(0)
 SLOPES, TABLE, IDS, FLAGS = torch.rand(4), torch.randn(4, 33), torch.arange(40) // 7, torch.arange(40) % 3 > 0
@@ -41,6 +42,15 @@ FUNCTIONS: dict[str, Function] = {
     "named": lambda s, b, h, i, j: (
         nn.functional.gelu(s) + nn.functional.softplus(s) + s**3 / 9 + torch.erf(s) + 2.0**-s
     ),
+    "powers": lambda s, b, h, i, j: s.abs() ** 1.7 + (1.0 + h) ** (j / 64) - (s.sign() - 2) ** (h * 1.0) / 9,
+    "filled": lambda s, b, h, i, j: (
+        torch.where(i >= j, s, torch.full_like(s, -torch.inf)) * torch.ones_like(i) + torch.zeros_like(s)
+    ),
+    "truths": lambda s, b, h, i, j: s + ((i > j) + (j > 3)) - ~((i > j) * (j > 3)) * 2,
+    "buckets by logarithm": lambda s, b, h, i, j: (
+        s - torch.floor(torch.log2(1.0 + (i - j).abs())) + torch.floor(torch.log10(1.0 + i * j))
+    ),
+    "exact powers": lambda s, b, h, i, j: torch.where(2.0 ** (13 + i // 9) == 8192 * (1 + i // 9), s, 9.0),
 }
 
 
@@ -57,6 +67,22 @@ def test_it_means_the_function_on_all_pairs(name: str) -> None:
     for backend in ("reference", regard.backends.Chunked(chunk_size=16)):
         ours = regard.attention(query, key, value, score=Pointwise(FUNCTIONS[name]), backend=backend)
         torch.testing.assert_close(ours, true, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["powers", "exact powers"])
+def test_powers_have_the_derivatives_of_torch(name: str) -> None:
+    query, key = (torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert gradcheck(Pointwise(FUNCTIONS[name]), (query, key), fast_mode=True)
+    assert gradgradcheck(Pointwise(FUNCTIONS[name]), (query, key), fast_mode=True)
+
+
+def test_the_guide_lists_every_operation() -> None:
+    """By the names under which people call them; what torch makes of operators such as + is not listed."""
+    text = (GALLERY.parent / "guide" / "scores.md").read_text()
+    listed = set(re.findall(r"\w+", text.partition("**Operations.**")[2].partition("\n\n")[0]))
+    hidden = {"rsub", "_to_copy", "alias", "lift_fresh", "sgn"}
+    named = {name for name in LOWERED if not name.startswith("__")} - hidden
+    assert named <= listed, f"not in the guide: {sorted(named - listed)}"
 
 
 def test_the_functions_of_the_gallery_give_what_flex_attention_gives() -> None:
@@ -186,8 +212,10 @@ def test_a_tensor_of_whole_numbers_must_not_change_before_the_backward_pass() ->
 WRONG: dict[str, tuple[Function, type[Exception], str]] = {
     "if": (lambda s, b, h, i, j: s if i > j else -s, ArgumentError, "asks for the value of a tensor.*torch.where"),
     "item": (lambda s, b, h, i, j: s * SLOPES[0].item(), ArgumentError, "asks for the value of a tensor"),
-    "a sum": (lambda s, b, h, i, j: s / s.sum(), ArgumentError, "calls sum, which is no elementwise operation"),
-    "a softmax": (lambda s, b, h, i, j: s.softmax(-1), ArgumentError, "calls _softmax, which is no elementwise"),
+    "a sum": (lambda s, b, h, i, j: s / s.sum(), ArgumentError, "calls sum, which it may not use"),
+    "a softmax": (lambda s, b, h, i, j: s.softmax(-1), ArgumentError, "calls _softmax, which it may not use"),
+    "a power of whole numbers": (lambda s, b, h, i, j: s + 2**h, ArgumentError, r"floating base, such as 2\.0 \*\* i"),
+    "truths subtracted": (lambda s, b, h, i, j: s + ((i > j) - (j > 3)), ArgumentError, "of truth values"),
     "a whole tensor": (lambda s, b, h, i, j: s + SLOPES, ArgumentError, r"reads a tensor of shape \(4,\) as a whole"),
     "a truth value": (lambda s, b, h, i, j: i > j, DtypeError, "A condition is a mask: regard.predicate"),
     "nothing": (lambda s, b, h, i, j: None, DtypeError, "f must return a tensor, the new score. Got NoneType"),

@@ -23,7 +23,8 @@ __all__ = ["Tables", "function_of", "source_of", "unsupported"]
 
 _OPERATIONS: dict[str, str] = {
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}", "abs": "tl.abs({})",
-    "exp": "tl.exp2({} * 1.4426950408889634)", "log": "tl.log({})", "sqrt": "tl.sqrt_rn({})", "tanh": "ops.tanh({})",
+    "exp": "tl.exp2({} * 1.4426950408889634)", "log": "tl.log({})", "exp2": "tl.exp2({})",
+    "log2": "tl.log2({})", "log10": "tl.log2({}) * 0.3010299956639812", "pow": "ops.power({}, {})", "sqrt": "tl.sqrt_rn({})", "tanh": "ops.tanh({})",
     "sigmoid": "1.0 / (1.0 + tl.exp2({} * -1.4426950408889634))", "sin": "tl.sin({})", "cos": "tl.cos({})", "erf": "tl.erf({})",
     "log1p": "ops.log1p({})", "expm1": "ops.expm1({})", "floor": "tl.floor({})", "ceil": "tl.ceil({})",
     "round": "ops.nearest({})", "sign": "ops.sign({})", "maximum": "tl.maximum({}, {})",
@@ -124,6 +125,8 @@ def _operation(e: Expression, node: Node, names: dict[int, str], tables: Tables)
     if node.op == "exp" and (inner := e.nodes[node.args[0]]).op == "mul" and (factor := e.number(inner.args[1])) is not None:
         if math.isfinite(factor * _LOG2E):
             return f"tl.exp2({names[inner.args[0]]} * {factor * _LOG2E!r})"
+    if node.op == "pow" and (base := e.number(node.args[0])) is not None and 0 < base < math.inf:
+        return f"tl.exp2({args[1]} * {math.log2(base)!r})"
     if node.op == "sign" and node.kind == INT:
         return f"ops.sign({args[0]}).to(tl.int32)"
     return _OPERATIONS[node.op].format(*args)

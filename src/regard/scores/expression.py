@@ -22,7 +22,7 @@ INDICES = ("batch", "head", "row", "key")
 _FLAT = frozenset(("floor", "ceil", "round", "sign", "float", "stop"))  # without a derivative
 _WITHIN_ONE = frozenset(("tanh", "sigmoid", "erf", "sign"))  # of infinite numbers, too
 _LARGE = 1e30  # of which a product with what a gradient has in float32 stays finite
-_MAY_BE_INFINITE = frozenset(("load", "log", "log1p", "div"))  # operations that can give −inf
+_MAY_BE_INFINITE = frozenset(("load", "log", "log2", "log10", "log1p", "div", "pow"))  # operations that can give −inf
 
 
 class Node(NamedTuple):
@@ -194,6 +194,19 @@ class Expression:
             b = node.args[1]
             inverse = self.add("div", FLOAT, one, b)
             return [lambda: inverse, lambda: self.add("neg", FLOAT, self._mul(place, inverse))]
+        if node.op == "pow":
+            b = node.args[1]
+            log = self.add(
+                "where",
+                FLOAT,
+                self.add("eq", BOOL, a, self.constant(0.0)),
+                self.constant(0.0),
+                self.add("log", FLOAT, a),
+            )
+            return [
+                lambda: self._mul(b, self.add("pow", FLOAT, a, self.add("sub", FLOAT, b, one))),
+                lambda: self._mul(place, log),
+            ]
         if node.op == "erf":
             bell = self.add("exp", FLOAT, self.add("neg", FLOAT, self._mul(a, a)))
             return [lambda: self._mul(self.constant(2 / math.sqrt(math.pi)), bell)]
@@ -202,6 +215,9 @@ class Expression:
             "abs": lambda: self.add("sign", FLOAT, a),
             "exp": lambda: place,
             "log": lambda: self.add("div", FLOAT, one, a),
+            "exp2": lambda: self._mul(place, self.constant(math.log(2))),
+            "log2": lambda: self.add("div", FLOAT, self.constant(1 / math.log(2)), a),
+            "log10": lambda: self.add("div", FLOAT, self.constant(1 / math.log(10)), a),
             "sqrt": lambda: self.add("div", FLOAT, self.constant(0.5), place),
             "tanh": lambda: self.add("sub", FLOAT, one, self._mul(place, place)),
             "sigmoid": lambda: self._mul(place, self.add("sub", FLOAT, one, place)),
@@ -290,8 +306,9 @@ def _bounded(node: Node, inner: list[tuple[float, float]]) -> tuple[float, float
         return unknown
     if node.op in ("sin", "cos"):
         return -1, 1
-    if node.op == "exp":
-        low, high = (math.exp(min(end, 100.0)) for end in inner[0])
+    base = {"exp": math.e, "exp2": 2.0, "pow": inner[0][0] if inner[0][0] == inner[0][1] else 0.0}.get(node.op, 0.0)
+    if base > 0:
+        low, high = sorted(math.exp(min(end * math.log(base), 100.0)) for end in inner[-1])
         return (low, high) if high < _LARGE else unknown
     if node.op in ("float", "stop"):
         return inner[0]
@@ -329,7 +346,8 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
     "round": torch.round, "maximum": torch.maximum, "minimum": torch.minimum, "lt": torch.lt, "le": torch.le,
     "eq": torch.eq, "ne": torch.ne, "gt": torch.gt, "ge": torch.ge, "and": torch.logical_and, "or": torch.logical_or,
     "xor": torch.logical_xor, "not": torch.logical_not, "bitand": torch.bitwise_and, "bitor": torch.bitwise_or,
-    "atan": torch.atan, "asinh": torch.asinh,
+    "atan": torch.atan, "asinh": torch.asinh, "exp2": torch.exp2, "log2": torch.log2, "log10": torch.log10,
+    "pow": torch.pow,
     "bitxor": torch.bitwise_xor, "bitnot": torch.bitwise_not, "where": torch.where,
 }  # fmt: skip
 

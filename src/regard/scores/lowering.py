@@ -20,6 +20,7 @@ class At(NamedTuple):
     place: int
 
 
+_OF_TRUTHS = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}  # what torch makes of two of them
 Value: TypeAlias = "At | float | int | bool"
 
 
@@ -49,6 +50,11 @@ class Lowering:
         return kind, [self.e.cast(p, kind) for p in places]
 
     def arithmetic(self, op: str, *values: Value) -> At:
+        truths = all(self.kind(self.at(x)) == BOOL for x in values)
+        if truths and op in _OF_TRUTHS:
+            return self.logical(_OF_TRUTHS[op], *values)
+        if truths and op in ("sub", "neg"):
+            raise NoRuleError(" of truth values, which torch does not subtract; ^ and ~ take them")
         kind, places = self.alike(*values)
         return At(self.e.add(op, kind, *places))
 
@@ -143,10 +149,10 @@ class Lowering:
             root = self.real("sqrt", base)
             return root if number > 0 else self.div(1.0, root)
         if self.alike(base, exponent)[0] == INT:
-            raise NoRuleError
-        if not isinstance(base, At) and base > 0:
-            return self.real("exp", self.mul(exponent, math.log(base)))
-        return self.real("exp", self.mul(exponent, self.real("log", base)))
+            raise NoRuleError(" of whole numbers, which needs a floating base, such as 2.0 ** i")
+        if self.e.number(self.at(base)) == 2:
+            return self.real("exp2", exponent)
+        return self.real("pow", base, exponent)
 
     def convert(self, x: Value, dtype: torch.dtype | None = None, **_: Any) -> At:
         place = self.at(x)
@@ -155,6 +161,12 @@ class Lowering:
         if dtype.is_complex:
             raise NoRuleError
         return At(self.e.cast(place, FLOAT if dtype.is_floating_point else BOOL if dtype == torch.bool else INT))
+
+    def filled(self, like: Value, number: Value, dtype: torch.dtype | None) -> At:
+        """A number of this dtype, or of that of another."""
+        return (
+            At(self.e.cast(self.at(number), self.kind(self.at(like)))) if dtype is None else self.convert(number, dtype)
+        )
 
     def sigmoid(self, x: Value) -> At:
         return self.real("sigmoid", x)
@@ -184,7 +196,8 @@ class Lowering:
 
     def detached(self, x: Value) -> At:
         place = self.at(x)
-        return At(self.e.add("stop", FLOAT, place)) if self.kind(place) == FLOAT else At(place)
+        held = self.kind(place) != FLOAT or self.e.number(place) is not None  # there is no derivative to stop
+        return At(place) if held else At(self.e.add("stop", FLOAT, place))
 
 
 Rule = Callable[..., At]
@@ -203,11 +216,11 @@ LOWERED: dict[str, Rule] = {  # by the names of torch's operators, with the name
     "sign": lambda e, self: e.arithmetic("sign", self),
     "sgn": lambda e, self: e.arithmetic("sign", self),
     "exp": lambda e, self: e.real("exp", self),
-    "exp2": lambda e, self: e.real("exp", e.mul(self, math.log(2))),
+    "exp2": lambda e, self: e.real("exp2", self),
     "expm1": lambda e, self: e.real("expm1", self),
     "log": lambda e, self: e.real("log", self),
-    "log2": lambda e, self: e.mul(e.real("log", self), 1 / math.log(2)),
-    "log10": lambda e, self: e.mul(e.real("log", self), 1 / math.log(10)),
+    "log2": lambda e, self: e.real("log2", self),
+    "log10": lambda e, self: e.real("log10", self),
     "log1p": lambda e, self: e.real("log1p", self),
     "sqrt": lambda e, self: e.real("sqrt", self),
     "rsqrt": lambda e, self: e.div(1.0, e.real("sqrt", self)),
@@ -269,7 +282,7 @@ LOWERED: dict[str, Rule] = {  # by the names of torch's operators, with the name
     "alias": lambda e, self: At(e.at(self)),
     "lift_fresh": lambda e, self: At(e.at(self)),
     "detach": lambda e, self: e.detached(self),
-    "zeros_like": lambda e, self, dtype=None, **_: e.convert(0.0, dtype),
-    "ones_like": lambda e, self, dtype=None, **_: e.convert(1.0, dtype),
-    "full_like": lambda e, self, fill_value, dtype=None, **_: e.convert(fill_value, dtype),
+    "zeros_like": lambda e, self, dtype=None, **_: e.filled(self, 0, dtype),
+    "ones_like": lambda e, self, dtype=None, **_: e.filled(self, 1, dtype),
+    "full_like": lambda e, self, fill_value, dtype=None, **_: e.filled(self, fill_value, dtype),
 }

@@ -290,8 +290,8 @@ class _Tracer:
         given = {k: self.value(x) for k, x in operator_arguments(call, args, kwargs).items()}
         try:
             found = rule(self.lowering, **given)
-        except (NoRuleError, TypeError):
-            _refuse(name)
+        except (NoRuleError, TypeError) as error:
+            _refuse(name, str(error) if isinstance(error, NoRuleError) else "")
         if not inplace:
             return self.stand_in(found)
         self.known[id(args[0])] = found
@@ -363,10 +363,11 @@ class _Tracer:
         return Traced(e, value, tuple(tables[at] for at in kept), captured, made)
 
 
-def _refuse(name: str) -> NoReturn:
+def _refuse(name: str, why: str = "") -> NoReturn:
     raise ArgumentError(
-        f"Pointwise: f calls {name}, which is no elementwise operation that it may use. A score cannot depend on other "
-        "pairs; f may use arithmetic, comparisons, torch.where, and functions such as exp, log, tanh, clamp."
+        f"Pointwise: f calls {name}{why or ', which it may not use'}. f is computed for each pair by itself, from the "
+        "operations that the guide to scores lists: arithmetic, comparisons, torch.where, and functions such as exp, "
+        "log, tanh, clamp."
     )
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .tile_ops import tanh
 
-__all__ = ["entry", "expm1", "floordiv", "log1p", "mod", "nearest", "read_float", "read_int32", "read_int64", "sign", "tanh"]
+__all__ = ["entry", "expm1", "floordiv", "log1p", "mod", "nearest", "power", "read_float", "read_int32", "read_int64", "sign", "tanh"]
 
 
 @triton.jit
@@ -36,6 +36,15 @@ def nearest(x):
     rest = x - low
     odd = low - 2.0 * tl.floor(low * 0.5)
     return tl.where((rest > 0.5) | ((rest == 0.5) & (odd == 1.0)), low + 1.0, low)
+
+
+@triton.jit
+def power(a, b):
+    """a to the b; of a negative a for whole b alone."""
+    x = tl.exp2(b * tl.log2(tl.abs(a)))
+    odd = b - 2.0 * tl.floor(b * 0.5) == 1.0
+    negative = tl.where(tl.floor(b) == b, tl.where(odd, -x, x), float("nan"))
+    return tl.where(b == 0.0, 1.0, tl.where(a == 1.0, 1.0, tl.where(a < 0.0, negative, x)))
 
 
 @triton.jit
