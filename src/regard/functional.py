@@ -177,7 +177,7 @@ def divergence(
     The result is (…, H, N). `heads="mean"` averages the weights of each side over its heads first: (…, N).
     `heads="pairs"` compares every head of a with every head of b: (…, Ha, Hb, N). In both, the numbers of heads may
     differ. Where the first attention of a KL has weight on a key that the second hides, the row is inf, with gradient
-    0; `epsilon` replaces the second by (1 − ε)·r + ε·u, with u uniform over the keys that one of the sides sees.
+    0; `epsilon` replaces the second by (1 − ε)·r + ε·u, with u uniform over what one of the sides sees.
 
     >>> import torch, regard
     >>> q, k = torch.randn(2, 1, 4, 16, 8).unbind()

@@ -86,6 +86,39 @@ def test_strips_agree_where_attention_could_answer(name: str, strips_alone: None
     assert close(regard.divergence(a, b), kl(P, R))
 
 
+@pytest.mark.parametrize("mask", [None, regard.causal()], ids=repr)
+@pytest.mark.parametrize("kind", ["kl", "reverse"])
+def test_no_rounding_makes_a_divergence_negative_or_takes_its_gradient(
+    kind: Any, mask: regard.masks.Mask | None
+) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 1, 1, 64, 8, dtype=torch.float64).unbind()
+    near = (200 * x + 1e-5 * torch.randn_like(x)).requires_grad_()
+    found = regard.divergence(*({"query": q, "key": y, "mask": mask} for q in (200 * x, near)), kind=kind)
+    assert bool((found >= 0).all())
+    assert bool((found == 0).any())
+    (gradient,) = torch.autograd.grad(found[found == 0].sum(), near)
+    assert bool((gradient != 0).any())
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_kl_has_its_second_derivative_where_both_sides_are_the_same(
+    strips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if strips:
+        monkeypatch.setattr(module, "_is_attention", lambda p, r: False)
+    x, y = torch.randn(2, 1, 1, 6, 4, dtype=torch.float64).unbind()
+
+    def found(q: Tensor) -> Tensor:
+        return regard.divergence((x, y), (q, y)).sum()
+
+    def wanted(q: Tensor) -> Tensor:
+        return kl(*((t @ y.mT / 2).softmax(-1) for t in (x, q))).sum()
+
+    ours, true = (torch.autograd.functional.hvp(f, x.clone(), torch.ones_like(x))[1] for f in (found, wanted))
+    torch.testing.assert_close(ours, true)
+
+
 @pytest.mark.parametrize("name", ["bias", "bias with −inf", "alibi", "softcap", "Additive", "padding"])
 def test_any_attention_can_be_compared_with_plain_dot_products(name: str) -> None:
     case = next(case for case in CASES if case.name == name)

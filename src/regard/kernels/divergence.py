@@ -114,7 +114,7 @@ class _Divergence(torch.autograd.Function):
         rows = _forward(plan.pair(PairTensors(*tensors)))
         ctx.plan = plan
         ctx.save_for_backward(*tensors, *rows)
-        return rows.value
+        return rows.value.clamp(min=0)  # which rounding may have made negative
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
