@@ -320,6 +320,26 @@ def test_fifty_lengths_compile_at_most_three_times() -> None:
     assert counter.frame_count <= 3
 
 
+def test_masks_from_lists_that_depend_on_the_length_need_no_graph_of_their_own() -> None:
+    masks: dict[str, Callable[[int], Mask]] = {
+        "padding": lambda n: regard.padding([n - 1, n // 2]),
+        "packed": lambda n: regard.packed([n // 3, n - n // 3]) & regard.causal(),
+        "cu_seqlens": lambda n: regard.packed(cu_seqlens=[0, n // 3, n]),
+        "global tokens": lambda n: regard.window(2) | regard.global_tokens([n // 2]),
+    }
+
+    def call(q: Tensor) -> list[Tensor]:
+        return [regard.attention(q, q, q, mask=mask(q.shape[2]), softcap=4.0) for mask in masks.values()]
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    function = torch.compile(call, backend=counter, fullgraph=True)
+    for n in range(20, 52, 3):
+        q = torch.randn(2, 1, n, 4)
+        for name, found, expected in zip(masks, function(q), call(q), strict=True):
+            assert torch.equal(found, expected), name
+    assert counter.frame_count <= 2
+
+
 def test_a_nan_stays_with_the_rows_that_see_it_in_a_compiled_call() -> None:
     score = regard.scores.Bilinear(8, 8)
 

@@ -52,6 +52,11 @@ FLOATS = torch.ones(2, 3)
         (lambda: packed([3, -1]), ArgumentError, "packed: lengths must be at least 0"),
         (lambda: packed([[3]]), MaskError, "packed: lengths must be 1-D"),
         (lambda: packed(), ArgumentError, "packed: give either lengths or cu_seqlens; got neither"),
+        (
+            lambda: packed(key_cu_seqlens=[0, 3]),
+            ArgumentError,
+            "cu_seqlens; got key_cu_seqlens alone",
+        ),
         (lambda: packed([3], cu_seqlens=[0, 3]), ArgumentError, "packed: give either lengths or cu_seqlens; got both"),
         (lambda: packed([3], key_cu_seqlens=[0, 3]), ArgumentError, "packed: key_cu_seqlens goes with cu_seqlens"),
         (lambda: packed(cu_seqlens=[]), MaskError, "packed: cu_seqlens must start with 0; got no entry"),
@@ -93,6 +98,7 @@ def test_a_bad_argument_gets_one_clear_error(make: Callable[[], Mask], error: ty
         (documents([0] * 7), 8, 8, "documents: there are 8 rows, but ids for 7"),
         (documents([0] * 7), 7, 8, "documents: there are 8 keys, but ids for 7"),
         (packed([3, 4]), 8, 8, "packed: the lengths sum to 7; there are 8 rows"),
+        (packed([0, 3, 8]), 8, 8, "sum to 11; there are 8 rows. They look like cumulative lengths"),
         (packed(cu_seqlens=[0, 7]), 8, 8, "packed: cu_seqlens ends with 7; there are 8 rows"),
         (packed(cu_seqlens=[0, 7]), 7, 8, "Give key_cu_seqlens if the keys are others"),
         (

@@ -82,7 +82,7 @@ def tensor_like(who: str, name: str, value: Any) -> Tensor:
         check_readable(who, name, value)
         return value
     try:
-        found = torch.as_tensor(value, device="cpu")
+        found = torch.tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise DtypeError(
             f"{who}: {name} must be a tensor or a list that can be converted to one; got {_kind(value)}."

@@ -172,7 +172,9 @@ class Packed(Mask):
         lengths = _numbers_on_host(self.lengths)
         if lengths is None or sum(lengths) == n:
             return None
-        return f"packed: the lengths sum to {sum(lengths)}; there are {n} rows."
+        ends = lengths[:1] == [0] and lengths[-1] == n and sorted(lengths) == lengths
+        remedy = " They look like cumulative lengths: packed(cu_seqlens=…) takes those." if ends else ""
+        return f"packed: the lengths sum to {sum(lengths)}; there are {n} rows.{remedy}"
 
 
 @final
@@ -280,8 +282,9 @@ def packed(
     tokens after the last document see nothing and are seen by none.
     """
     if (lengths is None) == (cu_seqlens is None):
+        got = "both" if lengths is not None else "neither" if key_cu_seqlens is None else "key_cu_seqlens alone"
         raise ArgumentError(
-            f"packed: give either lengths or cu_seqlens; got {'neither' if lengths is None else 'both'}. "
+            f"packed: give either lengths or cu_seqlens; got {got}. "
             f"cu_seqlens are cumulative lengths: 0, then the end of each document."
         )
     if lengths is not None:
