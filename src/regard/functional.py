@@ -13,7 +13,7 @@ from .backends.dispatch import Plan, choose, compare, plan, run, run_and_remembe
 from .backends.remembered import key_of, recall
 from .backends.sdpa import fast_path
 from .biases import Bias
-from .compat.torch import likeness, not_traced
+from .compat.torch import leave_graph, likeness, not_traced
 from .core.contexts import ACTIVE, active_context, refuse_in_context
 from .core.options import Heads, Kind, Options, refuse_unknown
 from .core.problem import Problem
@@ -96,6 +96,7 @@ def attention(
     if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
         return context.attention(query, key, value, **options, backend=backend)
     if _leaves_graph(score):
+        leave_graph(f"attention: {_LEAVES}")
         return _attention_untraced(query, key, value, options, backend)
     problem = pose(query, key, value, **options)
     if known is None:
@@ -150,6 +151,7 @@ def observe(
         observation: Observation = context.observe(query, key, value, **options, backend=backend)
         return observation
     if _leaves_graph(score):
+        leave_graph(f"observe: {_LEAVES}")
         return _observe_untraced(query, key, value, options, backend)
     problem = pose(query, key, value, **options, observed=True, who="observe")
     if known is None:
@@ -186,6 +188,8 @@ def divergence(
     tensor(True)
     """
     refuse_in_context("divergence")
+    if torch.compiler.is_compiling():
+        leave_graph("divergence leaves the graph of torch.compile. Leave out fullgraph=True.")
     first, second = _side(a, "a"), _side(b, "b")
     check_pair(first, second, kind, heads, epsilon)
     one_pass = kind != "js" and heads is None and epsilon is None  # it finds lse on its way
@@ -424,6 +428,9 @@ def _shaped(found: Tensor, first: Problem, second: Problem, heads: Heads) -> Ten
         found.shape[1:-1] if heads == "pairs" or (heads is None and not (headless and len(second.lead) < 2)) else ()
     )
     return found.reshape(*batch, *middle, found.shape[-1])
+
+
+_LEAVES = "a score with a function, Pointwise, leaves the graph of torch.compile. Leave out fullgraph=True."
 
 
 def _leaves_graph(score: Score | None) -> bool:

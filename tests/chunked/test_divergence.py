@@ -337,6 +337,9 @@ def test_compiled_code_gives_the_same() -> None:
     assert torch.allclose(compiled(q), function(q))
     (found,) = torch.autograd.grad(compiled(q), q)
     assert torch.allclose(found, torch.autograd.grad(function(q), q)[0])
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"divergence leaves the graph.*Leave out fullgraph=True"):
+        torch.compile(function, backend="eager", fullgraph=True)(q)
 
 
 X = torch.zeros(1, 2, 4, 8)

@@ -61,6 +61,7 @@ NEEDED_FOR = {
     "no_autocast": "statistics and derivatives are exact inside autocast",
     "node_in_backward": "the hook of torch's own node reads the tensors that it saved",
     "not_compiled": "torch.compile must not trace a kernel launch after a graph break",
+    "leave_graph": "with fullgraph=True a call that no graph can have says so in its own words",
     "not_traced": "torch.compile must call the chunked passes and not trace them",
     "operations_are_plain": "a call that is recorded, cast or transformed, or has no values, is not looked up",
     "outside_transforms": "a cached block mask must not hold wrapped tensors",
@@ -155,6 +156,18 @@ def test_dynamo_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_not_compiled() -> None:
     with needs("not_compiled"):
         assert torch.compile(inside(compat.not_compiled), backend="eager")(small(3)) == [False]
+
+
+def test_leave_graph() -> None:
+    def call(x: Tensor) -> Tensor:
+        compat.leave_graph("it cannot stay")
+        return x + 1
+
+    with needs("leave_graph"):
+        assert torch.equal(torch.compile(call, backend="eager")(small(3)), small(3) + 1)
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="it cannot stay"):
+            torch.compile(call, backend="eager", fullgraph=True)(small(3))
 
 
 def test_not_traced() -> None:

@@ -301,6 +301,9 @@ def test_under_torch_compile_the_call_leaves_the_graph() -> None:
     torch.testing.assert_close(found, call(query))
     (g,), (t,) = (torch.autograd.grad(y.sum(), table) for y in (found, call(query)))
     torch.testing.assert_close(g, t)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"attention: a score with a function.*Leave out fullgraph"):
+        torch.compile(call, backend="eager", fullgraph=True)(query)
 
 
 def test_a_table_that_became_too_short_is_refused_although_it_did_fit() -> None:

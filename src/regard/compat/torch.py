@@ -49,6 +49,7 @@ __all__ = [
     "is_traced",
     "is_wrapped",
     "lacks_values",
+    "leave_graph",
     "legacy_batch",
     "legacy_unbatch",
     "likeness",
@@ -133,6 +134,11 @@ def not_traced(function: Callable[P, R]) -> Callable[P, R]:
     """A function that torch.compile calls and does not trace. The first call imports the compiler."""
     disabled: Callable[P, R] = torch._disable_dynamo(function)  # type: ignore[attr-defined]
     return disabled
+
+
+def leave_graph(why: str) -> None:
+    """End the graph that torch.compile traces here; with fullgraph=True that is an error, which says why."""
+    torch._dynamo.graph_break(msg=why)
 
 
 def is_exporting() -> bool:
