@@ -340,6 +340,27 @@ def test_masks_from_lists_that_depend_on_the_length_need_no_graph_of_their_own()
     assert counter.frame_count <= 2
 
 
+def test_late_members_of_a_compiled_observation_are_those_of_the_call() -> None:
+    allowed = torch.rand(12, 12, generator=torch.Generator().manual_seed(2)) > 0.4
+
+    def observe(q: Tensor, k: Tensor, v: Tensor) -> regard.Observation:
+        return regard.observe(q * 2, k, v, mask=regard.dense(allowed), softcap=3.0)
+
+    def changing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, table = q * 2, allowed.clone()
+        seen = regard.observe(q, k, v, mask=regard.dense(table), softcap=3.0)
+        q.mul_(-1.0)
+        table.logical_not_()
+        return seen.weights()
+
+    x = tensors(1, 2, 12, 8)
+    true = observe(*x)
+    assert torch.equal(compiled(changing, "eager")(*x), true.weights())
+    seen = compiled(observe, "eager")(*x)
+    assert torch.equal(seen.weights(), true.weights())
+    assert torch.equal(seen.received, true.received)
+
+
 def test_a_nan_stays_with_the_rows_that_see_it_in_a_compiled_call() -> None:
     score = regard.scores.Bilinear(8, 8)
 

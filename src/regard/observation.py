@@ -81,9 +81,15 @@ class Observation:
         else:
             versions = Versions(_read(problem))
         if versions.uncounted or problem.value.is_inference():
-            if not torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():  # no version is known; a graph drops copies that nobody reads
+                read = {name: getattr(problem, name) for name in _READ_LATER}
+                own: dict[str, Any] = {name: x.clone() for name, x in read.items() if isinstance(x, Tensor)}
+                if problem.mask is not None and problem.mask.tensors:
+                    own["mask"] = problem.mask.changed(torch.clone)
+                problem = problem._replace(**own)
+            else:
                 problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _READ_LATER})
-                versions = Versions(_read(problem))
+            versions = Versions(_read(problem))
         elif call is not None:
             self._call = call
         self._store(problem, backend, rows, versions)

@@ -34,6 +34,39 @@ class Held:
         return self.t[i, j]
 
 
+class Module(torch.nn.Module):
+    def __init__(self, t: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("t", t)
+
+    def forward(self, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.t[i, j]  # type: ignore[index]
+
+
+class Slots:
+    """It has its tensor in a slot, and reads it by a property and a method."""
+
+    __slots__ = ("t",)
+
+    def __init__(self, t: Tensor) -> None:
+        self.t = t
+
+    @property
+    def read(self) -> Tensor:
+        return self.t
+
+    def look(self, i: Tensor, j: Tensor) -> Tensor:
+        return self.read[i, j]
+
+    def __call__(self, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.look(i, j)
+
+
+def inner(t: Tensor) -> regard.masks.Mask:
+    held = {"tables": [torch.zeros(1)] * 70 + [t]}
+    return regard.predicate(lambda batch, head, i, j: (lambda a, b: held["tables"][70][a, b])(i, j))
+
+
 KINDS = {
     "a tensor": Case(table, lambda t: t),
     "a tensor per head": Case(lambda: table(2, 2), lambda t: t),
@@ -53,6 +86,9 @@ KINDS = {
         table, lambda t: regard.predicate(functools.partial(lambda t, batch, head, i, j: t[i, j], t)) & regard.window(4)
     ),
     "an object that is called": Case(table, lambda t: regard.predicate(Held(t))),
+    "a module": Case(table, lambda t: regard.predicate(Module(t))),
+    "a method that reads a property": Case(table, lambda t: regard.predicate(Slots(t))),
+    "a long list in a dict": Case(table, inner),
     "a default": Case(table, lambda t: regard.predicate(lambda batch, head, i, j, t=t: t[i, j])),
 }
 

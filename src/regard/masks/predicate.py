@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from itertools import islice
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import ClassVar, NamedTuple, TypeAlias, final
 
 import torch
@@ -21,6 +22,7 @@ from regard.masks.tiles import uniform_cover
 
 __all__ = ["Predicate", "predicate"]
 
+_MOST = 4096  # entries of a list or a dict that are looked at
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """f(batch, head, i, j) on index tensors, as the `mask_mod` of FlexAttention."""
 
@@ -73,7 +75,8 @@ class Predicate(Mask):
             return ()
         if isinstance(self.f, FunctionType | MethodType | partial):
             return tuple(_tensors_in(self.f))
-        return tuple(_tensors_in(MethodType(type(self.f).__call__, self.f)))
+        called = getattr(type(self.f), "forward" if isinstance(self.f, torch.nn.Module) else "__call__")
+        return tuple(_tensors_in(MethodType(called, self.f)))
 
     def span(self, i: Tensor, n: int, m: int) -> Span:
         lo, hi, _ = interval(i, m, 0, m)
@@ -130,23 +133,50 @@ def _tensors_in(x: object, names: tuple[str, ...] = (), depth: int = 4) -> Itera
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, FunctionType):
-        names = x.__code__.co_names
+        names = tuple(_names_in(x.__code__))
         for cell in x.__closure__ or ():
             with suppress(ValueError):  # a cell may be empty
                 inside.append(cell.cell_contents)
         inside += [x.__globals__[name] for name in names if name in x.__globals__]
         inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
     elif isinstance(x, MethodType):
-        inside, names = [x.__func__, x.__self__], getattr(getattr(x, "__code__", None), "co_names", ())
+        inside, names = [x.__func__, x.__self__], tuple(_names_in(getattr(x, "__code__", None)))
     elif isinstance(x, partial):
         inside = [x.func, *x.args, *x.keywords.values()]
     elif isinstance(x, list | tuple):
-        inside = list(x[:64])
-    elif hasattr(x, "__dict__") and not isinstance(x, type | ModuleType):
-        own = {**vars(x), **vars(x).get("_buffers", {})}  # a module of torch keeps its buffers apart
-        inside = [own[name] for name in names if name in own]
+        inside = list(x[:_MOST])
+    elif isinstance(x, dict):
+        inside = list(islice(x.values(), _MOST))
+    elif not isinstance(x, type | ModuleType):
+        inside = list(_members(x, names))
     for part in inside if depth else ():
         yield from _tensors_in(part, names, depth - 1)
+
+
+def _names_in(code: object) -> Iterator[str]:
+    """The names that a code object uses, and those of functions that are made in it."""
+    if isinstance(code, CodeType):
+        yield from code.co_names
+        for constant in code.co_consts:
+            yield from _names_in(constant)
+
+
+def _members(x: object, names: tuple[str, ...]) -> Iterator[object]:
+    """What an object has under some names: attributes, slots, and its own methods and properties."""
+    own = getattr(x, "__dict__", {})
+    for apart in ("_buffers", "_parameters", "_modules"):  # where a module of torch keeps them
+        own = {**own, **own.get(apart, {})}
+    for name in names:
+        if name in own:
+            yield own[name]
+            continue
+        member = inspect.getattr_static(type(x), name, None)
+        if isinstance(member, property):
+            member = member.fget
+        if isinstance(member, FunctionType):
+            yield MethodType(member, x)
+        elif isinstance(member, MemberDescriptorType) and hasattr(x, name):
+            yield getattr(x, name)
 
 
 def _name_of(f: object) -> str:
