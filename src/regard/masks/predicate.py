@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,16 +124,24 @@ def _called(f: MaskMod, *at: Tensor) -> Tensor:
         ) from error
 
 
-def _tensors_in(x: object, names: tuple[str, ...] = (), depth: int = 4) -> Iterator[Tensor]:
+def _tensors_in(
+    x: object, names: tuple[str, ...] = (), functions: int = 5, steps: int = 12, seen: set[Hashable] | None = None
+) -> Iterator[Tensor]:
     """Every tensor that a function reads, as far as Python shows it: captured, by default, global, or of an object.
 
-    Of an object, only the attributes in `names` count: those that occur in the code of the function.
+    Of an object, only the attributes in `names` count: those that occur in the code of the function. It goes through
+    so many functions that call one another, and through so many steps in all.
     """
+    seen = set() if seen is None else seen
+    key = (id(x.__func__), id(x.__self__)) if isinstance(x, MethodType) else (id(x), names)
+    if key in seen:
+        return
+    seen.add(key)
     inside: list[object] = []
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, FunctionType):
-        names = tuple(_names_in(x.__code__))
+        names, functions = tuple(_names_in(x.__code__)), functions - 1
         for cell in x.__closure__ or ():
             with suppress(ValueError):  # a cell may be empty
                 inside.append(cell.cell_contents)
@@ -149,8 +157,8 @@ def _tensors_in(x: object, names: tuple[str, ...] = (), depth: int = 4) -> Itera
         inside = list(islice(x.values(), _MOST))
     elif not isinstance(x, type | ModuleType):
         inside = list(_members(x, names))
-    for part in inside if depth else ():
-        yield from _tensors_in(part, names, depth - 1)
+    for part in inside if functions > 0 and steps > 0 else ():
+        yield from _tensors_in(part, names, functions, steps - 1, seen)
 
 
 def _names_in(code: object) -> Iterator[str]:
