@@ -95,8 +95,7 @@ def attention(
     }
     if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
         return context.attention(query, key, value, **options, backend=backend)
-    if _leaves_graph(score):
-        leave_graph(f"attention: {_LEAVES}")
+    if _leaves_graph(score, "attention"):
         return _attention_untraced(query, key, value, options, backend)
     problem = pose(query, key, value, **options)
     if known is None:
@@ -150,8 +149,7 @@ def observe(
     if (ACTIVE or type(query) is not Tensor) and (context := active_context(query)) is not None:
         observation: Observation = context.observe(query, key, value, **options, backend=backend)
         return observation
-    if _leaves_graph(score):
-        leave_graph(f"observe: {_LEAVES}")
+    if _leaves_graph(score, "observe"):
         return _observe_untraced(query, key, value, options, backend)
     problem = pose(query, key, value, **options, observed=True, who="observe")
     if known is None:
@@ -430,11 +428,13 @@ def _shaped(found: Tensor, first: Problem, second: Problem, heads: Heads) -> Ten
     return found.reshape(*batch, *middle, found.shape[-1])
 
 
-_LEAVES = "a score with a function, Pointwise, leaves the graph of torch.compile. Leave out fullgraph=True."
-
-
-def _leaves_graph(score: Score | None) -> bool:
-    return score is not None and torch.compiler.is_compiling() and isinstance(score, Pointwise)
+def _leaves_graph(score: Score | None, who: str) -> bool:
+    if score is None or not torch.compiler.is_compiling() or not isinstance(score, Pointwise):
+        return False
+    leave_graph(
+        f"{who}: a score with a function, Pointwise, leaves the graph of torch.compile. Leave out fullgraph=True."
+    )
+    return True
 
 
 @not_traced
