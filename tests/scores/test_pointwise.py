@@ -76,6 +76,23 @@ def test_powers_have_the_derivatives_of_torch(name: str) -> None:
     assert gradgradcheck(Pointwise(FUNCTIONS[name]), (query, key), fast_mode=True)
 
 
+def test_powers_of_nothing_and_to_nothing_have_the_slopes_of_torch() -> None:
+    """Where the other factor of the formula is infinite, or a logarithm of 0."""
+    query, key = (torch.randn(1, 3, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    h, i, j = (
+        x.view(shape) for x, shape in ((torch.arange(3), (3, 1, 1)), (torch.arange(4), (4, 1)), (torch.arange(4), (4,)))
+    )
+
+    def power(s: Tensor, b: Any, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.relu(s) ** (h * 1.0) + (i - j).abs() ** torch.relu(s)
+
+    ours = Pointwise(power)(query, key)
+    true = power(Scaled()(query, key), 0, h, i, j)
+    torch.testing.assert_close(ours, true)
+    slopes = (torch.autograd.grad(x.sum(), (query, key)) for x in (ours, true))
+    torch.testing.assert_close(next(slopes), next(slopes))
+
+
 def test_the_guide_lists_every_operation() -> None:
     """By the names under which people call them; what torch makes of operators such as + is not listed."""
     text = (GALLERY.parent / "guide" / "scores.md").read_text()

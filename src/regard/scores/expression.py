@@ -184,6 +184,11 @@ class Expression:
     def _mul(self, a: int, b: int) -> int:
         return self.add("mul", FLOAT, a, b)
 
+    def _unless_zero(self, x: int, value: int) -> int:
+        """0 where x is 0, which in a derivative of a power would be multiplied by an infinite number."""
+        zero = self.constant(0.0)
+        return self.add("where", FLOAT, self.add("eq", BOOL, x, zero), zero, value)
+
     def _partials(self, place: int, node: Node) -> list[Callable[[], int]]:
         """The derivative of an operation by each argument."""
         a = node.args[0]
@@ -196,16 +201,9 @@ class Expression:
             return [lambda: inverse, lambda: self.add("neg", FLOAT, self._mul(place, inverse))]
         if node.op == "pow":
             b = node.args[1]
-            log = self.add(
-                "where",
-                FLOAT,
-                self.add("eq", BOOL, a, self.constant(0.0)),
-                self.constant(0.0),
-                self.add("log", FLOAT, a),
-            )
             return [
-                lambda: self._mul(b, self.add("pow", FLOAT, a, self.add("sub", FLOAT, b, one))),
-                lambda: self._mul(place, log),
+                lambda: self._unless_zero(b, self._mul(b, self.add("pow", FLOAT, a, self.add("sub", FLOAT, b, one)))),
+                lambda: self._unless_zero(a, self._mul(place, self.add("log", FLOAT, a))),
             ]
         if node.op == "erf":
             bell = self.add("exp", FLOAT, self.add("neg", FLOAT, self._mul(a, a)))
@@ -306,7 +304,7 @@ def _bounded(node: Node, inner: list[tuple[float, float]]) -> tuple[float, float
         return unknown
     if node.op in ("sin", "cos"):
         return -1, 1
-    base = {"exp": math.e, "exp2": 2.0, "pow": inner[0][0] if inner[0][0] == inner[0][1] else 0.0}.get(node.op, 0.0)
+    base = _base_of(node, inner)
     if base > 0:
         low, high = sorted(math.exp(min(end * math.log(base), 100.0)) for end in inner[-1])
         return (low, high) if high < _LARGE else unknown
@@ -336,6 +334,14 @@ def _bounded(node: Node, inner: list[tuple[float, float]]) -> tuple[float, float
     if node.kind == INT and node.op == "floordiv" and c == d > 0:
         return a // c, b // c
     return ends.get(node.op, unknown)
+
+
+def _base_of(node: Node, inner: list[tuple[float, float]]) -> float:
+    """The constant whose power an operation is; 0 if it is none."""
+    if node.op == "pow":
+        low, high = inner[0]
+        return low if low == high else 0.0
+    return {"exp": math.e, "exp2": 2.0}.get(node.op, 0.0)
 
 
 _TORCH: dict[str, Callable[..., Tensor]] = {

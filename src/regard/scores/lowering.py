@@ -20,8 +20,8 @@ class At(NamedTuple):
     place: int
 
 
-_OF_TRUTHS = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}  # what torch makes of two of them
 Value: TypeAlias = "At | float | int | bool"
+_OF_TRUTH_VALUES = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
 
 
 class NoRuleError(Exception):
@@ -50,10 +50,10 @@ class Lowering:
         return kind, [self.e.cast(p, kind) for p in places]
 
     def arithmetic(self, op: str, *values: Value) -> At:
-        truths = all(self.kind(self.at(x)) == BOOL for x in values)
-        if truths and op in _OF_TRUTHS:
-            return self.logical(_OF_TRUTHS[op], *values)
-        if truths and op in ("sub", "neg"):
+        truth_values = all(self.kind(self.at(x)) == BOOL for x in values)
+        if truth_values and op in _OF_TRUTH_VALUES:
+            return self.logical(_OF_TRUTH_VALUES[op], *values)
+        if truth_values and op in ("sub", "neg"):
             raise NoRuleError(" of truth values, which torch does not subtract; ^ and ~ take them")
         kind, places = self.alike(*values)
         return At(self.e.add(op, kind, *places))
@@ -163,10 +163,10 @@ class Lowering:
         return At(self.e.cast(place, FLOAT if dtype.is_floating_point else BOOL if dtype == torch.bool else INT))
 
     def filled(self, like: Value, number: Value, dtype: torch.dtype | None) -> At:
-        """A number of this dtype, or of that of another."""
-        return (
-            At(self.e.cast(self.at(number), self.kind(self.at(like)))) if dtype is None else self.convert(number, dtype)
-        )
+        """A number of this dtype, or without one, of the kind of `like`."""
+        if dtype is not None:
+            return self.convert(number, dtype)
+        return At(self.e.cast(self.at(number), self.kind(self.at(like))))
 
     def sigmoid(self, x: Value) -> At:
         return self.real("sigmoid", x)
@@ -196,8 +196,9 @@ class Lowering:
 
     def detached(self, x: Value) -> At:
         place = self.at(x)
-        held = self.kind(place) != FLOAT or self.e.number(place) is not None  # there is no derivative to stop
-        return At(place) if held else At(self.e.add("stop", FLOAT, place))
+        if self.kind(place) != FLOAT or self.e.number(place) is not None:  # there is no derivative to stop
+            return At(place)
+        return At(self.e.add("stop", FLOAT, place))
 
 
 Rule = Callable[..., At]
