@@ -125,23 +125,23 @@ def _called(f: MaskMod, *at: Tensor) -> Tensor:
 
 
 def _tensors_in(
-    x: object, names: tuple[str, ...] = (), functions: int = 5, steps: int = 12, seen: set[Hashable] | None = None
+    x: object, names: tuple[str, ...] = (), left: int = 9, seen: dict[Hashable, int] | None = None
 ) -> Iterator[Tensor]:
     """Every tensor that a function reads, as far as Python shows it: captured, by default, global, or of an object.
 
-    Of an object, only the attributes in `names` count: those that occur in the code of the function. It goes through
-    so many functions that call one another, and through so many steps in all.
+    Of an object, only the attributes in `names` count: those that occur in the code of the function. `left` is how many
+    more steps it goes, from one object to what that holds; a function counts twice.
     """
-    seen = set() if seen is None else seen
+    seen = {} if seen is None else seen  # with how many steps left
     key = (id(x.__func__), id(x.__self__)) if isinstance(x, MethodType) else (id(x), names)
-    if key in seen:
+    if left <= seen.get(key, 0):
         return
-    seen.add(key)
+    seen[key] = left
     inside: list[object] = []
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, FunctionType):
-        names, functions = tuple(_names_in(x.__code__)), functions - 1
+        names, left = tuple(_names_in(x.__code__)), left - 1
         for cell in x.__closure__ or ():
             with suppress(ValueError):  # a cell may be empty
                 inside.append(cell.cell_contents)
@@ -157,8 +157,8 @@ def _tensors_in(
         inside = list(islice(x.values(), _MOST))
     elif not isinstance(x, type | ModuleType):
         inside = list(_members(x, names))
-    for part in inside if functions > 0 and steps > 0 else ():
-        yield from _tensors_in(part, names, functions, steps - 1, seen)
+    for part in inside:
+        yield from _tensors_in(part, names, left - 1, seen)
 
 
 def _names_in(code: object) -> Iterator[str]:
