@@ -24,6 +24,7 @@ from .core.rows import Rows, StackedRows, unstacked
 from .core.versions import Versions
 from .display import block, gallery, note, table
 from .errors import ArgumentError, ChangedError, DtypeError, RegardError, ShapeError
+from .masks import Mask
 
 __all__ = [
     "WATCHERS",
@@ -81,14 +82,7 @@ class Observation:
         else:
             versions = Versions(_read(problem))
         if versions.uncounted or problem.value.is_inference():
-            if torch.compiler.is_compiling():  # no version is known; a graph drops copies that nobody reads
-                read = {name: getattr(problem, name) for name in _READ_LATER}
-                own: dict[str, Any] = {name: x.clone() for name, x in read.items() if isinstance(x, Tensor)}
-                if problem.mask is not None and problem.mask.tensors:
-                    own["mask"] = problem.mask.changed(torch.clone)
-                problem = problem._replace(**own)
-            else:
-                problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _READ_LATER})
+            problem = problem._replace(**{name: _copy(getattr(problem, name)) for name in _READ_LATER})
             versions = Versions(_read(problem))
         elif call is not None:
             self._call = call
@@ -390,7 +384,16 @@ def _read(p: Problem) -> list[Tensor]:
 
 
 def _copy(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x)
+    """A copy of what late passes read, where no version would say that it was changed in place.
+
+    In a graph that is compiled no version is known. The copy keeps its derivative there, and the compiler drops it if
+    nobody reads it; structured biases and scores stay as they are.
+    """
+    if not torch.compiler.is_compiling():
+        return x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x)
+    if isinstance(x, Mask):
+        return x.changed(torch.clone)
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def as_index(index: Index, length: int, member: str, name: str, device: torch.device) -> Tensor:

@@ -63,7 +63,7 @@ class Chunked(Backend):
         seed = drawn_in_graph(p.device) if p.dropout else 0
         part = custom_ops.encodable(p)
         x = fold(part if p.score is None else custom_ops.zero_unseen(part), seed, finite=True)
-        engine = ChunkedEngine(replace(x.spec, read=None), self.tile_sizes, p.observed, p.sink is not None)
+        engine = ChunkedEngine(replace(x.spec, read=None), self.tile_sizes, p.observed, lse_is_read=p.sink is not None)
         return unfold(p, custom_ops.attend(engine, x.inputs))
 
     @not_traced

@@ -29,7 +29,9 @@ def takes(engine: ChunkedEngine, x: MaybeTensors) -> bool:
     spec, mask = engine.spec, engine.spec.mask
     if query is None or key is None or value is None or mask is None or bias is not None or shared:
         return False
-    if engine.observed or engine.sunk or spec.softcap is not None or spec.dropout or spec.pairwise or spec.inner != 1:
+    if engine.observed or engine.lse_is_read or spec.softcap is not None or spec.dropout:
+        return False
+    if spec.pairwise or spec.inner != 1:
         return False
     items, heads = mask.lead
     pairs = items * heads * spec.n * spec.m

@@ -41,7 +41,7 @@ class ChunkedEngine(Engine):
     spec: Spec
     tile_sizes: TileSizes
     observed: bool
-    sunk: bool = False  # whether a sink reads the lse, also where the call is not observed
+    lse_is_read: bool = False  # by a sink, whose gradient needs that of lse; of an observed call it always may be
 
     @without_autocast
     def forward(self, x: MaybeTensors) -> Rows:

@@ -261,7 +261,9 @@ def _remembered(mask: Mask | None, n: int, m: int, height: int) -> list[_EqualTi
 
 
 def _equal_tiles(intervals: tuple[Intervals, ...], n: int, m: int, height: int) -> list[_EqualTiles] | None:
-    """All tiles, equal ones together, in the order in which rows meet them."""
+    """All tiles, equal ones together, in the order in which rows meet them; None if no intervals are known."""
+    if not intervals:
+        return None
     found = []
     opened: set[int] = set()  # strips, by their first row
     for part in intervals:
@@ -272,7 +274,7 @@ def _equal_tiles(intervals: tuple[Intervals, ...], n: int, m: int, height: int) 
             runs = list(_progressions([(place.row, place.key) for place in alike]))
             own = None if full else part.at(runs[0].row, tall, runs[0].key, width)
             found.append(_EqualTiles(tall, width, opens, own, runs))
-    return found if intervals else None
+    return found
 
 
 def _progressions(places: list[tuple[int, int]]) -> Iterator[_Progression]:

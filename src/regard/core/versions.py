@@ -37,9 +37,9 @@ class Versions:
         return -1 in self._then
 
     def changed(self) -> bool:
-        """Whether one of them was changed in place since; a version that is not counted, −1, is like any other."""
+        """Whether one of them was changed in place since; unknown, and so no, where changes were not counted then."""
         now = versions_of(self._tensors) if self._eager else _versions(self._tensors)
-        return now != self._then and any(a != b for a, b in zip(self._then, now, strict=True) if -1 not in (a, b))
+        return now != self._then and any(a not in (-1, b) for a, b in zip(self._then, now, strict=True))
 
     def differ_from(self, tensors: list[Tensor]) -> bool:
         """Whether these are other tensors, or one was changed in place since."""

@@ -143,9 +143,10 @@ def _keep(things: dict[tuple[Any, ...], T], key: tuple[Any, ...], thing: T) -> T
 
 @not_compiled
 def _attend(inputs: list[Tensor | None], alone: bool, *encoded: Any) -> list[Tensor]:
-    """The rows; of an output that is `alone`, it and three statistics in one tensor.
+    """The output and the statistics of its rows; if callers read the output `alone`, three of them, stacked in one tensor.
 
-    Rows are tensors of their own: where a graph saves a tensor and a view of it, Inductor may write over the view too soon.
+    Statistics that callers read are tensors of their own: where a graph saves a tensor and a view of it, Inductor may write
+    over the view before the backward pass has read the tensor.
     """
     if torch.is_grad_enabled():  # seldom: a graph runs without
         with torch.no_grad():
@@ -180,10 +181,14 @@ def _attend_backward(
         with torch.no_grad():
             return _attend_backward(inputs, found, cotangents, needs, *encoded)
     engine, x, g, wanted = _engine(inputs, encoded), tuple(inputs), tuple(cotangents), tuple(needs)
-    alone = len(found) < len(Rows._fields)
-    grads = engine.vjp_stacked(x, found[0], found[1], g[0], wanted) if alone else None
+    grads = None
+    if len(found) == 2:  # the output alone
+        output, statistics = found
+        grads = engine.vjp_stacked(x, output, statistics, g[0], wanted)
+        rows = unstacked(output, statistics)
+    else:
+        rows = Rows(*found)
     if grads is None:
-        rows = unstacked(found[0], found[1]) if alone else Rows(*found)
         if isinstance(engine, ChunkedEngine):
             grads = nonfinite.vjp(engine, x, rows, g, wanted)
         else:
