@@ -25,6 +25,7 @@ from regard.kernels.arguments import (
     DropoutArgs,
     KernelArgs,
 )
+from regard.kernels.block_lists import NONE
 from regard.kernels.block_mask import BlockMask
 from regard.kernels.engine import TritonEngine
 from regard.kernels.hopper import backward_launch as chip
@@ -40,27 +41,27 @@ EVERY_DAY = [("spans", 96, False), ("spans", 128, False), ("bits", 64, True)]
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9: for dims up to 64, 96, 128 or 256, without
 # and with the gradient of entropy.
 SPILLED = {
-    ("plain", 64, False): (8, 0), ("spans", 64, False): (24, 0), ("bits", 64, False): (24, 0),
-    ("alibi", 64, False): (16, 0), ("tensor", 64, False): (24, 16), ("relative", 64, False): (24, 24),
-    ("plain", 64, True): (8, 0), ("spans", 64, True): (32, 0), ("bits", 64, True): (32, 0),
-    ("alibi", 64, True): (16, 0), ("tensor", 64, True): (24, 16), ("relative", 64, True): (24, 24),
-    ("plain", 96, False): (48, 104), ("spans", 96, False): (160, 168), ("bits", 96, False): (152, 176),
-    ("alibi", 96, False): (80, 168), ("tensor", 96, False): (232, 224), ("relative", 96, False): (240, 224),
-    ("plain", 96, True): (72, 104), ("spans", 96, True): (160, 152), ("bits", 96, True): (152, 152),
-    ("alibi", 96, True): (80, 168), ("tensor", 96, True): (232, 224), ("relative", 96, True): (232, 224),
-    ("plain", 128, False): (48, 88), ("spans", 128, False): (160, 200), ("bits", 128, False): (160, 192),
-    ("alibi", 128, False): (96, 168), ("tensor", 128, False): (256, 328), ("relative", 128, False): (248, 312),
-    ("plain", 128, True): (48, 96), ("spans", 128, True): (160, 192), ("bits", 128, True): (160, 200),
-    ("alibi", 128, True): (96, 168), ("tensor", 128, True): (248, 328), ("relative", 128, True): (272, 328),
-    ("plain", 256, False): (40, 136), ("spans", 256, False): (136, 216), ("bits", 256, False): (96, 200),
-    ("alibi", 256, False): (72, 168), ("tensor", 256, False): (120, 216), ("relative", 256, False): (176, 216),
-    ("plain", 256, True): (128, 208), ("spans", 256, True): (224, 296), ("bits", 256, True): (184, 280),
-    ("alibi", 256, True): (128, 216), ("tensor", 256, True): (152, 248), ("relative", 256, True): (208, 256),
+    ("plain", 64, False): (8, 0), ("spans", 64, False): (24, 8), ("bits", 64, False): (24, 8),
+    ("alibi", 64, False): (0, 0), ("tensor", 64, False): (56, 24), ("relative", 64, False): (56, 24),
+    ("plain", 64, True): (8, 0), ("spans", 64, True): (24, 8), ("bits", 64, True): (24, 8),
+    ("alibi", 64, True): (0, 0), ("tensor", 64, True): (32, 24), ("relative", 64, True): (24, 24),
+    ("plain", 96, False): (64, 40), ("spans", 96, False): (128, 96), ("bits", 96, False): (112, 112),
+    ("alibi", 96, False): (120, 120), ("tensor", 96, False): (192, 240), ("relative", 96, False): (184, 248),
+    ("plain", 96, True): (32, 40), ("spans", 96, True): (128, 96), ("bits", 96, True): (112, 112),
+    ("alibi", 96, True): (112, 120), ("tensor", 96, True): (184, 232), ("relative", 96, True): (184, 256),
+    ("plain", 128, False): (16, 16), ("spans", 128, False): (136, 112), ("bits", 128, False): (96, 120),
+    ("alibi", 128, False): (136, 200), ("tensor", 128, False): (216, 280), ("relative", 128, False): (240, 280),
+    ("plain", 128, True): (16, 24), ("spans", 128, True): (136, 112), ("bits", 128, True): (96, 120),
+    ("alibi", 128, True): (160, 160), ("tensor", 128, True): (232, 328), ("relative", 128, True): (264, 304),
+    ("plain", 256, False): (40, 128), ("spans", 256, False): (112, 200), ("bits", 256, False): (96, 176),
+    ("alibi", 256, False): (144, 176), ("tensor", 256, False): (120, 120), ("relative", 256, False): (152, 120),
+    ("plain", 256, True): (128, 208), ("spans", 256, True): (200, 280), ("bits", 256, True): (168, 256),
+    ("alibi", 256, True): (176, 224), ("tensor", 256, True): (152, 192), ("relative", 256, True): (176, 192),
 }  # fmt: skip
 SPLIT_WAITS = 2 * 3 + 1  # of each consumer group three for a block of rows, and one of the group that computes dQ
-WAITS = 2 * 5  # of each group four, and one behind the last
+WAITS = 2 * 4 + 1  # of each group four, and one behind the last of the group that is late
 CHUNKED_WAITS = SPLIT_WAITS + 1  # the group that computes dQ waits for each chunk
-WIDE_WAITS = 2 * 6  # four, and two behind the last, for the parts of dQ
+WIDE_WAITS = 2 * 6  # four, and two behind the last, for the parts of dQ; so has the kernel for keys of 192 dims
 
 
 def rows_of(w: KernelArgs, entropy: bool = False, dO: Tensor | None = None) -> BackwardRows:
@@ -68,7 +69,7 @@ def rows_of(w: KernelArgs, entropy: bool = False, dO: Tensor | None = None) -> B
     dO = w.value.new_zeros(*w.rows, w.value.shape[3]) if dO is None else dO
     level, log_row_sum, delta = (torch.zeros(w.rows) for _ in range(3))
     g, mean = (torch.zeros(w.rows), torch.zeros(w.rows)) if entropy else (None, None)
-    return BackwardRows(dO, level, log_row_sum, delta, g, mean)
+    return BackwardRows(dO, level, log_row_sum, delta, g, mean, torch.zeros(1, dtype=torch.int32))
 
 
 def made_for(w: KernelArgs, entropy: bool = False, tile: chip.BackwardTile | None = None) -> Any:
@@ -106,11 +107,13 @@ def test_a_backward_compiles_for_hopper_and_spills_no_more_than_is_pinned(
     assert "cp.reduce.async.bulk.tensor" in kernel.asm["ptx"]
 
 
-def waits_as_written(kernel: Any, tile: chip.BackwardTile) -> None:
+def waits_as_written(kernel: Any, w: KernelArgs, tile: chip.BackwardTile) -> None:
     """The assembler waits for products where the kernel does; one that cannot have them in flight waits for each."""
-    written = WIDE_WAITS if tile.wide else SPLIT_WAITS if tile.split else WAITS
+    written = WIDE_WAITS if tile.wide or tile.d192 else SPLIT_WAITS if tile.split else WAITS
     if tile.chunked:
         written = CHUNKED_WAITS
+    if w.block_mask.kind != NONE and w.drop.keys is None and not (tile.wide or tile.d192):
+        written += 2  # a wait for S behind the loads of the mask of a partial block, and one where there are none
     assert kernel.asm["ptx"].count("wgmma.wait_group") == written
     waits = machine_code(kernel).count("WARPGROUP.DEPBAR")
     assert waits <= 2 * written, f"{waits} waits, {written} are written"
@@ -119,7 +122,8 @@ def waits_as_written(kernel: Any, tile: chip.BackwardTile) -> None:
 @compiles
 @every_kernel
 def test_products_run_beside_what_comes_after_them(kind: str, dim: int, entropy: bool, hopper: None) -> None:
-    waits_as_written(compiled(kind, dim, entropy), chip.tile_for(work(dim)))
+    w = work(dim, kind if kind not in ("plain", *BIASES) else "none")
+    waits_as_written(compiled(kind, dim, entropy), w, chip.tile_for(w))
 
 
 SPLIT, WHOLE, WIDE = chip.SPLIT, chip.BackwardTile(), chip.BackwardTile(wide=True)
@@ -177,8 +181,9 @@ def test_the_two_warps_that_add_take_every_other_block_of_rows_over_all_heads(
 @compiles
 @pytest.mark.slow
 def test_products_that_have_too_few_registers_are_found_by_their_waits(hopper: None) -> None:
+    w, tile = work(128), chip.BackwardTile(registers=152)
     with pytest.raises(AssertionError, match="waits"):
-        waits_as_written(made_for(work(128), tile=(tile := chip.BackwardTile(registers=152))), tile)
+        waits_as_written(made_for(w, tile=tile), w, tile)
 
 
 DROPPED = DropoutArgs(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
@@ -190,21 +195,21 @@ MORE = {"softcap": 9.0, "scales": torch.ones(4)}
 @pytest.mark.parametrize(
     ("w", "stack"),
     [
-        (work(64, "spans", drop=DROPPED), (48, 56)),
-        (work(96, "spans", drop=DROPPED), (232, 400)),
-        (work(128, "spans", drop=DROPPED), (256, 448)),
-        (work(256, "spans", drop=DROPPED), (168, 312)),
-        (work(64, "spans", drop=DROPPED, **MORE, **biased(BIAS_ALIBI)), (256, 328)),
-        (work(96, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (528, 752)),
-        (work(128, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (576, 720)),
-        (work(256, "bits", drop=DROPPED, **MORE, **biased(BIAS_RELATIVE)), (456, 600)),
+        (work(64, "spans", drop=DROPPED), (32, 48)),
+        (work(96, "spans", drop=DROPPED), (208, 360)),
+        (work(128, "spans", drop=DROPPED), (200, 328)),
+        (work(256, "spans", drop=DROPPED), (160, 224)),
+        (work(64, "spans", drop=DROPPED, **MORE, **biased(BIAS_ALIBI)), (216, 248)),
+        (work(96, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (488, 680)),
+        (work(128, "bits", drop=DROPPED, **MORE, **biased(BIAS_TENSOR)), (544, 616)),
+        (work(256, "bits", drop=DROPPED, **MORE, **biased(BIAS_RELATIVE)), (424, 552)),
     ],
     ids=[f"{what} at {dim}" for what in ("dropout", "all") for dim in (64, 96, 128, 256)],
 )
 def test_all_else_compiles_for_hopper_together(w: KernelArgs, stack: tuple[int, int], hopper: None) -> None:
     kernel = made_for(w, entropy=w.softcap is not None)
     fits(kernel, stack[RECENT])
-    waits_as_written(kernel, chip.tile_for(w))
+    waits_as_written(kernel, w, chip.tile_for(w))
 
 
 @compiles
@@ -212,13 +217,13 @@ def test_all_else_compiles_for_hopper_together(w: KernelArgs, stack: tuple[int, 
 @pytest.mark.parametrize(
     ("dim", "of_values", "stack"),
     [
-        (64, 128, (24, 72)),
-        (80, 96, (160, 168)),
-        (96, 64, (24, 56)),
-        (128, 64, (24, 56)),
-        (192, 128, (288, 400)),
-        (64, 256, (136, 216)),
-        (256, 64, (128, 128)),
+        (64, 128, (48, 64)),
+        (80, 96, (128, 96)),
+        (96, 64, (48, 64)),
+        (128, 64, (48, 64)),
+        (192, 128, (272, 368)),
+        (64, 256, (112, 200)),
+        (256, 64, (112, 104)),
     ],
 )
 def test_keys_and_values_may_have_dims_of_their_own(
@@ -228,18 +233,28 @@ def test_keys_and_values_may_have_dims_of_their_own(
     w.value = torch.zeros(2, 2, N, of_values, dtype=torch.bfloat16)
     kernel = made_for(w)
     fits(kernel, stack[RECENT])
-    waits_as_written(kernel, chip.tile_for(w))
+    waits_as_written(kernel, w, chip.tile_for(w))
 
 
-def test_as_many_heads_are_scheduled_together_as_fill_the_chip_and_under_a_mask_with_eight_programs_each() -> None:
+@pytest.mark.parametrize(
+    ("heads", "m", "narrow", "wide"),  # for each tile without and with a mask
+    [
+        (32, 1, (32, 32), (32, 32)),
+        (32, 300, (32, 32), (16, 16)),  # 27 would leave 5 alone
+        (32, 5000, (4, 16), (2, 8)),  # 40 or 79 programs each, of which 8 or 9 run at a time under a mask
+        (32, 40000, (1, 4), (1, 2)),
+        (31, 5000, (4, 16), (2, 8)),
+        (1, 5000, (1, 1), (1, 1)),
+    ],
+)
+def test_as_many_heads_are_scheduled_together_as_fill_the_chip_in_equal_shares(
+    heads: int, m: int, narrow: tuple[int, int], wide: tuple[int, int]
+) -> None:
     spans = torch.zeros(1, 1, 1, dtype=torch.int32)
-    for m in (1, 300, 5000, 40000):
-        q, k = torch.zeros(8, 8, 1, 8), torch.zeros(8, 4, m, 8)
-        for tile in (chip.BackwardTile(), chip.BackwardTile(wide=True)):
-            for mask, most in ((BlockMask(1, m), m), (BlockMask(1, m, spans, spans), 8)):
-                swizzle = chip._swizzle(KernelArgs(q, k, k, mask), tile)
-                at_a_time = min(-(-m // tile.BN), most)
-                assert swizzle == 32 or 132 <= swizzle * at_a_time < 132 + at_a_time
+    q = k = torch.zeros(1, heads, 1, 8).expand(1, heads, m, 8)
+    for tile, expected in ((chip.BackwardTile(), narrow), (chip.BackwardTile(wide=True), wide)):
+        for mask, swizzle in zip((BlockMask(1, m), BlockMask(1, m, spans, spans)), expected, strict=True):
+            assert chip._swizzle(KernelArgs(q, k, k, mask), tile) == swizzle
 
 
 def reasons(w: KernelArgs, dO: Tensor | None = None) -> list[str]:
@@ -273,7 +288,7 @@ def test_rows_and_keys_that_cannot_be_counted_are_refused() -> None:
         q, k = (torch.zeros(1, heads, 1, dim, dtype=torch.bfloat16) for heads in (2, 1))
         w = KernelArgs(q.expand(1, 2, n, dim), k.expand(1, 1, m, dim), k.expand(1, 1, m, dim), BlockMask(n, m))
         rows = torch.zeros(1, 1, 1)
-        return [r for r in chip.refuses(w, BackwardRows(w.query, rows, rows, rows, None, None)) if "31 bits" in r]
+        return [r for r in chip.refuses(w, BackwardRows(w.query, rows, rows, rows, None, None, rows)) if "31 bits" in r]
 
     assert long(2**29 - 127)
     assert not long(2**29 - 128)

@@ -43,7 +43,7 @@ def test_a_table_read_at_every_pair_is_not_staged_in_shared_memory(
     w = KernelArgs(q, k, v, masked("spans"), scale=0.1, pointwise=function)
     launch.forward(w, True)
     stats = torch.zeros(w.rows)
-    rows = BackwardRows(torch.zeros_like(q), stats, stats, stats, None, None)
+    rows = BackwardRows(torch.zeros_like(q), stats, stats, stats, None, None, torch.zeros(1, dtype=torch.int32))
     launch.backward(w, rows, True, True)
     pointwise_launch.table_gradient(w, rows, function.loads[0])
     assert found.pop("pack_row_stats")

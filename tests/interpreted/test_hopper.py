@@ -171,6 +171,40 @@ def test_values_that_nobody_may_see_leave_no_trace(d: int, monkeypatch: pytest.M
         assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
 
 
+EMPTY = torch.arange(150) % 80 < 75  # rows of each block of 64, and all of the first
+EMPTY_ROWS: dict[str, Any] = {
+    "spans": {"mask": regard.causal(offset=-75)},
+    "bits": {"mask": ~EMPTY[:, None] & (torch.rand(150, 150, generator=torch.Generator().manual_seed(2)) < 0.5)},
+    "bias": {"bias": torch.zeros(2, 150, 150).masked_fill(EMPTY[:, None], -math.inf)},
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY_ROWS)
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_queries_of_rows_that_see_nothing_leave_no_trace(
+    kind: str, d: int, dv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_hopper_kernels(monkeypatch)
+    clean, dirty = ([q, k, v[..., :dv].detach().requires_grad_()] for q, k, v in (inputs(150, d), inputs(150, d)))
+    kwargs = EMPTY_ROWS[kind]
+    with torch.no_grad():
+        empty = regard.observe(*clean, **kwargs, backend="reference").lse.isinf()
+        dirty[0][empty] = math.nan
+    assert empty.any(-1).all()
+    for x, y in zip(*(results("triton", x, kwargs) for x in (clean, dirty)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_keys_past_the_end_have_no_weight_beside_logits_far_below_0(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_hopper_kernels(monkeypatch)
+    q, k, v = inputs(150, d)
+    with torch.no_grad():
+        k.copy_(-200 / d**0.5 * torch.ones_like(k) + k / 8)
+        q.copy_(torch.ones_like(q) + q / 8)
+    gradients_agree([q, k, v], {})  # a logit of 0 against lse = −195 is a weight of e^195
+
+
 def test_a_key_that_is_no_number_is_in_the_rows_that_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run_hopper_kernels(monkeypatch)
     q, k, v = (x.detach() for x in inputs(150))

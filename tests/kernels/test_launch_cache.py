@@ -219,8 +219,8 @@ def test_a_shortcut_of_the_backward_passes_the_arguments_of_first_launches(
     shortcuts = launch_cache.Shortcuts()
 
     def long_way(w: KernelArgs, rows: Rows, dO: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        delta, lse = portable_launch.backward_preprocess(w, rows, dO, None)
-        given = BackwardRows(dO, lse, rows.log_row_sum, delta, None, None)
+        delta, lse, empty = portable_launch.backward_preprocess(w, rows, dO, None)
+        given = BackwardRows(dO, lse, rows.log_row_sum, delta, None, None, empty)
         return backward_launch.launch_backward(w, given)
 
     first, again = (work(dim, mask, n=256, shortcuts=shortcuts) for _ in range(2))

@@ -138,6 +138,8 @@ class Blocks:
 
 def row_blocks(x: Shared, rows: int) -> Blocks:
     """Those of each panel of 64 columns lie before those of the next."""
+    if len(x.shape) == 1:
+        return Blocks([x.slice(row, rows) for row in range(0, x.shape[0], rows)])
     count, columns = x.shape
     panel = min(columns, 64)
     return Blocks(

@@ -128,7 +128,7 @@ def statistics(w: KernelArgs) -> list[torch.Tensor]:
 
 def backward_rows(w: KernelArgs) -> BackwardRows:
     dO = w.value.new_zeros(*w.rows, w.value.shape[3])
-    return BackwardRows(dO, *(torch.zeros(w.rows) for _ in range(5)))
+    return BackwardRows(dO, *(torch.zeros(w.rows) for _ in range(5)), torch.zeros(1, dtype=torch.int32))
 
 
 def decode(w: KernelArgs) -> None:

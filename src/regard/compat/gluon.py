@@ -54,12 +54,15 @@ tma_add = _reduce_add()
 
 @builtin
 def row_blocks(X, rows, _semantic=None):
-    """Shared memory X [R, C] of 16-bit numbers that TMA fills, by so many rows: [C / P · R / rows, rows, P].
+    """Shared memory X [R, C] that TMA fills, by so many rows: [C / P · R / rows, rows, P], of 16-bit numbers.
 
-    A number of the program may index these; `slice` takes constants alone. TMA swizzles at most 128 bytes of a row, so
-    every P = 64 columns are a panel, which lies before the next.
+    A vector X [R] becomes [R / rows, rows]. A number of the program may index these; `slice` takes constants alone. TMA
+    swizzles at most 128 bytes of a row, so every P = 64 columns are a panel, which lies before the next.
     """
-    rows, (R, C) = getattr(rows, "value", rows), X.shape
+    rows = getattr(rows, "value", rows)
+    if len(X.shape) == 1:
+        return _semantic.memdesc_reinterpret(X, X.dtype, [X.shape[0] // rows, rows], X.layout)
+    R, C = X.shape
     panel = min(C, 64)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * panel, element_bitwidth=16, rank=2)
     return _semantic.memdesc_reinterpret(X, X.dtype, [C // panel * (R // rows), rows, panel], layout)

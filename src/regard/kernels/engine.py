@@ -458,7 +458,7 @@ def _backward_rows(
     dO = torch.zeros_like(rows.output) if dO is None else _readable(dO)
     g_lse = None if g_lse is None else torch.where(rows.lse > -torch.inf, g_lse, 0.0).contiguous()
     g_H = None if g_H is None else _aligned(g_H)
-    delta, lse = launch.backward_preprocess(args, rows, dO, g_lse)
+    delta, lse, empty = launch.backward_preprocess(args, rows, dO, g_lse)
     mean, d_sink = None, None
     share = None if sink is None else _share_of_sink(sink.detach(), rows.lse)
     if g_H is not None:
@@ -467,7 +467,7 @@ def _backward_rows(
     if share is not None:
         slope = -delta if g_H is None else g_H * (1 - share - rows.entropy) - delta
         d_sink = (share * slope).sum((0, 2))
-    return BackwardRows(dO, rows.max_logit if args.exact else lse, rows.log_row_sum, delta, g_H, mean), d_sink
+    return BackwardRows(dO, rows.max_logit if args.exact else lse, rows.log_row_sum, delta, g_H, mean, empty), d_sink
 
 
 def _share_of_sink(sink: Tensor, lse: Tensor) -> Tensor:

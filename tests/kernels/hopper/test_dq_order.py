@@ -101,10 +101,10 @@ def visits(made: BlockMask, shape: Shape, item: int, kv: int, block: int) -> lis
     for first_head in range(kv * shape.heads_per_kv, (kv + 1) * shape.heads_per_kv, heads):
         first, count = row_block_range(params, item, first_head, block, BM, made.kind)
         ends = [common_rows(params, item, first_head, key, made.kind) for key in groups]
-        t, head = count - 1, first_head
+        t, head = first + count - 1, first_head
         for _ in range(count * heads):
-            b, slot = row_block_at(params, t, first, made.kind)
-            position = dq_position(params, t, b, first, item, head, block, made.kind)
+            b, slot = row_block_at(params, t, made.kind)
+            position = dq_position(params, t, b, item, head, block, made.kind)
             partial = [bool(is_partial(b, slot, *end, made.n, BM, made.kind)) for end in ends]
             found.append(Step(head, b, slot, partial, position))
             t, head = next_visit(t, head, first_head, heads)

@@ -236,6 +236,7 @@ class BackwardParams(NamedTuple):
     lists: Any  # the mask's block lists
     dq_order: Any
     drop: Any
+    empty: Any  # int32 (batch, heads, row blocks): whether a row of a block sees nothing
     seen: Any  # int8 (batch, heads, M), where a bias may hide keys
     semaphores: Any  # of dQ
     n: Any
@@ -259,14 +260,12 @@ class GroupKeys(NamedTuple):
     V: Any
     KB: Any
     VB: Any
-    past_end: Any  # whether some of them are
     columns: Any  # of the keys of all groups, for its part of dQ; 0 if a third group computes dQ
 
 
 class VisitedRows(NamedTuple):
     """The row blocks that a consumer group visits in the backward, for the query heads that take turns at them."""
 
-    first: Any  # `key_blocks.row_block_range`
     begin: Any  # `key_blocks.common_rows`
     end: Any
     first_head: Any

@@ -3,7 +3,8 @@
 A program holds one key block, ROWS keys per consumer group, and loops over the row blocks that see them. A producer warp loads Q,
 dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
 they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and
-each group computes its share of dQ's columns; at dims up to 96 a third group computes dQ. Two dQ warps add dQ to memory. The key
+each group computes its share of dQ's columns, the first one a row block late; at dims up to 96 a third group computes dQ. Two dQ
+warps add dQ to memory. Products share a queue with loads and stores of shared memory, which wait behind them: hence the order. The key
 blocks that add to the same row block do so in one order, the first keys first; a program waits only for programs that were launched
 before it. Dims of 65 to 96 are two chunks, of 64 and 32 columns: a letter with a B (KB, dKB) is the second, and DB its columns or 0.
 
@@ -40,7 +41,7 @@ from .aggregates import (
     VisitedRows,
     traits_of,
 )
-from .dq_sums import DQ_WARPS, GROUPS, dq_group, dq_warp, key_columns, pass_dQ, start_dQ
+from .dq_sums import DQ_WARPS, GROUPS, dq_group, dq_turn, dq_warp, key_columns, pass_dQ, start_dQ, write_dQ
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
@@ -58,14 +59,17 @@ from .key_blocks import (
 from .nonfinite import clean_queries, some_empty, some_unseen, zero_unseen_keys
 from .online_softmax import capped_tanh, exp2, log2, may_hide
 from .register_layouts import mma_layout, transposed_layout
-from .tile_scheduler import ROWS, advance, new_barriers
+from .tile_scheduler import ROWS, advance, new_barriers, turn
 
 HOLD = gl.constexpr(ptx.HOLD)
 
 
 @gluon.jit
 def producer(params, descriptors, TRAITS: gl.constexpr):
-    """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block. FREED_APART: Q before dO is free."""
+    """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block.
+
+    Q and dO may share a barrier. The one behind those of the stages is for queries that are not ready when they are loaded.
+    """
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
@@ -89,19 +93,24 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        t, h = count - 1, first_head
+        t, h = first + count - 1, first_head
+        b, empty = t, 0
+        if count > 0:
+            b, slot = row_block_at(params, t, TRAITS.MASK)
+            empty = some_empty(b, batch, h, params, TRAITS)
         for _ in range(count * heads):
-            b, slot = row_block_at(params, t, first, TRAITS.MASK)
             at = (batch * params.num_heads + h) * params.padded_n
             q_ready, o_ready = barriers.q_ready.index(stage), barriers.o_ready.index(stage)
+            q_loaded = barriers.q_ready.index(gl.where(empty > 0, TRAITS.STAGES, stage))
+            t, next_h = next_visit(t, h, first_head, heads)
+            next_b, slot = row_block_at(params, gl.maximum(t, first), TRAITS.MASK)
+            next_empty = some_empty(next_b, batch, next_h, params, TRAITS)  # one visit early, so that nobody waits for it
             mbarrier.wait(barriers.q_free.index(stage), phase)
-            mbarrier.expect(q_ready, BM * (DA + DB) * 2 + BM * 4)
-            tma_load(descriptors.q, [batch, h, b * BM, 0], q_ready, smem.Q.index(stage))
+            mbarrier.expect(q_loaded, BM * (DA + DB) * 2 + BM * 4)
+            tma_load(descriptors.q, [batch, h, b * BM, 0], q_loaded, smem.Q.index(stage))
             if DB > 0:
-                tma_load(descriptors.qb, [batch, h, b * BM, DA], q_ready, smem.QB.index(stage))
-            tma_load(descriptors.lse, [at + b * BM], q_ready, row_stats.lse.index(stage))
-            if TRAITS.FREED_APART:
-                mbarrier.wait(barriers.o_free.index(stage), phase)
+                tma_load(descriptors.qb, [batch, h, b * BM, DA], q_loaded, smem.QB.index(stage))
+            tma_load(descriptors.lse, [at + b * BM], q_loaded, row_stats.lse.index(stage))
             mbarrier.expect(o_ready, BM * (EA + EB) * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
             tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO.index(stage))
             if EB > 0:
@@ -109,8 +118,11 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
             tma_load(descriptors.delta, [at + b * BM], o_ready, row_stats.delta.index(stage))
             if TRAITS.ENTROPY:
                 tma_load(descriptors.g_entropy, [at + b * BM], o_ready, row_stats.g_entropy.index(stage))
+            if empty > 0:
+                clean_queries(stage, q_loaded, params, TRAITS)
+                mbarrier.arrive(q_ready)
             stage, phase = advance(stage, phase, TRAITS.STAGES)
-            t, h = next_visit(t, h, first_head, heads)
+            b, h, empty = next_b, next_h, next_empty
 
 
 @gluon.jit
@@ -169,7 +181,7 @@ def add_product(X, Y, product):
 
 @gluon.jit
 def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale, smem, TMA_STORE: gl.constexpr, first: gl.constexpr = 0):
-    """Store X [ROWS, C] times a number in columns `first` …, through the shared block `smem` or by pointers."""
+    """Store X [ROWS, C] times a number in columns `first` …, by pointers, or through `smem`, which `tma.store_wait` says has been read."""
     C: gl.constexpr = X.shape[1]
     XL: gl.constexpr = X.type.layout
     X = (X * scale).to(smem.dtype)
@@ -178,8 +190,6 @@ def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale
         fence_async_shared()
         group_barrier()
         tma_store(descriptor, [batch, kv_head, key, first], smem)
-        tma.store_wait(0)
-        group_barrier()
     else:
         j = key + gl.arange(0, ROWS, gl.SliceLayout(1, XL))
         c = first + gl.arange(0, C, gl.SliceLayout(0, XL))
@@ -194,23 +204,28 @@ def hold(X):
 
 
 @gluon.jit
+def arrive(barrier, pred=True):
+    """Arrive for a group that has passed `group_barrier`; `mbarrier.arrive` would let its warps wait for one another again."""
+    mbarrier.expect(barrier, 0, pred=pred)
+
+
+@gluon.jit
 def find_tile(t, h, keys, rows, params, TRAITS: gl.constexpr):
     """Row block t of head h against the keys of a group, with its mask, and whether it is partial."""
-    b, slot = row_block_at(params, t, rows.first, TRAITS.MASK)
-    partial = is_partial(b, slot, rows.begin, rows.end, params.n, TRAITS.BM, TRAITS.MASK) | keys.past_end
+    b, slot = row_block_at(params, t, TRAITS.MASK)
+    partial = is_partial(b, slot, rows.begin, rows.end, params.n, TRAITS.BM, TRAITS.MASK)
     j = keys.key + gl.arange(0, ROWS, gl.SliceLayout(0, transposed_layout(TRAITS.BM)))  # [ROWS]
     low, high = load_mask(keys.batch, h, b, j, slot, partial, params, TRAITS)
     return TileIndex(keys.batch, h, b, j, low, high), partial
 
 
 @gluon.jit
-def mma_one_row_block(t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, late, keys, rows, params, G, TRAITS: gl.constexpr):
-    """One iteration: a group's keys against row block t of its visits, in query head h; and the next visit. Its dQ is one iteration late.
+def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAITS: gl.constexpr):
+    """One iteration: a group's keys against row block t of its visits, in query head h; and the next visit.
 
     A function of its own, since Triton generates the code of a loop twice, and that of a function once.
     """
-    smem, row_stats = params.smem, params.row_stats
-    s_ready = params.barriers.s_ready
+    smem, row_stats, barriers = params.smem, params.row_stats, params.barriers
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
     EA: gl.constexpr = TRAITS.EA
@@ -222,6 +237,8 @@ def mma_one_row_block(t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, la
     TL: gl.constexpr = transposed_layout(BM)
     K, V, KB, VB = keys.K, keys.V, keys.KB, keys.VB
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
+    stage, phase = turn(visit, TRAITS.STAGES)
+    buffer, ds_phase = turn(visit, TRAITS.DS_BUFFERS)
     scale = params.scale
     if TRAITS.SCALES:
         scale = gl.load(params.scales + h)
@@ -235,25 +252,18 @@ def mma_one_row_block(t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, la
     if DROP:
         tile, partial = find_tile(t, h, keys, rows, params, TRAITS)
         bits = keep_bits(tile, params, BM)
+    mbarrier.wait(barriers.q_ready.index(stage), phase)
+    lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM], here since it would wait behind the products
     if not SPLIT:
-        mbarrier.wait(s_ready.index(buffer ^ 1), ds_phase, pred=late)
-        share = start_dQ(smem.dS, keys.columns, buffer ^ 1)
-    mbarrier.wait(params.barriers.q_ready.index(stage), phase)
+        mbarrier.wait(barriers.o_ready.index(stage), phase)
     S = start_product(K, q, zero)
     if DB > 0:
         S = add_product(KB, qb, S)
-    if not SPLIT:
-        share = warpgroup_mma_wait(1, deps=[share])
-        if late:
-            pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
-    mbarrier.wait(params.barriers.o_ready.index(stage), phase)
     dP = start_product(V, do, zero)
     if DB > 0:
         dP = add_product(VB, dob, dP)
     if not DROP:  # here, beside the products, which would wait for it above; dropout leaves no registers for that
         tile, partial = find_tile(t, h, keys, rows, params, TRAITS)
-    empty = some_empty(row_stats.lse.index(stage), partial, TRAITS)
-    lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
     S = transposed(warpgroup_mma_wait(CHUNKS, deps=[S]), BM)
     P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
     P_kept = P
@@ -261,11 +271,14 @@ def mma_one_row_block(t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, la
         P = gl.where(keep_mask(bits, BM), P, -P)  # a negative sign means dropped
         P_kept = gl.where(P < 0.0, 0.0, P * params.drop.factor)
     P_kept = gl.convert_layout(P_kept.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, dV.type.layout, 2))  # Pᵀ [ROWS, BM]
-    dV = warpgroup_mma(P_kept, do, dV, is_async=True)
-    if DB > 0:
-        dVB = warpgroup_mma(P_kept, dob, dVB, is_async=True)
     delta = row_stats.delta.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
-    dS = transposed(warpgroup_mma_wait(CHUNKS, deps=[dP]), BM)
+    if SPLIT:
+        dV = warpgroup_mma(P_kept, do, dV, is_async=True)
+        if DB > 0:
+            dVB = warpgroup_mma(P_kept, dob, dVB, is_async=True)
+        dS = transposed(warpgroup_mma_wait(CHUNKS, deps=[dP]), BM)
+    else:
+        dS = transposed(warpgroup_mma_wait(0, deps=[dP]), BM)
     if DROP:
         P, dS = dropout_backward(P, dS, delta, params.drop)
     else:
@@ -280,29 +293,55 @@ def mma_one_row_block(t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, la
     if TRAITS.SCALES:  # each query head has its own, and dK sums over them
         dS_of_keys = dS * scale
     dS = gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
+    of_dQ, dq_buffer, dq_phase = dq_turn(visit, G)
     if SPLIT:
-        mbarrier.wait(params.barriers.s_free.index(buffer), ds_phase)
+        mbarrier.wait(barriers.s_free.index(buffer), ds_phase ^ 1)
+    else:  # also says that the other group is done with what had the buffer before
+        mbarrier.wait(barriers.s_ready.index(dq_buffer * GROUPS + (G ^ 1)), dq_phase)
     smem.dS.index(buffer * GROUPS + G).store(dS)
     dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, dK.type.layout, 2))
-    clean_queries(q, qb, row_stats.lse.index(stage), empty, TRAITS)
+    if not SPLIT:
+        dV = warpgroup_mma(P_kept, do, dV, is_async=True)
     fence_async_shared()
     group_barrier()
-    mbarrier.arrive(s_ready.index(buffer))
+    if SPLIT:
+        arrive(barriers.s_ready.index(buffer))
+    else:
+        arrive(barriers.s_ready.index(buffer * GROUPS + G))
+        arrive(barriers.d_ready.index(dq_buffer ^ 1), of_dQ > 0)
+        share = start_dQ(smem.dS, keys.columns, dq_buffer)
     dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
     if DB > 0:
         dKB = warpgroup_mma(dS_of_keys, qb, dKB, is_async=True)
         dV, dVB, dK, dKB = warpgroup_mma_wait(0, deps=[dV, dVB, dK, dKB])
-    else:
+    elif SPLIT:
         dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
-    mbarrier.arrive(params.barriers.q_free.index(stage))
-    if SPLIT:
-        buffer, ds_phase = advance(buffer, ds_phase, TRAITS.DS_BUFFERS)
     else:
-        ds_phase = gl.where(buffer == 0, ds_phase ^ 1, ds_phase)
-        buffer ^= 1
-    stage, phase = advance(stage, phase, TRAITS.STAGES)
+        dV, share = warpgroup_mma_wait(1, deps=[dV, share])
+        write_dQ(share, smem.dQ, dq_buffer, dq_phase ^ 1, params, G, TRAITS, of_dQ >= 0)
+        dK = warpgroup_mma_wait(0, deps=[dK])
+    if SPLIT:
+        group_barrier()
+        arrive(barriers.q_free.index(stage))
+    else:
+        mbarrier.arrive(barriers.q_free.index(stage))
     t, h = next_visit(t, h, rows.first_head, rows.heads)
-    return t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase
+    return t, h, dK, dV, dKB, dVB
+
+
+@gluon.jit
+def last_dQ(columns, visits, params, G, TRAITS: gl.constexpr):
+    """After the last visit: each group passes the dQ that it has written, and the group that is late computes its last one."""
+    smem, barriers = params.smem, params.barriers
+    of_dQ, buffer, phase = dq_turn(visits, G)
+    fence_async_shared()
+    group_barrier()
+    arrive(barriers.d_ready.index(buffer ^ 1), of_dQ > 0)
+    if gl.minimum(visits, visits - of_dQ) > 0:
+        mbarrier.wait(barriers.s_ready.index(buffer * GROUPS + (G ^ 1)), phase)
+        share = start_dQ(smem.dS, columns, buffer)
+        share = warpgroup_mma_wait(0, deps=[share])
+        pass_dQ(share, smem.dQ, buffer, phase ^ 1, params, G, TRAITS)
 
 
 @gluon.jit
@@ -341,41 +380,36 @@ def consumer(params, descriptors, columns, G, TRAITS: gl.constexpr):
         V = V.load(gl.DotOperandLayout(0, mma_layout(BM), 2))
     if K_HELD:
         K = K.load(gl.DotOperandLayout(0, mma_layout(BM), 2))
-    past_end = key + ROWS > params.M
-    stage = 0
-    phase = 0
-    buffer = 0  # of dS; if the group computes dQ, then of dQ, too
-    ds_phase = 1  # of the previous dS
-    late = False  # whether there is a previous dS
+    visits = 0
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         if u > 0:
             first, count = row_block_range(params, batch, first_head, block, BM, MASK)
             begin, end = common_rows(params, batch, first_head, key, MASK)
-        t, h = count - 1, first_head
-        for _ in range(count * heads):
-            t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase = mma_one_row_block(
-                t, h, dK, dV, dKB, dVB, stage, phase, buffer, ds_phase, late, GroupKeys(batch, key, K, V, KB, VB, past_end, columns),
-                VisitedRows(first, begin, end, first_head, heads), params, G, TRAITS)
-            late = True
+        t, h = first + count - 1, first_head
+        for visit in range(visits, visits + count * heads):
+            t, h, dK, dV, dKB, dVB = mma_one_row_block(
+                visit, t, h, dK, dV, dKB, dVB, GroupKeys(batch, key, K, V, KB, VB, columns), VisitedRows(begin, end, first_head, heads), params, G,
+                TRAITS)
             if V_HELD:
                 V = hold(V)
             if K_HELD:
                 K = hold(K)
+        visits += count * heads
     if not SPLIT:
-        if late:
-            mbarrier.wait(params.barriers.s_ready.index(buffer ^ 1), ds_phase)
-            share = start_dQ(smem.dS, columns, buffer ^ 1)
-            share = warpgroup_mma_wait(0, deps=[share])
-            pass_dQ(share, smem.dQ, buffer ^ 1, ds_phase ^ 1, params, G, TRAITS)
-    into = smem.V.index(G)
-    store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE)
-    scale = 1.0 if TRAITS.SCALES else params.scale  # dS has those of its heads already
-    store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, TRAITS.TMA_STORE)
+        last_dQ(columns, visits, params, G, TRAITS)
+    store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.V.index(G), TRAITS.TMA_STORE)
     if DB > 0:
-        into = smem.VB.index(G)
-        store_gradient(dVB, descriptors.dvb, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE, EA)
-        store_gradient(dKB, descriptors.dkb, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, TRAITS.TMA_STORE, DA)
+        store_gradient(dVB, descriptors.dvb, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.VB.index(G), TRAITS.TMA_STORE, EA)
+    scale = 1.0 if TRAITS.SCALES else params.scale  # dS has those of its heads already
+    buffer, phase = turn(gl.maximum(visits, 1) - 1, TRAITS.DS_BUFFERS)
+    keys_read = params.barriers.s_free if SPLIT else params.barriers.d_ready  # by the products of dQ
+    mbarrier.wait(keys_read.index(buffer), phase, pred=visits > 0)
+    store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, smem.K.index(G), TRAITS.TMA_STORE)
+    if DB > 0:
+        store_gradient(dKB, descriptors.dkb, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, smem.KB.index(G), TRAITS.TMA_STORE, DA)
+    if TRAITS.TMA_STORE:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -390,7 +424,7 @@ def group(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
 @gluon.jit(do_not_specialize=["lists", "dq_order", "drop", "n", "M", "D", "E", "padded_n", "key_blocks", "batch_kv_heads", "num_heads", "heads_per_kv",
                               "swizzle"])
 def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_desc, dkb_desc, dv_desc, dvb_desc, dk, dv,
-             dk_strides, dv_strides, scale, scales, cap, bias, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n, key_blocks,
+             dk_strides, dv_strides, scale, scales, cap, bias, lists, dq_order, drop, empty, seen, semaphores, n, M, D, E, padded_n, key_blocks,
              batch_kv_heads, num_heads, heads_per_kv, swizzle,
              DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
              SPLIT: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
@@ -400,7 +434,7 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     V = gl.allocate_shared_memory(v.dtype, [GROUPS, 1, 1, ROWS, EA], v.layout)
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
     dO = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, EA], do.layout)
-    DS_BUFFERS: gl.constexpr = 3 if SPLIT else 2
+    DS_BUFFERS: gl.constexpr = 4 if SPLIT else 2
     PARTS: gl.constexpr = 1 if SPLIT else 2  # of dQ's columns, one per group that computes it
     dS = gl.allocate_shared_memory(q.dtype, [DS_BUFFERS * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
     dQ = gl.allocate_shared_memory(gl.float32, [DQ_WARPS * PARTS, dq_sums.block_shape[0], dq_sums.block_shape[1]], dq_sums.layout)
@@ -419,10 +453,10 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     k_ready = new_barriers(1, 1).index(0)
     d_ready = new_barriers(DQ_WARPS, PARTS)
     d_free = new_barriers(DQ_WARPS, 1)
-    s_ready = new_barriers(DS_BUFFERS, GROUPS)
+    s_ready = new_barriers(DS_BUFFERS, GROUPS) if SPLIT else new_barriers(DS_BUFFERS * GROUPS, 1)
     s_free = new_barriers(DS_BUFFERS, 1)
-    q_ready = new_barriers(STAGES, 1)
-    o_ready = new_barriers(STAGES, 1)
+    q_ready = new_barriers(STAGES + 1, 2 if SPLIT else 1, 1)
+    o_ready = q_ready if SPLIT else new_barriers(STAGES, 1)
     q_free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
     descriptors = BackwardDescriptors(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy)
@@ -430,10 +464,10 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     params = BackwardParams(
         BackwardSmem(Q, QB, K, KB, V, VB, dO, dOB, None, dS, dQ, dQB),
         BackwardBarriers(k_ready, q_ready, q_free, o_ready, None, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
-        dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
+        dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, empty, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, DB=DB, EA=EA, EB=DB, BM=BM, STAGES=STAGES, FREED_APART=False, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DA=DA, DB=DB, EA=EA, EB=DB, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     if SPLIT:
         warp_specialize([

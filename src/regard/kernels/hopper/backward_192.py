@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...compat.gluon import group_barrier, warp_specialize
-from ..portable.tile_ops import _BIAS_NONE, _NONE, LOG2E
+from ..portable.tile_ops import LOG2E
 from .aggregates import (
     BackwardBarriers,
     BackwardDescriptors,
@@ -46,7 +46,7 @@ from .key_blocks import (
     row_block_at,
     row_block_range,
 )
-from .nonfinite import clean_queries, some_empty, some_unseen, zero_unseen_keys
+from .nonfinite import some_unseen, zero_unseen_keys
 from .register_layouts import mma_layout, transposed_layout
 from .tile_scheduler import ROWS, advance, new_barriers
 
@@ -92,21 +92,10 @@ def pass_dQ(share, buffer, params, G: gl.constexpr, part: gl.constexpr):
 
 
 @gluon.jit
-def clean(q, qb, lse, partial, TRAITS: gl.constexpr):
-    """`clean_queries` before the products that read them."""
-    if TRAITS.MASK != _NONE or TRAITS.BIAS != _BIAS_NONE:
-        empty = some_empty(lse, partial, TRAITS)
-        if empty:
-            clean_queries(q, qb, lse, empty, TRAITS)
-            fence_async_shared()
-            group_barrier()
-
-
-@gluon.jit
 def consumer(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS keys against all rows that see the block. Its half of dQ is one iteration late."""
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
-    q_ready, q_free, o_ready, o_free = barriers.q_ready, barriers.q_free, barriers.o_ready, barriers.o_free
+    q_ready, q_free, o_ready = barriers.q_ready, barriers.q_free, barriers.o_ready
     s_ready, s_free = barriers.s_ready, barriers.s_free
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
@@ -119,7 +108,6 @@ def consumer(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
     TL: gl.constexpr = transposed_layout(BM)
     block, batch, kv_head = key_tile(params)
     key = (block * GROUPS + G) * ROWS
-    past_end = key + ROWS > params.M
     dK = gl.zeros([ROWS, DA], gl.float32, KL)
     dKB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
@@ -146,10 +134,10 @@ def consumer(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, MASK)
         begin, end = common_rows(params, batch, first_head, key, MASK)
-        t, h = count - 1, first_head
+        t, h = first + count - 1, first_head
         for _ in range(count * heads):
-            b, slot = row_block_at(params, t, first, MASK)
-            partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
+            b, slot = row_block_at(params, t, MASK)
+            partial = is_partial(b, slot, begin, end, params.n, BM, MASK)
             q, qb = flat(smem.Q.index(stage), BM, DA), flat(smem.QB.index(stage), BM, DB)
             do = flat(smem.dO.index(stage), BM, EA)
             own = smem.dS.index(buffer * GROUPS + G)
@@ -157,7 +145,6 @@ def consumer(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
             low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
             tile = TileIndex(batch, h, b, j, low, high)
             mbarrier.wait(q_ready.index(stage), phase)
-            clean(q, qb, row_stats.lse.index(stage), partial, TRAITS)
             S = start_product(K, q, zero)
             S = add_product(KB, qb, S)
             dK = warpgroup_mma(smem.dS.index((buffer ^ 1) * GROUPS + G), flat(smem.Q.index(before), BM, DA), dK, is_async=True)
@@ -196,7 +183,6 @@ def consumer(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
             fence_async_shared()
             group_barrier()  # all of the group have read δ, too
             mbarrier.arrive(s_ready.index(buffer))
-            mbarrier.arrive(o_free.index(stage))
             late = True
             before = stage
             buffer, ds_phase = advance(buffer, ds_phase, DS_BUFFERS)
@@ -214,14 +200,17 @@ def consumer(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
         pass_dQ(share_b, second_dQ(params, G, TRAITS), params, G, 1)
     into = smem.V.index(G)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, into, TRAITS.TMA_STORE)
+    tma.store_wait(0)
+    group_barrier()
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, TRAITS.TMA_STORE)
     store_gradient(dKB, descriptors.dkb, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, into, False, DA)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["lists", "dq_order", "drop", "n", "M", "D", "E", "padded_n", "key_blocks", "batch_kv_heads", "num_heads", "heads_per_kv",
                               "swizzle"])
 def backward(q, qb, k, kb, v, do, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_desc, dv_desc, dk, dv, dk_strides, dv_strides, scale, scales, cap, bias,
-             lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n, key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle,
+             lists, dq_order, drop, empty, seen, semaphores, n, M, D, E, padded_n, key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle,
              DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
              MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
              ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, TMA_STORE: gl.constexpr):
@@ -244,23 +233,22 @@ def backward(q, qb, k, kb, v, do, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_
         g_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     k_ready = new_barriers(1, 1).index(0)
     o_ready = new_barriers(STAGES, 1)
-    o_free = new_barriers(STAGES, GROUPS)
     s_ready = new_barriers(DS_BUFFERS, GROUPS)
     s_free = new_barriers(DS_BUFFERS, GROUPS)
     d_ready = new_barriers(PARTS, 1)
     d_free = new_barriers(PARTS, 1)
-    q_ready = new_barriers(STAGES, 1)
+    q_ready = new_barriers(STAGES + 1, 1)
     q_free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
     descriptors = BackwardDescriptors(q, qb, k, kb, v, None, do, None, lse, delta, g_entropy)
     gradients, dq = GradientDescriptors(dk_desc, None, dv_desc, None), DQDescriptors(dq_sums, dq_sums_b)
     params = BackwardParams(
         BackwardSmem(Q, QB, K, KB, V, None, dO, None, None, dS, dQ, dQ),
-        BackwardBarriers(k_ready, q_ready, q_free, o_ready, o_free, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
-        dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
+        BackwardBarriers(k_ready, q_ready, q_free, o_ready, None, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, empty, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, DB=DB, EA=EA, EB=0, BM=BM, STAGES=STAGES, FREED_APART=True, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
+        DA=DA, DB=DB, EA=EA, EB=0, BM=BM, STAGES=STAGES, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
         DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     warp_specialize([
         (consumer, (params, gradients, 0, TRAITS)),

@@ -33,7 +33,7 @@ __all__ = [
 
 CHANGING = (
     "q", "qb", "k", "kb", "v", "vb", "do", "dob", "lse", "delta", "g_entropy", "dq_sums", "dq_sums_b", "dk_desc", "dkb_desc", "dv_desc", "dvb_desc",
-    "dk", "dv", "scales", "bias", "lists", "dq_order", "drop", "seen", "semaphores",
+    "dk", "dv", "scales", "bias", "lists", "dq_order", "drop", "empty", "seen", "semaphores",
 )  # fmt: skip
 _TOGETHER = 8  # programs of a head that run at a time under a mask
 _CHUNKS, _CHUNKS_192 = chunks(96), chunks(192)
@@ -82,8 +82,8 @@ class BackwardTile(NamedTuple):
         return _CHUNKS[1] if self.chunked else _CHUNKS_192[1] if self.d192 else 0
 
 
-SPLIT = BackwardTile(registers=208, split=True)
-CHUNKED = SPLIT._replace(chunked=True)
+SPLIT = BackwardTile(registers=208, split=True, stages=4)
+CHUNKED = SPLIT._replace(chunked=True, stages=2)
 D192 = BackwardTile(d192=True)
 
 
@@ -138,7 +138,7 @@ def launch_backward(w: KernelArgs, s: BackwardRows, tile: BackwardTile | None = 
         launch.again(
             q=w.query, qb=w.query, k=w.key, kb=w.key, v=w.value, vb=w.value, do=s.dO, dob=s.dO, lse=lse, delta=delta, g_entropy=g_entropy,
             dq_sums=workspace.dq_sums, dq_sums_b=workspace.dq_sums, dk_desc=dk, dkb_desc=dk, dv_desc=dv, dvb_desc=dv, dk=dk, dv=dv, scales=w.scales, bias=w.bias, lists=w.block_mask.by_keys(tile.BM, tile.BN),
-            dq_order=dq_order(w.block_mask, tile.BM, tile.BN), drop=w.drop, seen=seen, semaphores=workspace.semaphores,
+            dq_order=dq_order(w.block_mask, tile.BM, tile.BN), drop=w.drop, empty=s.empty, seen=seen, semaphores=workspace.semaphores,
         )  # fmt: skip
     dq = postprocess_dq(w, workspace, tile)
     if w.shortcuts is not None and w.shortcuts.backward is None and s.g_entropy is None and not w.n % tile.BM:
@@ -159,11 +159,11 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
     new_dq, new_dk, new_dv = (cuda_allocator(size, dtype) for size in ((L, H, N, D), w.key.shape, w.value.shape))
     BM, BN, semaphores_of_all = tile.BM, tile.BN, blocks * tile.semaphores
     statistic = 4 * L * H * N  # bytes: N is a multiple of BM, so δ, lse and the sums are aligned
-    new_scratch = cuda_allocator((blocks * tile.BM * tile.widths(w)[0] + 2 * L * H * N,), torch.float32)  # of all three
-    start_preprocess = preprocess.bound("do", "out", "delta", "lse")
+    new_scratch = cuda_allocator((blocks * (tile.BM * tile.widths(w)[0] + 1) + 2 * L * H * N,), torch.float32)  # of all four
+    start_preprocess = preprocess.bound("do", "out", "delta", "lse", "empty")
     start_main = main.bound(
         "q", "qb", "k", "kb", "v", "vb", "do", "dob", "lse", "delta", "dq_sums", "dq_sums_b", "dk_desc", "dkb_desc", "dv_desc", "dvb_desc", "dk", "dv",
-        "lists", "dq_order", "semaphores",
+        "lists", "dq_order", "empty", "semaphores",
     )  # fmt: skip
     start_postprocess = postprocess.bound("dq_sums", "semaphores", "dq")
 
@@ -179,12 +179,13 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
         scratch = new_scratch()
         delta = scratch.data_ptr()
         lse, sums = delta + statistic, delta + 2 * statistic
-        start_preprocess(dO, (output, lse, NO_ENTROPY, row_max, log_row_sum), delta, lse)
+        empty = sums + 4 * blocks * tile.BM * tile.widths(w)[0]
+        start_preprocess(dO, (output, lse, NO_ENTROPY, row_max, log_row_sum), delta, lse, empty)
         dk, dv, dq = new_dk(), new_dv(), new_dq()
         semaphores = launch_cache.zeros(semaphores_of_all, device)
         start_main(
             q, q, k, k, v, v, dO, dO, lse, delta, sums, sums, dk, dk, dv, dv, dk, dv, block_mask.for_launch(BM, BN, None),
-            dq_order_for_launch(block_mask, BM, BN), semaphores,
+            dq_order_for_launch(block_mask, BM, BN), empty, semaphores,
         )  # fmt: skip
         start_postprocess(sums, semaphores, dq)
         return dq, dk, dv
@@ -225,7 +226,7 @@ def backward_arguments(
     BM, BN = tile.BM, tile.BN
     padded_n = -(-N // BM) * BM
     dk, dv = workspace.dk, workspace.dv
-    tma_store = (tile.wide or DA == EA) and describable(dk) and describable(dv)
+    tma_store = describable(dk) and describable(dv)
     (q, qb), (k, kb), (v, vb), (do, dob) = (descriptors(x, rows, *widths) for x, rows, *widths in (
         (w.query, BM, DA, DB), (w.key, ROWS, DA, DB), (w.value, ROWS, EA, EB), (s.dO, BM, EA, EB)))
     (dk_desc, dkb_desc), (dv_desc, dvb_desc) = (
@@ -236,7 +237,7 @@ def backward_arguments(
         "dq_sums": matrix_descriptor(workspace.dq_sums, 2 * DA // tile.parts),
         "dk_desc": dk_desc, "dv_desc": dv_desc, "dk": dk, "dv": dv, "dk_strides": (0, 0, 0) if tma_store and not tile.d192 else dk.stride()[:3], "dv_strides": (0, 0, 0) if tma_store else dv.stride()[:3],
         "scale": w.scale, "scales": w.scales, "cap": w.softcap or 0.0, "bias": w.bias, "lists": w.block_mask.by_keys(BM, BN),
-        "dq_order": dq_order(w.block_mask, BM, BN), "drop": w.drop, "seen": seen, "semaphores": workspace.semaphores,
+        "dq_order": dq_order(w.block_mask, BM, BN), "drop": w.drop, "empty": s.empty, "seen": seen, "semaphores": workspace.semaphores,
         "n": N, "M": w.m, "D": D, "E": E, "padded_n": padded_n, "key_blocks": cdiv(w.m, BN), "batch_kv_heads": L * H // w.groups,
         "num_heads": H, "heads_per_kv": w.groups, "swizzle": _swizzle(w, tile),
         "DA": DA, "EA": EA, "BM": BM, "STAGES": tile.stages, "REGISTERS": tile.registers,
@@ -288,8 +289,10 @@ def _swizzle(w: KernelArgs, tile: BackwardTile) -> int:
 
     Under a mask a few programs per head run at a time, so that the longest ones of many heads come first.
     """
-    programs = cdiv(w.m, tile.BN) if w.block_mask.kind == NONE else min(cdiv(w.m, tile.BN), _TOGETHER)
-    return min(w.key.shape[0] * w.key.shape[1], tile.swizzle or cdiv(forward.multiprocessors(w.query.device), programs))
+    blocks, heads = cdiv(w.m, tile.BN), w.key.shape[0] * w.key.shape[1]
+    programs = blocks if w.block_mask.kind == NONE else min(blocks, max(_TOGETHER, blocks // 8))
+    most = min(heads, tile.swizzle or cdiv(forward.multiprocessors(w.query.device), programs))
+    return min(range(most // 2 + 1, most + 1), key=lambda x: (-heads % x, -x))  # so that the last ones are not left alone
 
 
 def _row_stats(s: BackwardRows) -> tuple[Tensor, Tensor, Tensor | None]:

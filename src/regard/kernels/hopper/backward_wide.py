@@ -73,15 +73,20 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        t, h = count - 1, first_head
+        t, h = first + count - 1, first_head
         for _ in range(count * heads):
-            b, slot = row_block_at(params, t, first, TRAITS.MASK)
+            b, slot = row_block_at(params, t, TRAITS.MASK)
             at = (batch * params.num_heads + h) * params.padded_n
             q_ready = barriers.q_ready.index(stage)
+            empty = some_empty(b, batch, h, params, TRAITS)
+            q_loaded = barriers.q_ready.index(gl.where(empty > 0, TRAITS.STAGES, stage))
             mbarrier.wait(barriers.q_free.index(stage), phase)
-            mbarrier.expect(q_ready, BM * DA * 2 + BM * 4)
-            tma_load(descriptors.q, [batch, h, b * BM, 0], q_ready, smem.Q.index(stage))
-            tma_load(descriptors.lse, [at + b * BM], q_ready, row_stats.lse.index(stage))
+            mbarrier.expect(q_loaded, BM * DA * 2 + BM * 4)
+            tma_load(descriptors.q, [batch, h, b * BM, 0], q_loaded, smem.Q.index(stage))
+            tma_load(descriptors.lse, [at + b * BM], q_loaded, row_stats.lse.index(stage))
+            if empty > 0:
+                clean_queries(stage, q_loaded, params, TRAITS)
+                mbarrier.arrive(q_ready)
             mbarrier.wait(barriers.o_free, o_phase)
             mbarrier.expect(o_ready, BM * EA * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
             tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO)
@@ -155,7 +160,6 @@ def p_consumer(params, descriptors, TRAITS: gl.constexpr):
     TL: gl.constexpr = transposed_layout(BM)
     block, batch, kv_head = key_tile(params)
     key = block * ROWS
-    past_end = key + ROWS > params.M
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
     zero_dQ = gl.zeros([BM, PART], gl.float32, QL)
@@ -173,13 +177,13 @@ def p_consumer(params, descriptors, TRAITS: gl.constexpr):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, MASK)
         begin, end = common_rows(params, batch, first_head, key, MASK)
-        t, h = count - 1, first_head
+        t, h = first + count - 1, first_head
         for _ in range(count * heads):
             if TRAITS.SCALES:
                 scale = gl.load(params.scales + h)
             unit = scale * LOG2E
-            b, slot = row_block_at(params, t, first, MASK)
-            partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
+            b, slot = row_block_at(params, t, MASK)
+            partial = is_partial(b, slot, begin, end, params.n, BM, MASK)
             j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
             tile = TileIndex(batch, h, b, j, low, high)
@@ -224,6 +228,7 @@ def p_consumer(params, descriptors, TRAITS: gl.constexpr):
             share = warpgroup_mma_wait(0, deps=[share])
             pass_dQ(share, ds_phase, params, 0, part)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.V, TRAITS.TMA_STORE)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -241,7 +246,6 @@ def ds_consumer(params, descriptors, TRAITS: gl.constexpr):
     TL: gl.constexpr = transposed_layout(BM)
     block, batch, kv_head = key_tile(params)
     key = block * ROWS
-    past_end = key + ROWS > params.M
     dK = gl.zeros([ROWS, DA], gl.float32, KL)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
     zero_dQ = gl.zeros([BM, PART], gl.float32, QL)
@@ -257,12 +261,12 @@ def ds_consumer(params, descriptors, TRAITS: gl.constexpr):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, MASK)
         begin, end = common_rows(params, batch, first_head, key, MASK)
-        t, h = count - 1, first_head
+        t, h = first + count - 1, first_head
         for _ in range(count * heads):
             if TRAITS.SCALES:
                 scale = gl.load(params.scales + h)
-            b, slot = row_block_at(params, t, first, MASK)
-            partial = is_partial(b, slot, begin, end, params.n, BM, MASK) | past_end
+            b, slot = row_block_at(params, t, MASK)
+            partial = is_partial(b, slot, begin, end, params.n, BM, MASK)
             share = start_dQ(smem, zero_dQ, 1, 0, DA)  # from its own dS of the previous iteration
             mbarrier.wait(o_ready, o_phase)
             dP = start_dP(flat(smem.V, ROWS, EA), flat(smem.dO, BM, EA), row_stats.delta, zero, TRAITS)
@@ -295,7 +299,6 @@ def ds_consumer(params, descriptors, TRAITS: gl.constexpr):
             q = flat(smem.Q.index(stage), BM, DA)
             smem.dS.store(gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True))
             dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, KL, 2))
-            clean_queries(q, q, row_stats.lse.index(stage), some_empty(row_stats.lse.index(stage), partial, TRAITS), TRAITS)
             fence_async_shared()
             group_barrier()
             mbarrier.arrive(barriers.s_ready)
@@ -314,12 +317,13 @@ def ds_consumer(params, descriptors, TRAITS: gl.constexpr):
             pass_dQ(share, p_phase ^ 1, params, 1, part)
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, 1.0 if TRAITS.SCALES else scale,
                    smem.Q.index(0), TRAITS.TMA_STORE)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["lists", "dq_order", "drop", "n", "M", "D", "E", "padded_n", "key_blocks", "batch_kv_heads", "num_heads", "heads_per_kv",
                               "swizzle"])
 def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, dv, dk_strides, dv_strides, scale, scales, cap, bias, lists, dq_order,
-             drop, seen, semaphores, n, M, D, E, padded_n, key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle,
+             drop, empty, seen, semaphores, n, M, D, E, padded_n, key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle,
              DA: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, MASK: gl.constexpr,
              BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr,
              TMA_STORE: gl.constexpr):
@@ -344,7 +348,7 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     s_ready = new_barriers(1, 1).index(0)
     d_ready = new_barriers(DQ_WARPS * HALVES, 1)
     d_free = new_barriers(2, 1)
-    q_ready = new_barriers(STAGES, 1)
+    q_ready = new_barriers(STAGES + 1, 1)
     q_free = new_barriers(STAGES, 2)
     fence_async_shared()
     descriptors = BackwardDescriptors(q, None, k, None, v, None, do, None, lse, delta, g_entropy)
@@ -352,7 +356,7 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     params = BackwardParams(
         BackwardSmem(Q, None, K, None, V, None, dO, None, P, dS, dQ, None),
         BackwardBarriers(k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, None, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
-        dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, seen, semaphores, n, M, D, E, padded_n,
+        dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, empty, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
     TRAITS: gl.constexpr = traits_of(
         DA=DA, DB=0, EA=EA, BM=BM, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY, DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)

@@ -26,7 +26,7 @@ from .dq_semaphore import acquire, release
 from .forward import flat
 from .key_blocks import dq_visit, heads_together, key_tile, row_block_range
 from .register_layouts import mma_layout
-from .tile_scheduler import ROWS, advance
+from .tile_scheduler import ROWS, advance, turn
 
 GROUPS = gl.constexpr(2)  # consumer groups, each with ROWS keys
 DQ_WARPS = gl.constexpr(2)  # warps that add dQ to memory, each with a buffer
@@ -38,6 +38,18 @@ def key_columns(K, D: gl.constexpr, part: gl.constexpr, TRAITS: gl.constexpr):
     C: gl.constexpr = D // TRAITS.PARTS
     gl.static_assert(GROUPS == 2, "two groups have keys")
     return flat(K.index(0), ROWS, D).slice(part * C, C, dim=1), flat(K.index(1), ROWS, D).slice(part * C, C, dim=1)
+
+
+@gluon.jit
+def dq_turn(visit, G):
+    """The visit whose dQ a group computes in this one, its buffer, and the phase of its barriers.
+
+    The first group is one visit behind with its part of dQ. So the groups are not at the same place of an iteration at the same
+    time, and one computes while the products of the other run.
+    """
+    of_dQ = visit - (G ^ 1)
+    buffer, phase = turn(of_dQ, 2)
+    return of_dQ, buffer, phase
 
 
 @gluon.jit
@@ -63,9 +75,9 @@ def in_register_order(X):
 
 
 @gluon.jit
-def write_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr):
-    """Write a part of a chunk of dQ to shared memory, once TMA has read what was there."""
-    mbarrier.wait(params.barriers.d_free.index(buffer), phase)
+def write_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr, pred=True):
+    """Write a part of a chunk of dQ to shared memory, if `pred` once TMA has read what was there."""
+    mbarrier.wait(params.barriers.d_free.index(buffer), phase, pred=pred)
     dQ.index(buffer * TRAITS.PARTS + part).store(in_register_order(share))
 
 

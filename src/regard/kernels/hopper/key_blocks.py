@@ -23,6 +23,7 @@ from .register_layouts import transposed_layout
 from .tile_scheduler import ROWS, work_tile
 
 MASK_SPAN = gl.constexpr(ptx.MASK_SPAN)
+NO_ROW = gl.constexpr(2**31 - 1)  # as the first row of a range
 
 
 @gluon.constexpr_function
@@ -64,17 +65,16 @@ def next_visit(t, h, first_head, heads):
 
 
 @gluon.jit
-def row_block_at(params, t, first, MASK: gl.constexpr):
-    """The t-th row block of a range, and the slot of its bits, −1 where it is full."""
+def row_block_at(params, t, MASK: gl.constexpr):
+    """The row block in place t of `row_block_range`, and the slot of its bits, −1 where it is full."""
+    b, slot = t, 0
     if MASK == _BITS:
-        b, slot = gl.load(params.dq_order.entry + first + t), gl.load(params.dq_order.slot + first + t)
-    else:
-        b, slot = first + t, 0
+        b, slot = gl.load(params.dq_order.entry + t), gl.load(params.dq_order.slot + t)
     return b, slot
 
 
 @gluon.jit
-def dq_position(params, t, b, first, batch, h, block, MASK: gl.constexpr):
+def dq_position(params, t, b, batch, h, block, MASK: gl.constexpr):
     """How many key blocks add to dQ of a row block before this one."""
     order = params.dq_order
     if MASK == _NONE:
@@ -84,7 +84,7 @@ def dq_position(params, t, b, first, batch, h, block, MASK: gl.constexpr):
         position = gl.load(order.rank + item * order.key_item + h * order.key_head + block)
         position -= gl.load(order.base + item * order.row_item + h * order.row_head + b)
     else:
-        position = gl.load(order.position + first + t)
+        position = gl.load(order.position + t)
     return position
 
 
@@ -92,9 +92,9 @@ def dq_position(params, t, b, first, batch, h, block, MASK: gl.constexpr):
 def dq_visit(params, visit, first, count, batch, first_head, heads, block, BM: gl.constexpr, MASK: gl.constexpr):
     """Where dQ of a key block's visit is in memory, counted in row blocks, and its position; past the last visit, that of the last."""
     visit = gl.minimum(visit, count * heads - 1)
-    t, h = count - 1 - visit // heads, first_head + visit % heads
-    b, slot = row_block_at(params, t, first, MASK)
-    position = dq_position(params, t, b, first, batch, h, block, MASK)
+    t, h = first + count - 1 - visit // heads, first_head + visit % heads
+    b, slot = row_block_at(params, t, MASK)
+    position = dq_position(params, t, b, batch, h, block, MASK)
     return (batch * params.num_heads + h) * gl.cdiv(params.n, BM) + b, position
 
 
@@ -108,22 +108,22 @@ def key_tile(params):
 
 @gluon.jit
 def common_rows(params, batch, h, key, MASK: gl.constexpr):
-    """The rows that see all ROWS keys of a group, which begin at `key`: the first row, and one past the last."""
+    """The rows that see all ROWS keys of a group, which begin at `key`: the first row, and one past the last. No rows see keys past the end."""
     begin, end = 0, params.n
     if MASK == _SPANS:
         order = params.dq_order
         at = mask_item(params.lists, batch) * order.span_item + h * order.span_head
         begin = gl.load(order.begin + at + (gl.minimum(key + ROWS, params.M) - 1))
         end = gl.load(order.end + at + gl.minimum(key, params.M - 1))
-    return begin, end
+    return gl.where(key + ROWS > params.M, NO_ROW, begin), end
 
 
 @gluon.jit
 def is_partial(b, slot, begin, end, n, BM: gl.constexpr, MASK: gl.constexpr):
     """Whether the mask hides keys of a group from rows of a block; `begin` and `end` are its common rows."""
-    partial = slot >= 0
-    if MASK != _BITS:
-        partial = (b * BM < begin) | (gl.minimum(b * BM + BM, n) > end)
+    partial = (b * BM < begin) | (gl.minimum(b * BM + BM, n) > end)
+    if MASK == _BITS:
+        partial = partial | (slot >= 0)
     return partial
 
 
@@ -131,15 +131,17 @@ def is_partial(b, slot, begin, end, n, BM: gl.constexpr, MASK: gl.constexpr):
 def load_mask(batch, h, b, j, slot, partial, params, TRAITS: gl.constexpr):
     """What the mask says of keys j [ROWS] in a partial block: the first row that sees a key and one past the last, or 64 bits in two words."""
     order = params.dq_order
-    some = (j < params.M) & partial
     low, high = j, j
-    if TRAITS.MASK == _BITS:
-        gl.static_assert(TRAITS.BM == 64, "two words have the bits of 64 rows")
-        at = order.bits + gl.maximum(slot, 0).to(gl.int64) * 512 + (j % 128) * 4 + b * TRAITS.BM % 128 // 32  # slot 0 shows all
-        low, high = gl.load(at, mask=some, other=0), gl.load(at + 1, mask=some, other=0)
-    elif TRAITS.MASK == _SPANS:
-        at = mask_item(params.lists, batch) * order.span_item + h * order.span_head + j
-        low, high = gl.load(order.begin + at, mask=some, other=0), gl.load(order.end + at, mask=some, other=0)
+    if TRAITS.MASK != _NONE:
+        if partial:
+            some = j < params.M
+            if TRAITS.MASK == _BITS:
+                gl.static_assert(TRAITS.BM == 64, "two words have the bits of 64 rows")
+                at = order.bits + gl.maximum(slot, 0).to(gl.int64) * 512 + (j % 128) * 4 + b * TRAITS.BM % 128 // 32  # slot 0 shows all
+                low, high = gl.load(at, mask=some, other=0), gl.load(at + 1, mask=some, other=0)
+            else:
+                at = mask_item(params.lists, batch) * order.span_item + h * order.span_head + j
+                low, high = gl.load(order.begin + at, mask=some, other=0), gl.load(order.end + at, mask=some, other=0)
     return low, high
 
 

@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...compat.gluon import group_barrier, row_blocks
 from ..portable.tile_ops import (
-    _BIAS_NONE,
     _NONE,
     bias_row_pointers,
     bias_tile,
@@ -32,7 +31,8 @@ from ..portable.tile_ops import (
 from .online_softmax import may_hide
 from .tile_scheduler import ROWS
 
-CLEANED = gl.constexpr(16)  # rows that are cleaned together
+CLEANED = gl.constexpr(16)  # rows that a group cleans together
+CLEANED_BY_WARP = gl.constexpr(8)
 
 
 @triton.jit
@@ -69,18 +69,39 @@ def attended(k, strides, seen, bias, lists, n, M, num_heads, heads_per_kv,
 
 @gluon.jit
 def zero_empty_rows(X, lse, BM: gl.constexpr, C: gl.constexpr):
-    """Set the queries X [BM, C] of rows that see nothing to 0, since they may be NaN. Every group writes the same to the same place."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C, C // 8], [4, 1], [1, 0])
-    for r in gl.static_range(0, BM, CLEANED):
-        part = X.slice(r, CLEANED)
-        see = lse.slice(r, CLEANED).load(gl.SliceLayout(1, L)) < float("inf")
-        part.store(gl.where(see[:, None], part.load(L), 0.0))
+    """Set the queries X [BM, C] of rows that see nothing to 0, since they may be NaN. One warp does."""
+    parts, lse_parts = row_blocks(X, CLEANED_BY_WARP), row_blocks(lse, CLEANED_BY_WARP)
+    PANEL: gl.constexpr = parts.shape[2]
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PANEL, PANEL // 8], [1, 1], [1, 0])
+    for r in range(BM // CLEANED_BY_WARP):
+        see = lse_parts.index(r).load(gl.SliceLayout(1, L)) < float("inf")
+        for c in gl.static_range(C // PANEL):
+            part = parts.index(c * (BM // CLEANED_BY_WARP) + r)
+            part.store(gl.where(see[:, None], part.load(L), 0.0))
 
 
 @gluon.jit
-def has_empty_row(lse, BM: gl.constexpr):
-    """Whether some row of a block sees nothing."""
-    return gl.max(lse.load(gl.BlockedLayout([BM // 32], [32], [4], [0])), 0) == float("inf")  # each warp has them all
+def some_empty(b, batch, h, params, TRAITS: gl.constexpr):
+    """1 if a row of a block sees nothing, since the mask or the bias hides all keys from it, else 0."""
+    empty = 0
+    if TRAITS.MASK != _NONE or may_hide(TRAITS.BIAS):
+        empty = gl.load(params.empty + (batch * params.num_heads + h) * gl.cdiv(params.n, TRAITS.BM) + b)
+    return empty
+
+
+@gluon.jit
+def clean_queries(stage, loaded, params, TRAITS: gl.constexpr):
+    """Set the queries of rows that see nothing to 0 once they are `loaded`, by the producer warp; consumers have no registers for it.
+
+    There is one such barrier. It goes through two phases each time, so that the next load begins with the same one.
+    """
+    smem, lse = params.smem, params.row_stats.lse.index(stage)
+    mbarrier.wait(loaded, 0)
+    mbarrier.arrive(loaded)
+    zero_empty_rows(smem.Q.index(stage).reshape([TRAITS.BM, TRAITS.DA]), lse, TRAITS.BM, TRAITS.DA)
+    if TRAITS.DB > 0:
+        zero_empty_rows(smem.QB.index(stage).reshape([TRAITS.BM, TRAITS.DB]), lse, TRAITS.BM, TRAITS.DB)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -127,28 +148,6 @@ def zero_unseen_keys(X, unseen, batch, kv_head, j0, params, TRAITS: gl.constexpr
                     part.store(gl.where(see, part.load(L), 0.0))
             fence_async_shared()
             group_barrier()
-
-
-@gluon.jit
-def some_empty(lse, partial, TRAITS: gl.constexpr):
-    """Whether queries of a block must be set to 0: a row sees nothing, since the mask or the bias hides all keys from it."""
-    empty = partial
-    if may_hide(TRAITS.BIAS):
-        empty = has_empty_row(lse, TRAITS.BM)
-    elif TRAITS.MASK != _NONE:
-        if partial:
-            empty = has_empty_row(lse, TRAITS.BM)
-    return empty
-
-
-@gluon.jit
-def clean_queries(X, XB, lse, empty, TRAITS: gl.constexpr):
-    """`zero_empty_rows` of both chunks, if `some_empty`."""
-    if TRAITS.MASK != _NONE or TRAITS.BIAS != _BIAS_NONE:
-        if empty:
-            zero_empty_rows(X, lse, TRAITS.BM, TRAITS.DA)
-            if TRAITS.DB > 0:
-                zero_empty_rows(XB, lse, TRAITS.BM, TRAITS.DB)
 
 
 @gluon.jit

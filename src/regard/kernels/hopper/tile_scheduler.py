@@ -34,11 +34,11 @@ def work_tile(t, blocks, batch_heads, swizzle):
 
 
 @gluon.jit
-def new_barriers(NUMBER: gl.constexpr, arrivals: gl.constexpr):
-    """NUMBER barriers, each of which completes after so many arrivals."""
+def new_barriers(NUMBER: gl.constexpr, arrivals: gl.constexpr, of_last: gl.constexpr = 0):
+    """NUMBER barriers, each of which completes after so many arrivals; the last one after a number of its own, if it has one."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(s), count=arrivals)
+        mbarrier.init(barriers.index(s), count=of_last if of_last > 0 and s == NUMBER - 1 else arrivals)
     return barriers
 
 
@@ -61,6 +61,14 @@ def advance(stage, phase, STAGES: gl.constexpr):
     """The next stage; its barriers flip their phase each time round."""
     wraps = stage == STAGES - 1
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def turn(visit, BUFFERS: gl.constexpr):
+    """The buffer of a visit, and the phase of its barriers; visit −1, before the first, has a phase that is over."""
+    SHIFT: gl.constexpr = BUFFERS.bit_length() - 1
+    gl.static_assert(BUFFERS == 1 << SHIFT, "a power of two is quickly divided by")
+    return visit & (BUFFERS - 1), visit >> SHIFT & 1
 
 
 @gluon.jit

@@ -57,8 +57,8 @@ from .tile_ops import (
 
 
 @triton.jit(do_not_specialize=["n", "heads"])
-def backward_preprocess(do, g_lse, out, delta, lse, strides, n, heads, C: tl.constexpr):
-    """δ = Σ dO ∘ O − g_lse, and lse in the units of exponents (+inf where nothing is attended to): [BM] per block of rows."""
+def backward_preprocess(do, g_lse, out, delta, lse, empty, strides, n, heads, C: tl.constexpr):
+    """δ = Σ dO ∘ O − g_lse, and lse in the units of exponents (+inf where nothing is attended to): [BM] per block of rows; and if some row is so."""
     do_strides = strides.do
     block, owner = program_tile(tl.cdiv(n, C.BM))
     index = owner % heads
@@ -76,7 +76,9 @@ def backward_preprocess(do, g_lse, out, delta, lse, strides, n, heads, C: tl.con
     tl.store(delta + at, d, mask=i < n)
     offset = row_offset(tl.load(out.max_logit + at, mask=i < n, other=0.0), C.FAST)
     log_row_sum = tl.load(out.log_row_sum + at, mask=i < n, other=0.0)
-    tl.store(lse + at, offset + (log_row_sum * LOG2E if C.FAST else log_row_sum), mask=i < n)
+    own = offset + (log_row_sum * LOG2E if C.FAST else log_row_sum)
+    tl.store(lse + at, own, mask=i < n)
+    tl.store(empty + tl.program_id(0), tl.max((own == float("inf")).to(tl.int32), 0))
 
 
 @triton.jit
