@@ -4,7 +4,7 @@ A program holds one key block, ROWS keys per consumer group, and loops over the 
 dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
 they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and
 each group computes its share of dQ's columns, the first one a row block late; at dims up to 96 a third group computes dQ. Two dQ
-warps add dQ to memory. Products share a queue with loads and stores of shared memory, which wait behind them: hence the order. The key
+warps add dQ to memory. A load or store of shared memory waits until the products before it in the program have started: hence the order. The key
 blocks that add to the same row block do so in one order, the first keys first; a program waits only for programs that were launched
 before it. Dims of 65 to 96 are two chunks, of 64 and 32 columns: a letter with a B (KB, dKB) is the second, and DB its columns or 0.
 
@@ -68,7 +68,7 @@ HOLD = gl.constexpr(ptx.HOLD)
 def producer(params, descriptors, TRAITS: gl.constexpr):
     """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block.
 
-    Q and dO may share a barrier. The one behind those of the stages is for queries that are not ready when they are loaded.
+    Q and dO may share a barrier. `q_ready` has one barrier more than stages: through it queries are loaded that must be cleaned.
     """
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     DA: gl.constexpr = TRAITS.DA

@@ -111,7 +111,7 @@ def refuses(w: KernelArgs, s: BackwardRows) -> list[str]:
 
 
 def tile_for(w: KernelArgs) -> BackwardTile:
-    """By the dims: up to 96, there are registers for a third group; above 128, a group's do not hold both dK and dV."""
+    """By the dims: up to 64, or both up to 96, there are registers for a third group; most above 128 have none for both dK and dV."""
     smaller, dim = sorted((w.query.shape[3], w.value.shape[3]))
     if smaller > _CHUNKS[0] and dim <= sum(_CHUNKS):
         return CHUNKED
@@ -285,7 +285,7 @@ def postprocess_dq(w: KernelArgs, workspace: BackwardWorkspace, tile: BackwardTi
 
 
 def _swizzle(w: KernelArgs, tile: BackwardTile) -> int:
-    """How many key heads are scheduled together: enough for a program on every multiprocessor.
+    """How many key heads are scheduled together: as many as have programs for all multiprocessors, or fewer in equal shares.
 
     Under a mask a few programs per head run at a time, so that the longest ones of many heads come first.
     """

@@ -1,7 +1,8 @@
 """The backward pass on Hopper for dims above 128, where one consumer group cannot hold both dK and dV of its keys.
 
-A program has ROWS keys. One group computes S, P and dV, the other dP, dS and dK; it gets P through shared memory. Each computes
-half of dQ = dS K, in two parts. Two dQ warps add these to memory, and take turns by row block. All else is as in `backward.py`.
+A program has ROWS keys. One group computes S, P and dV, the other dP, dS and dK, for which it reads P from shared memory. Each
+computes half of dQ = dS K, in two parts. Two dQ warps add these to memory, and take turns by row block. dP starts at −δ, masks are
+loaded before the products, and the rest is as in `backward.py`.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors

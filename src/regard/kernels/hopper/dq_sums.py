@@ -1,7 +1,7 @@
 """dQ in the Hopper backward: its product, its sums in memory, and the rows that become of them.
 
-dQ is added to memory in the order of registers, part by part. A part is the columns of dQ that one consumer group computes, or all
-of them if a third group does; of each of two chunks it has its columns, one behind the other.
+dQ is added to memory in the order of registers, part by part. A part is the columns of dQ that one consumer group computes at a time, or
+all of them if a third group does; of each of two chunks it has its columns, one behind the other.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -76,7 +76,7 @@ def in_register_order(X):
 
 @gluon.jit
 def write_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr, pred=True):
-    """Write a part of a chunk of dQ to shared memory, if `pred` once TMA has read what was there."""
+    """Write a part of a chunk of dQ to shared memory. If `pred`, first wait until TMA has read what was there."""
     mbarrier.wait(params.barriers.d_free.index(buffer), phase, pred=pred)
     dQ.index(buffer * TRAITS.PARTS + part).store(in_register_order(share))
 

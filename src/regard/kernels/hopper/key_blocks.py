@@ -34,7 +34,7 @@ def bias_load(dtype):
 
 @gluon.jit
 def row_block_range(params, batch, h, block, BM: gl.constexpr, MASK: gl.constexpr):
-    """The row blocks that a key block visits: the first one (with lists, its place), and how many. Visits begin at the last one."""
+    """The row blocks that a key block visits: the first one (with bits, its place in `dq_order.entry`), and how many. Visits begin at the last one."""
     if MASK == _NONE:
         first, count = 0, gl.cdiv(params.n, BM)
     elif MASK == _SPANS:

@@ -93,7 +93,7 @@ def some_empty(b, batch, h, params, TRAITS: gl.constexpr):
 def clean_queries(stage, loaded, params, TRAITS: gl.constexpr):
     """Set the queries of rows that see nothing to 0 once they are `loaded`, by the producer warp; consumers have no registers for it.
 
-    There is one such barrier. It goes through two phases each time, so that the next load begins with the same one.
+    All loads that need it share one barrier. It goes through a second phase here, so that the next load waits for the first one again.
     """
     smem, lse = params.smem, params.row_stats.lse.index(stage)
     mbarrier.wait(loaded, 0)
