@@ -205,7 +205,7 @@ def hold(X):
 
 @gluon.jit
 def arrive(barrier, pred=True):
-    """Arrive for a group that has passed `group_barrier`; `mbarrier.arrive` would let its warps wait for one another again."""
+    """Arrive for a group that has passed `group_barrier`. In Triton 3.6, `mbarrier.arrive` lets its warps wait for one another again."""
     mbarrier.expect(barrier, 0, pred=pred)
 
 
