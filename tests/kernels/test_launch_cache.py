@@ -229,6 +229,9 @@ def test_a_shortcut_of_the_backward_passes_the_arguments_of_first_launches(
     run = shortcuts.backward
     assert run is not None
     STARTS.clear()
+    tensors = [weakref.ref(x) for x in (first.query, first.key, first.value)]
+    del first
+    assert all(x() is None for x in tensors)  # a shortcut keeps none of the call that it was made from
     found = run(
         again.query, again.key, again.value, rows.output, rows.max_logit, rows.log_row_sum, dO, again.block_mask
     )

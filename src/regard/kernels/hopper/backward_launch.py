@@ -158,8 +158,9 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
     blocks = L * H * cdiv(N, tile.BM)
     new_dq, new_dk, new_dv = (cuda_allocator(size, dtype) for size in ((L, H, N, D), w.key.shape, w.value.shape))
     BM, BN, semaphores_of_all = tile.BM, tile.BN, blocks * tile.semaphores
+    numbers = blocks * BM * tile.widths(w)[0]  # of the sums
     statistic = 4 * L * H * N  # bytes: N is a multiple of BM, so δ, lse and the sums are aligned
-    new_scratch = cuda_allocator((blocks * (tile.BM * tile.widths(w)[0] + 1) + 2 * L * H * N,), torch.float32)  # of all four
+    new_scratch = cuda_allocator((numbers + blocks + 2 * L * H * N,), torch.float32)  # of all four
     start_preprocess = preprocess.bound("do", "out", "delta", "lse", "empty")
     start_main = main.bound(
         "q", "qb", "k", "kb", "v", "vb", "do", "dob", "lse", "delta", "dq_sums", "dq_sums_b", "dk_desc", "dkb_desc", "dv_desc", "dvb_desc", "dk", "dv",
@@ -179,7 +180,7 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
         scratch = new_scratch()
         delta = scratch.data_ptr()
         lse, sums = delta + statistic, delta + 2 * statistic
-        empty = sums + 4 * blocks * tile.BM * tile.widths(w)[0]
+        empty = sums + 4 * numbers
         start_preprocess(dO, (output, lse, NO_ENTROPY, row_max, log_row_sum), delta, lse, empty)
         dk, dv, dq = new_dk(), new_dv(), new_dq()
         semaphores = launch_cache.zeros(semaphores_of_all, device)
