@@ -237,21 +237,22 @@ def test_keys_and_values_may_have_dims_of_their_own(
 
 
 @pytest.mark.parametrize(
-    ("heads", "m", "narrow", "wide"),  # for each tile without and with a mask
+    ("key_heads", "m", "narrow", "wide"),  # for each tile without and with a mask
     [
-        (32, 1, (32, 32), (32, 32)),
-        (32, 300, (32, 32), (16, 16)),  # 27 would leave 5 alone
-        (32, 5000, (4, 16), (2, 8)),  # 40 or 79 programs each, of which 8 or 9 run at a time under a mask
-        (32, 40000, (1, 4), (1, 2)),
-        (31, 5000, (4, 16), (2, 8)),
-        (1, 5000, (1, 1), (1, 1)),
+        ((8, 4), 1, (32, 32), (32, 32)),
+        ((8, 4), 300, (32, 32), (16, 16)),  # 27 would leave 5 alone
+        ((4, 8), 5000, (4, 16), (2, 8)),  # 40 or 79 programs each, of which 8 or 9 run at a time under a mask
+        ((1, 32), 40000, (1, 4), (1, 2)),
+        ((31, 1), 5000, (4, 16), (2, 8)),
+        ((1, 1), 5000, (1, 1), (1, 1)),
     ],
 )
 def test_as_many_heads_are_scheduled_together_as_fill_the_chip_in_equal_shares(
-    heads: int, m: int, narrow: tuple[int, int], wide: tuple[int, int]
+    key_heads: tuple[int, int], m: int, narrow: tuple[int, int], wide: tuple[int, int]
 ) -> None:
+    items, heads = key_heads
     spans = torch.zeros(1, 1, 1, dtype=torch.int32)
-    q = k = torch.zeros(1, heads, 1, 8).expand(1, heads, m, 8)
+    q, k = torch.zeros(items, 2 * heads, 1, 8), torch.zeros(items, heads, 1, 8).expand(items, heads, m, 8)
     for tile, expected in ((chip.BackwardTile(), narrow), (chip.BackwardTile(wide=True), wide)):
         for mask, swizzle in zip((BlockMask(1, m), BlockMask(1, m, spans, spans)), expected, strict=True):
             assert chip._swizzle(KernelArgs(q, k, k, mask), tile) == swizzle

@@ -171,7 +171,7 @@ def test_values_that_nobody_may_see_leave_no_trace(d: int, monkeypatch: pytest.M
         assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
 
 
-EMPTY = torch.arange(150) % 80 < 75  # rows of each block of 64, and all of the first
+EMPTY = torch.arange(150) % 80 < 75  # all rows but 75 to 79: whole blocks of 64, and a part of one
 EMPTY_ROWS: dict[str, Any] = {
     "spans": {"mask": regard.causal(offset=-75)},
     "bits": {"mask": ~EMPTY[:, None] & (torch.rand(150, 150, generator=torch.Generator().manual_seed(2)) < 0.5)},

@@ -18,7 +18,7 @@ from .pointwise import PointwiseArgs, PointwiseKernel
 from .portable.configs import WHOLE, Chip, Config, chip_of, config, padded, shrink, split
 
 __all__ = [
-    "BIAS_ALIBI", "BIAS_NONE", "BIAS_RELATIVE", "BIAS_TENSOR", "EMPTY_ROWS", "NO_ENTROPY", "BackwardRows", "BackwardStrides", "BiasArgs",
+    "BIAS_ALIBI", "BIAS_NONE", "BIAS_RELATIVE", "BIAS_TENSOR", "NO_ENTROPY", "PREPROCESS_ROWS", "BackwardRows", "BackwardStrides", "BiasArgs",
     "DoubleBackwardRows", "DoubleBackwardStrides", "DropoutArgs", "Gradients", "KernelArgs", "MatrixStrides", "PassArgs", "RowStatsArgs",
     "ScoreArgs", "Sizes", "Strides", "TangentArgs", "Tangents", "matrix_strides", "takes_tma",
 ]  # fmt: skip
@@ -26,7 +26,7 @@ __all__ = [
 
 BIAS_NONE, BIAS_TENSOR, BIAS_ALIBI, BIAS_RELATIVE = 0, 1, 2, 3
 NO_ENTROPY: Any = None  # of calls that are not observed
-EMPTY_ROWS = 64  # rows of a block of the Hopper backward
+PREPROCESS_ROWS = 64  # rows of a program that prepares a backward pass
 NO_FUNCTION = {"POINTWISE": False, "VALUE": None, "SLOPED": False, "SLOPE": None, "BOUNDED": False}
 
 
@@ -119,11 +119,11 @@ class BackwardRows(NamedTuple):
     delta: Tensor
     g_entropy: Tensor | None
     mean: Tensor | None  # E[S] above lse; above the largest logit in float32
-    empty: Tensor  # int32 (L, H, blocks): whether one of EMPTY_ROWS rows sees nothing
+    empty: Tensor  # int32 (L, H, blocks of PREPROCESS_ROWS): whether one of the rows sees nothing
 
     @property
     def stats(self) -> RowStatsArgs:
-        return RowStatsArgs(*self[1:6])
+        return RowStatsArgs(self.row_max, self.log_row_sum, self.delta, self.g_entropy, self.mean)
 
 
 class Gradients(NamedTuple):

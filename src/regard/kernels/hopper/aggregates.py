@@ -197,12 +197,12 @@ class BackwardBarriers(NamedTuple):
     """mbarriers of the backward; None for those that a kernel does not have."""
 
     k_ready: Any
-    q_ready: Any
+    q_ready: Any  # [STAGES + 1], the last one for queries that are cleaned before they are ready
     q_free: Any  # and dO is free, too, where there is no o_free
     o_ready: Any
     o_free: Any
     p_ready: Any
-    s_ready: Any
+    s_ready: Any  # [DS_BUFFERS], or [DS_BUFFERS · GROUPS] where a group waits for the other one's dS
     s_free: Any
     d_ready: Any
     d_free: Any

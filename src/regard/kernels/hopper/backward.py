@@ -4,8 +4,8 @@ A program holds one key block, ROWS keys per consumer group, and loops over the 
 dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
 they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and
 each group computes its share of dQ's columns, the first one a row block late; at dims up to 96 a third group computes dQ. Two dQ
-warps add dQ to memory. A load or store of shared memory waits until the products before it in the program have started: hence the order. The key
-blocks that add to the same row block do so in one order, the first keys first; a program waits only for programs that were launched
+warps add dQ to memory. A load or store of shared memory waits until the products before it in the program have started: hence the
+order. The key blocks that add to the same row block do so in one order, the first keys first; a program waits only for programs that were launched
 before it. Dims of 65 to 96 are two chunks, of 64 and 32 columns: a letter with a B (KB, dKB) is the second, and DB its columns or 0.
 
 Letters and units are those of `portable/backward.py`.
@@ -41,7 +41,7 @@ from .aggregates import (
     VisitedRows,
     traits_of,
 )
-from .dq_sums import DQ_WARPS, GROUPS, dq_group, dq_turn, dq_warp, key_columns, pass_dQ, start_dQ, write_dQ
+from .dq_sums import DQ_WARPS, GROUPS, choose_dQ, dq_group, dq_warp, key_columns, pass_dQ, start_dQ, write_dQ
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
@@ -59,7 +59,7 @@ from .key_blocks import (
 from .nonfinite import clean_queries, some_empty, some_unseen, zero_unseen_keys
 from .online_softmax import capped_tanh, exp2, log2, may_hide
 from .register_layouts import mma_layout, transposed_layout
-from .tile_scheduler import ROWS, advance, new_barriers, turn
+from .tile_scheduler import ROWS, advance, buffer_and_phase, new_barriers
 
 HOLD = gl.constexpr(ptx.HOLD)
 
@@ -68,7 +68,8 @@ HOLD = gl.constexpr(ptx.HOLD)
 def producer(params, descriptors, TRAITS: gl.constexpr):
     """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block.
 
-    Q and dO may share a barrier. `q_ready` has one barrier more than stages: through it queries are loaded that must be cleaned.
+    Q and dO may share a barrier. Queries with a row that attends to nothing are loaded through an extra one, the last of `q_ready`;
+    the producer sets such rows to 0, and then completes the barrier of the stage.
     """
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     DA: gl.constexpr = TRAITS.DA
@@ -100,7 +101,7 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
             empty = some_empty(b, batch, h, params, TRAITS)
         for _ in range(count * heads):
             at = (batch * params.num_heads + h) * params.padded_n
-            q_ready, o_ready = barriers.q_ready.index(stage), barriers.o_ready.index(stage)
+            o_ready = barriers.o_ready.index(stage)
             q_loaded = barriers.q_ready.index(gl.where(empty > 0, TRAITS.STAGES, stage))
             t, next_h = next_visit(t, h, first_head, heads)
             next_b, slot = row_block_at(params, gl.maximum(t, first), TRAITS.MASK)
@@ -119,8 +120,7 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
             if TRAITS.ENTROPY:
                 tma_load(descriptors.g_entropy, [at + b * BM], o_ready, row_stats.g_entropy.index(stage))
             if empty > 0:
-                clean_queries(stage, q_loaded, params, TRAITS)
-                mbarrier.arrive(q_ready)
+                clean_queries(stage, params, TRAITS)
             stage, phase = advance(stage, phase, TRAITS.STAGES)
             b, h, empty = next_b, next_h, next_empty
 
@@ -181,7 +181,7 @@ def add_product(X, Y, product):
 
 @gluon.jit
 def store_gradient(X, descriptor, out, strides, batch, kv_head, key, M, D, scale, smem, TMA_STORE: gl.constexpr, first: gl.constexpr = 0):
-    """Store X [ROWS, C] times a number in columns `first` …, by pointers, or through `smem`, which `tma.store_wait` says has been read."""
+    """Store X [ROWS, C] times a number in columns `first` …, by pointers, or by TMA through `smem`: wait by `tma.store_wait` before that is used again."""
     C: gl.constexpr = X.shape[1]
     XL: gl.constexpr = X.type.layout
     X = (X * scale).to(smem.dtype)
@@ -205,7 +205,7 @@ def hold(X):
 
 @gluon.jit
 def arrive(barrier, pred=True):
-    """Arrive for a group that has passed `group_barrier`. In Triton 3.6, `mbarrier.arrive` lets its warps wait for one another again."""
+    """Arrive for a group that has passed `group_barrier`. With Triton 3.6 its warps do not wait for one another again, as in `mbarrier.arrive`."""
     mbarrier.expect(barrier, 0, pred=pred)
 
 
@@ -237,8 +237,8 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
     TL: gl.constexpr = transposed_layout(BM)
     K, V, KB, VB = keys.K, keys.V, keys.KB, keys.VB
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
-    stage, phase = turn(visit, TRAITS.STAGES)
-    buffer, ds_phase = turn(visit, TRAITS.DS_BUFFERS)
+    stage, phase = buffer_and_phase(visit, TRAITS.STAGES)
+    buffer, ds_phase = buffer_and_phase(visit, TRAITS.DS_BUFFERS)
     scale = params.scale
     if TRAITS.SCALES:
         scale = gl.load(params.scales + h)
@@ -276,9 +276,7 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
         dV = warpgroup_mma(P_kept, do, dV, is_async=True)
         if DB > 0:
             dVB = warpgroup_mma(P_kept, dob, dVB, is_async=True)
-        dS = transposed(warpgroup_mma_wait(CHUNKS, deps=[dP]), BM)
-    else:
-        dS = transposed(warpgroup_mma_wait(0, deps=[dP]), BM)
+    dS = transposed(warpgroup_mma_wait(CHUNKS if SPLIT else 0, deps=[dP]), BM)
     if DROP:
         P, dS = dropout_backward(P, dS, delta, params.drop)
     else:
@@ -293,7 +291,7 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
     if TRAITS.SCALES:  # each query head has its own, and dK sums over them
         dS_of_keys = dS * scale
     dS = gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
-    of_dQ, dq_buffer, dq_phase = dq_turn(visit, G)
+    visit_of_dQ, dq_buffer, dq_phase = choose_dQ(visit, G)
     if SPLIT:
         mbarrier.wait(barriers.s_free.index(buffer), ds_phase ^ 1)
     else:  # also says that the other group is done with what had the buffer before
@@ -308,7 +306,7 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
         arrive(barriers.s_ready.index(buffer))
     else:
         arrive(barriers.s_ready.index(buffer * GROUPS + G))
-        arrive(barriers.d_ready.index(dq_buffer ^ 1), of_dQ > 0)
+        arrive(barriers.d_ready.index(dq_buffer ^ 1), visit_of_dQ > 0)
         share = start_dQ(smem.dS, keys.columns, dq_buffer)
     dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
     if DB > 0:
@@ -318,7 +316,7 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
         dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
     else:
         dV, share = warpgroup_mma_wait(1, deps=[dV, share])
-        write_dQ(share, smem.dQ, dq_buffer, dq_phase ^ 1, params, G, TRAITS, of_dQ >= 0)
+        write_dQ(share, smem.dQ, dq_buffer, dq_phase ^ 1, params, G, TRAITS, visit_of_dQ >= 0)
         dK = warpgroup_mma_wait(0, deps=[dK])
     if SPLIT:
         group_barrier()
@@ -333,11 +331,11 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
 def last_dQ(columns, visits, params, G, TRAITS: gl.constexpr):
     """After the last visit: each group passes the dQ that it has written, and the group that is late computes its last one."""
     smem, barriers = params.smem, params.barriers
-    of_dQ, buffer, phase = dq_turn(visits, G)
+    visit_of_dQ, buffer, phase = choose_dQ(visits, G)
     fence_async_shared()
     group_barrier()
-    arrive(barriers.d_ready.index(buffer ^ 1), of_dQ > 0)
-    if gl.minimum(visits, visits - of_dQ) > 0:
+    arrive(barriers.d_ready.index(buffer ^ 1), visit_of_dQ > 0)
+    if (visits > 0) & (G == 0):  # the other group is never late
         mbarrier.wait(barriers.s_ready.index(buffer * GROUPS + (G ^ 1)), phase)
         share = start_dQ(smem.dS, columns, buffer)
         share = warpgroup_mma_wait(0, deps=[share])
@@ -402,14 +400,13 @@ def consumer(params, descriptors, columns, G, TRAITS: gl.constexpr):
     if DB > 0:
         store_gradient(dVB, descriptors.dvb, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.VB.index(G), TRAITS.TMA_STORE, EA)
     scale = 1.0 if TRAITS.SCALES else params.scale  # dS has those of its heads already
-    buffer, phase = turn(gl.maximum(visits, 1) - 1, TRAITS.DS_BUFFERS)
+    buffer, phase = buffer_and_phase(gl.maximum(visits, 1) - 1, TRAITS.DS_BUFFERS)
     keys_read = params.barriers.s_free if SPLIT else params.barriers.d_ready  # by the products of dQ
     mbarrier.wait(keys_read.index(buffer), phase, pred=visits > 0)
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, smem.K.index(G), TRAITS.TMA_STORE)
     if DB > 0:
         store_gradient(dKB, descriptors.dkb, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, smem.KB.index(G), TRAITS.TMA_STORE, DA)
-    if TRAITS.TMA_STORE:
-        tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -436,6 +433,7 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     dO = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, EA], do.layout)
     DS_BUFFERS: gl.constexpr = 4 if SPLIT else 2
     PARTS: gl.constexpr = 1 if SPLIT else 2  # of dQ's columns, one per group that computes it
+    gl.static_assert(SPLIT or DS_BUFFERS == DQ_WARPS, "the dQ of a visit has the number of its dS")
     dS = gl.allocate_shared_memory(q.dtype, [DS_BUFFERS * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
     dQ = gl.allocate_shared_memory(gl.float32, [DQ_WARPS * PARTS, dq_sums.block_shape[0], dq_sums.block_shape[1]], dq_sums.layout)
     KB, VB, QB, dOB, dQB = K, V, Q, dO, dQ
@@ -454,7 +452,7 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     d_ready = new_barriers(DQ_WARPS, PARTS)
     d_free = new_barriers(DQ_WARPS, 1)
     s_ready = new_barriers(DS_BUFFERS, GROUPS) if SPLIT else new_barriers(DS_BUFFERS * GROUPS, 1)
-    s_free = new_barriers(DS_BUFFERS, 1)
+    s_free = new_barriers(DS_BUFFERS, 1) if SPLIT else None
     q_ready = new_barriers(STAGES + 1, 2 if SPLIT else 1, 1)
     o_ready = q_ready if SPLIT else new_barriers(STAGES, 1)
     q_free = new_barriers(STAGES, GROUPS)

@@ -181,7 +181,7 @@ def consumer(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
             dS = compute_dS(P, dS, lse, g, tile, partial, params, TRAITS)
             own.store(gl.convert_layout(dS.to(do.dtype).permute((1, 0)), SL, assert_trivial=True))  # dSᵀ [ROWS, BM]
             fence_async_shared()
-            group_barrier()  # all of the group have read δ, too
+            group_barrier()
             mbarrier.arrive(s_ready.index(buffer))
             late = True
             before = stage

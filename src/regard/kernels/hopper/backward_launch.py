@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ...compat.torch import cuda_allocator, is_current_device
 from ...compat.triton import Address
 from .. import launch_cache
-from ..arguments import BIAS_RELATIVE, BIAS_TENSOR, NO_ENTROPY, BackwardRows, KernelArgs
+from ..arguments import BIAS_RELATIVE, BIAS_TENSOR, NO_ENTROPY, PREPROCESS_ROWS, BackwardRows, KernelArgs
 from ..block_lists import NONE
 from ..block_mask import BlockMask
 from ..portable.configs import padded
@@ -35,7 +35,7 @@ CHANGING = (
     "q", "qb", "k", "kb", "v", "vb", "do", "dob", "lse", "delta", "g_entropy", "dq_sums", "dq_sums_b", "dk_desc", "dkb_desc", "dv_desc", "dvb_desc",
     "dk", "dv", "scales", "bias", "lists", "dq_order", "drop", "empty", "seen", "semaphores",
 )  # fmt: skip
-_TOGETHER = 8  # programs of a head that run at a time under a mask
+_LEAST, _SHARE = 8, 8  # under a mask, one in so many programs of a head runs at a time, and at least so many
 _CHUNKS, _CHUNKS_192 = chunks(96), chunks(192)
 _NARROW = 128  # dims up to which a group holds dK and dV of its keys
 
@@ -44,14 +44,13 @@ _NARROW = 128  # dims up to which a group holds dK and dV of its keys
 class BackwardTile(NamedTuple):
     """Rows per block, blocks in flight, registers per thread of the two consumer groups."""
 
-    BM: int = 64
+    BM: int = PREPROCESS_ROWS
     stages: int = 2
     registers: int = 240
     split: bool = False  # whether a third group computes dQ
     chunked: bool = False  # whether dims, at most 96, are two chunks, of 64 and 32 columns; with a third group only
     wide: bool = False  # whether both groups work on the same keys: one computes P, the other dS
     d192: bool = False  # whether keys have 129 to 192 dims, in two chunks of 128 and 64 columns, and values 65 to 128
-    swizzle: int = 0  # key heads that are scheduled together; 0: as many as `_swizzle` says
 
     @property
     def BN(self) -> int:
@@ -111,7 +110,11 @@ def refuses(w: KernelArgs, s: BackwardRows) -> list[str]:
 
 
 def tile_for(w: KernelArgs) -> BackwardTile:
-    """By the dims: up to 64, or both up to 96, there are registers for a third group; most above 128 have none for both dK and dV."""
+    """The tile for these dims.
+
+    Up to 64 dims, or with both from 65 to 96, there are registers for a third group. Above 128 a group cannot hold both dK and dV, except
+    with keys of up to 192 dims and values of 65 to 128, if there is no dropout and no tensor of scales.
+    """
     smaller, dim = sorted((w.query.shape[3], w.value.shape[3]))
     if smaller > _CHUNKS[0] and dim <= sum(_CHUNKS):
         return CHUNKED
@@ -291,8 +294,8 @@ def _swizzle(w: KernelArgs, tile: BackwardTile) -> int:
     Under a mask a few programs per head run at a time, so that the longest ones of many heads come first.
     """
     blocks, heads = cdiv(w.m, tile.BN), w.key.shape[0] * w.key.shape[1]
-    programs = blocks if w.block_mask.kind == NONE else min(blocks, max(_TOGETHER, blocks // 8))
-    most = min(heads, tile.swizzle or cdiv(forward.multiprocessors(w.query.device), programs))
+    programs = blocks if w.block_mask.kind == NONE else min(blocks, max(_LEAST, blocks // _SHARE))
+    most = min(heads, cdiv(forward.multiprocessors(w.query.device), programs))
     return min(range(most // 2 + 1, most + 1), key=lambda x: (-heads % x, -x))  # so that the last ones are not left alone
 
 

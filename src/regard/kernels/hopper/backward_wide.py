@@ -78,7 +78,6 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
         for _ in range(count * heads):
             b, slot = row_block_at(params, t, TRAITS.MASK)
             at = (batch * params.num_heads + h) * params.padded_n
-            q_ready = barriers.q_ready.index(stage)
             empty = some_empty(b, batch, h, params, TRAITS)
             q_loaded = barriers.q_ready.index(gl.where(empty > 0, TRAITS.STAGES, stage))
             mbarrier.wait(barriers.q_free.index(stage), phase)
@@ -86,8 +85,7 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
             tma_load(descriptors.q, [batch, h, b * BM, 0], q_loaded, smem.Q.index(stage))
             tma_load(descriptors.lse, [at + b * BM], q_loaded, row_stats.lse.index(stage))
             if empty > 0:
-                clean_queries(stage, q_loaded, params, TRAITS)
-                mbarrier.arrive(q_ready)
+                clean_queries(stage, params, TRAITS)
             mbarrier.wait(barriers.o_free, o_phase)
             mbarrier.expect(o_ready, BM * EA * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
             tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO)

@@ -26,7 +26,7 @@ from .dq_semaphore import acquire, release
 from .forward import flat
 from .key_blocks import dq_visit, heads_together, key_tile, row_block_range
 from .register_layouts import mma_layout
-from .tile_scheduler import ROWS, advance, turn
+from .tile_scheduler import ROWS, advance, buffer_and_phase
 
 GROUPS = gl.constexpr(2)  # consumer groups, each with ROWS keys
 DQ_WARPS = gl.constexpr(2)  # warps that add dQ to memory, each with a buffer
@@ -41,15 +41,16 @@ def key_columns(K, D: gl.constexpr, part: gl.constexpr, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def dq_turn(visit, G):
+def choose_dQ(visit, G):
     """The visit whose dQ a group computes in this one, its buffer, and the phase of its barriers.
 
     The first group is one visit behind with its part of dQ. So the groups are not at the same place of an iteration at the same
-    time, and one computes while the products of the other run.
+    time, and one computes while the products of the other run. In its first visit it has no dQ yet: it computes one, of visit −1, from
+    whatever is in shared memory, and writes it, but no dQ warp is told; so the loop needs no branch.
     """
-    of_dQ = visit - (G ^ 1)
-    buffer, phase = turn(of_dQ, 2)
-    return of_dQ, buffer, phase
+    visit_of_dQ = visit - (G ^ 1)
+    buffer, phase = buffer_and_phase(visit_of_dQ, DQ_WARPS)
+    return visit_of_dQ, buffer, phase
 
 
 @gluon.jit
@@ -76,7 +77,7 @@ def in_register_order(X):
 
 @gluon.jit
 def write_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr, pred=True):
-    """Write a part of a chunk of dQ to shared memory. If `pred`, first wait until TMA has read what was there."""
+    """Write a part of a chunk of dQ to shared memory, once TMA has read the dQ before it in the buffer; without `pred` at once."""
     mbarrier.wait(params.barriers.d_free.index(buffer), phase, pred=pred)
     dQ.index(buffer * TRAITS.PARTS + part).store(in_register_order(share))
 

@@ -23,7 +23,7 @@ from .register_layouts import transposed_layout
 from .tile_scheduler import ROWS, work_tile
 
 MASK_SPAN = gl.constexpr(ptx.MASK_SPAN)
-NO_ROW = gl.constexpr(2**31 - 1)  # as the first row of a range
+NO_ROW = gl.constexpr(2**31 - 1)  # the first row of an empty range
 
 
 @gluon.constexpr_function

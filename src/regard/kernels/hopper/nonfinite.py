@@ -68,8 +68,10 @@ def attended(k, strides, seen, bias, lists, n, M, num_heads, heads_per_kv,
 
 
 @gluon.jit
-def zero_empty_rows(X, lse, BM: gl.constexpr, C: gl.constexpr):
+def zero_empty_rows(X, lse):
     """Set the queries X [BM, C] of rows that see nothing to 0, since they may be NaN. One warp does."""
+    BM: gl.constexpr = X.shape[0]
+    C: gl.constexpr = X.shape[1]
     parts, lse_parts = row_blocks(X, CLEANED_BY_WARP), row_blocks(lse, CLEANED_BY_WARP)
     PANEL: gl.constexpr = parts.shape[2]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PANEL, PANEL // 8], [1, 1], [1, 0])
@@ -90,18 +92,20 @@ def some_empty(b, batch, h, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def clean_queries(stage, loaded, params, TRAITS: gl.constexpr):
-    """Set the queries of rows that see nothing to 0 once they are `loaded`, by the producer warp; consumers have no registers for it.
+def clean_queries(stage, params, TRAITS: gl.constexpr):
+    """Set the queries of rows that see nothing to 0 once they are loaded, then say "ready". The producer warp does; consumers have no registers for it.
 
-    All loads that need it share one barrier. It goes through a second phase here, so that the next load waits for the first one again.
+    All loads that need it share one barrier, the last. It goes through a second phase here, so that the next load waits for the first one again.
     """
-    smem, lse = params.smem, params.row_stats.lse.index(stage)
+    smem, lse, q_ready = params.smem, params.row_stats.lse.index(stage), params.barriers.q_ready
+    loaded = q_ready.index(TRAITS.STAGES)
     mbarrier.wait(loaded, 0)
     mbarrier.arrive(loaded)
-    zero_empty_rows(smem.Q.index(stage).reshape([TRAITS.BM, TRAITS.DA]), lse, TRAITS.BM, TRAITS.DA)
+    zero_empty_rows(smem.Q.index(stage).reshape([TRAITS.BM, TRAITS.DA]), lse)
     if TRAITS.DB > 0:
-        zero_empty_rows(smem.QB.index(stage).reshape([TRAITS.BM, TRAITS.DB]), lse, TRAITS.BM, TRAITS.DB)
+        zero_empty_rows(smem.QB.index(stage).reshape([TRAITS.BM, TRAITS.DB]), lse)
     fence_async_shared()
+    mbarrier.arrive(q_ready.index(stage))
 
 
 @gluon.jit

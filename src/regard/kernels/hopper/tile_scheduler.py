@@ -34,11 +34,11 @@ def work_tile(t, blocks, batch_heads, swizzle):
 
 
 @gluon.jit
-def new_barriers(NUMBER: gl.constexpr, arrivals: gl.constexpr, of_last: gl.constexpr = 0):
-    """NUMBER barriers, each of which completes after so many arrivals; the last one after a number of its own, if it has one."""
+def new_barriers(NUMBER: gl.constexpr, arrivals: gl.constexpr, arrivals_of_last: gl.constexpr = 0):
+    """NUMBER barriers, each of which completes after so many arrivals; the last one may have a number of its own."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(s), count=of_last if of_last > 0 and s == NUMBER - 1 else arrivals)
+        mbarrier.init(barriers.index(s), count=arrivals_of_last if arrivals_of_last > 0 and s == NUMBER - 1 else arrivals)
     return barriers
 
 
@@ -64,10 +64,10 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def turn(visit, BUFFERS: gl.constexpr):
-    """The buffer of a visit, and the phase of its barriers; visit −1, before the first, has a phase that is over."""
+def buffer_and_phase(visit, BUFFERS: gl.constexpr):
+    """The buffer of a visit, and the phase of its barriers. To wait for visit −1, before the first, is to go on at once."""
     SHIFT: gl.constexpr = BUFFERS.bit_length() - 1
-    gl.static_assert(BUFFERS == 1 << SHIFT, "a power of two is quickly divided by")
+    gl.static_assert(BUFFERS == 1 << SHIFT, "BUFFERS must be a power of two")
     return visit & (BUFFERS - 1), visit >> SHIFT & 1
 
 

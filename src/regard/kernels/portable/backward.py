@@ -58,7 +58,10 @@ from .tile_ops import (
 
 @triton.jit(do_not_specialize=["n", "heads"])
 def backward_preprocess(do, g_lse, out, delta, lse, empty, strides, n, heads, C: tl.constexpr):
-    """δ = Σ dO ∘ O − g_lse, and lse in the units of exponents (+inf where nothing is attended to): [BM] per block of rows; and if some row is so."""
+    """δ = Σ dO ∘ O − g_lse, and lse in the units of exponents (+inf where nothing is attended to): [BM] per block of rows.
+
+    Also whether some row of the block attends to nothing.
+    """
     do_strides = strides.do
     block, owner = program_tile(tl.cdiv(n, C.BM))
     index = owner % heads

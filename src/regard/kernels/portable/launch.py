@@ -18,8 +18,8 @@ from ..arguments import (
     BIAS_ALIBI,
     BIAS_NONE,
     BIAS_RELATIVE,
-    EMPTY_ROWS,
     NO_ENTROPY,
+    PREPROCESS_ROWS,
     BackwardRows,
     BackwardStrides,
     DoubleBackwardRows,
@@ -182,17 +182,17 @@ def backward_preprocess(w: KernelArgs, found: Rows, dO: Tensor, g_lse: Tensor | 
     """δ = Σ dO ∘ O − g_lse of each row, lse in the units of the kernels' exponents, and whether a block of rows has one that sees nothing."""
     L, H, N = w.rows
     delta, lse = torch.empty_like(found.lse), torch.empty_like(found.lse)
-    empty = torch.empty(L, H, triton.cdiv(N, EMPTY_ROWS), dtype=torch.int32, device=delta.device)
+    empty = torch.empty(L, H, triton.cdiv(N, PREPROCESS_ROWS), dtype=torch.int32, device=delta.device)
     tensors = {"do": dO, "g_lse": g_lse, "out": found._replace(entropy=NO_ENTROPY), "delta": delta, "lse": lse, "empty": empty}
     key = preprocess_key(w, dO, found.output, g_lse)
     launch = launch_cache.find(key)
     if launch is not None:
         launch.again(**tensors)
     else:
-        C = constants(DV=w.dims["DV"], DVP=w.dims["DVP"], BM=EMPTY_ROWS, FAST=w.fast)
+        C = constants(DV=w.dims["DV"], DVP=w.dims["DVP"], BM=PREPROCESS_ROWS, FAST=w.fast)
         strides = BackwardStrides(w.strides(found.output), matrix_strides(dO))
         arguments = {**tensors, "strides": strides, "n": N, "heads": H, "C": C}
-        launch_cache.start(key, backward_preprocess_kernel, triton.cdiv(N, EMPTY_ROWS) * L * H, arguments, {"enable_fp_fusion": True}, tensors)
+        launch_cache.start(key, backward_preprocess_kernel, triton.cdiv(N, PREPROCESS_ROWS) * L * H, arguments, {"enable_fp_fusion": True}, tensors)
     return delta, lse, empty
 
 
