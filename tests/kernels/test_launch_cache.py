@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -250,6 +251,7 @@ def test_a_shortcut_of_the_backward_passes_the_arguments_of_first_launches(
     assert given["dq_sums"].base == last["dq_sums"]
     assert dim != 96 or given["dq_sums_b"].base == last["dq_sums"]
     assert given["lse"].base == preprocess[2][1]
+    assert preprocess[5] == given["dq_sums"].base + 4 * math.prod(given["dq_sums"].shape)  # flags lie behind the sums
     STARTS.clear()
     long_way(again, rows, dO)
     for start, other in zip(short, STARTS, strict=True):
