@@ -539,5 +539,9 @@ def run_hopper_kernels(monkeypatch: pytest.MonkeyPatch, seed: int = 0, programs:
         chosen_launch, "refuses", lambda w: [reason for reason in refuses_lists(w) if "not on a GPU" not in reason]
     )
     monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
+    programs_for = backward_launch.programs_for  # one program takes all tiles where it would wait for those of others
+    monkeypatch.setattr(
+        backward_launch, "programs_for", lambda w, tile: programs_for(w, tile) if tile.wide or tile.d192 else 1
+    )
     monkeypatch.setattr(launch, "on_hopper", lambda query: True)
     return started

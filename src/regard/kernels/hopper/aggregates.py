@@ -12,7 +12,7 @@ from ..portable.aggregates import Constants
 
 __all__ = [
     "BackwardBarriers", "BackwardDescriptors", "BackwardParams", "BackwardSmem", "DQDescriptors", "ForwardBarriers", "ForwardDescriptors",
-    "ForwardOutputs", "ForwardParams", "ForwardSmem", "GradientDescriptors", "GroupKeys", "KeyBlocks", "OutputDescriptors", "RowBlock", "RowStats", "SoftmaxState", "TileIndex", "ValueBlock", "VisitedRows",
+    "ForwardOutputs", "ForwardParams", "ForwardSmem", "GradientDescriptors", "GroupKeys", "KeyBlocks", "KeyTile", "OutputDescriptors", "RowBlock", "RowStats", "SoftmaxState", "TileIndex", "ValueBlock", "VisitedRows",
     "traits_of",
 ]  # fmt: skip
 
@@ -185,11 +185,11 @@ class BackwardSmem(NamedTuple):
     KB: Any
     V: Any  # [GROUPS, 1, 1, ROWS, EA]
     VB: Any
-    dO: Any  # [STAGES, 1, 1, BM, EA]
+    dO: Any  # [O_STAGES, 1, 1, BM, EA]
     dOB: Any
     P: Any  # [ROWS, BM] of the wide one
     dS: Any  # [DS_BUFFERS · GROUPS, ROWS, BM]
-    dQ: Any  # [2 · PARTS, 2 · DA / PARTS, 32], or [2, twice the columns of a part, 32]; in the order of registers
+    dQ: Any  # [DQ_BUFFERS · PARTS, 2 · DA / PARTS, 32], or of the wide one [2, twice the columns of a part, 32]; in the order of registers
     dQB: Any
 
 
@@ -197,12 +197,13 @@ class BackwardBarriers(NamedTuple):
     """mbarriers of the backward; None for those that a kernel does not have."""
 
     k_ready: Any
+    k_free: Any  # and V and the tile info are free, too; None where a program has one tile
     q_ready: Any  # [STAGES + 1], the last one for queries that are cleaned before they are ready
     q_free: Any  # and dO is free, too, where there is no o_free
     o_ready: Any
     o_free: Any
     p_ready: Any
-    s_ready: Any  # [DS_BUFFERS], or [DS_BUFFERS · GROUPS] where a group waits for the other one's dS
+    s_ready: Any  # [DS_BUFFERS]; [DS_BUFFERS · GROUPS], or a pair, where a group waits for the other one's dS
     s_free: Any
     d_ready: Any
     d_free: Any
@@ -249,17 +250,29 @@ class BackwardParams(NamedTuple):
     num_heads: Any  # of queries
     heads_per_kv: Any  # query heads that share a key head
     swizzle: Any  # key heads that are scheduled together
+    tile_info: Any  # in shared memory; None where a program has one tile
+
+
+class KeyTile(NamedTuple):
+    """A key block of a key head for a consumer group, and the rows that see it in the first query head."""
+
+    block: Any
+    batch: Any
+    kv_head: Any
+    first: Any  # `key_blocks.row_block_range`
+    count: Any
+    begin: Any  # `key_blocks.common_rows`
+    end: Any
+    unseen: Any  # `nonfinite.some_unseen`
 
 
 class GroupKeys(NamedTuple):
-    """The keys and values of a consumer group in the backward; where one chunk is enough, it is the second, too."""
+    """The keys and values of a consumer group in the backward."""
 
     batch: Any
     key: Any  # the first one
-    K: Any  # [ROWS, DA], in shared memory or as a left operand in registers
+    K: Any  # [ROWS, DA], as a left operand in registers; None if it stays in shared memory
     V: Any
-    KB: Any
-    VB: Any
     columns: Any  # of the keys of all groups, for its part of dQ; 0 if a third group computes dQ
 
 

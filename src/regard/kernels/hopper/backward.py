@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...compat.gluon import KEYS_IN_REGISTERS, group_barrier, tma_load, tma_store, warp_specialize
+from ...compat.gluon import KEYS_IN_REGISTERS, group_barrier, tma_store, warp_specialize
 from ..portable.tile_ops import _BIAS_NONE, _NONE, DEEP, LN2, LOG2E
 from . import ptx
 from .aggregates import (
@@ -45,84 +45,26 @@ from .dq_sums import DQ_WARPS, GROUPS, choose_dQ, dq_group, dq_warp, key_columns
 from .dropout import dropout_backward, keep_bits, keep_mask
 from .forward import flat
 from .key_blocks import (
+    TILE_INFO,
     apply_mask,
     common_rows,
     heads_together,
     is_partial,
-    key_tile,
     load_bias,
     load_mask,
+    next_tile,
     next_visit,
+    producer,
+    read_tile,
     row_block_at,
     row_block_range,
 )
-from .nonfinite import clean_queries, some_empty, some_unseen, zero_unseen_keys
+from .nonfinite import zero_unseen_keys
 from .online_softmax import capped_tanh, exp2, log2, may_hide
 from .register_layouts import mma_layout, transposed_layout
-from .tile_scheduler import ROWS, advance, buffer_and_phase, new_barriers
+from .tile_scheduler import ROWS, buffer_and_phase, new_barriers, unknown_zero
 
 HOLD = gl.constexpr(ptx.HOLD)
-
-
-@gluon.jit
-def producer(params, descriptors, TRAITS: gl.constexpr):
-    """The producer warp: it loads K and V once, then Q, dO and the statistics of each row block.
-
-    Q and dO may share a barrier. Queries with a row that attends to nothing are loaded through an extra one, the last of `q_ready`;
-    the producer sets such rows to 0, and then completes the barrier of the stage.
-    """
-    smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
-    DA: gl.constexpr = TRAITS.DA
-    DB: gl.constexpr = TRAITS.DB
-    EA: gl.constexpr = TRAITS.EA
-    EB: gl.constexpr = TRAITS.EB
-    BM: gl.constexpr = TRAITS.BM
-    block, batch, kv_head = key_tile(params)
-    k_ready = barriers.k_ready
-    mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA + DB + EB) * 2)
-    for g in gl.static_range(GROUPS):
-        key = (block * GROUPS + g) * ROWS
-        tma_load(descriptors.k, [batch, kv_head, key, 0], k_ready, smem.K.index(g))
-        tma_load(descriptors.v, [batch, kv_head, key, 0], k_ready, smem.V.index(g))
-        if DB > 0:
-            tma_load(descriptors.kb, [batch, kv_head, key, DA], k_ready, smem.KB.index(g))
-        if EB > 0:
-            tma_load(descriptors.vb, [batch, kv_head, key, EA], k_ready, smem.VB.index(g))
-    stage = 0
-    phase = 1
-    heads = heads_together(params, TRAITS.MASK)
-    for u in range(params.heads_per_kv // heads):
-        first_head = kv_head * params.heads_per_kv + u * heads
-        first, count = row_block_range(params, batch, first_head, block, BM, TRAITS.MASK)
-        t, h = first + count - 1, first_head
-        b, empty = t, 0
-        if count > 0:
-            b, slot = row_block_at(params, t, TRAITS.MASK)
-            empty = some_empty(b, batch, h, params, TRAITS)
-        for _ in range(count * heads):
-            at = (batch * params.num_heads + h) * params.padded_n
-            o_ready = barriers.o_ready.index(stage)
-            q_loaded = barriers.q_ready.index(gl.where(empty > 0, TRAITS.STAGES, stage))
-            t, next_h = next_visit(t, h, first_head, heads)
-            next_b, slot = row_block_at(params, gl.maximum(t, first), TRAITS.MASK)
-            next_empty = some_empty(next_b, batch, next_h, params, TRAITS)  # one visit early, so that nobody waits for it
-            mbarrier.wait(barriers.q_free.index(stage), phase)
-            mbarrier.expect(q_loaded, BM * (DA + DB) * 2 + BM * 4)
-            tma_load(descriptors.q, [batch, h, b * BM, 0], q_loaded, smem.Q.index(stage))
-            if DB > 0:
-                tma_load(descriptors.qb, [batch, h, b * BM, DA], q_loaded, smem.QB.index(stage))
-            tma_load(descriptors.lse, [at + b * BM], q_loaded, row_stats.lse.index(stage))
-            mbarrier.expect(o_ready, BM * (EA + EB) * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
-            tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO.index(stage))
-            if EB > 0:
-                tma_load(descriptors.dob, [batch, h, b * BM, EA], o_ready, smem.dOB.index(stage))
-            tma_load(descriptors.delta, [at + b * BM], o_ready, row_stats.delta.index(stage))
-            if TRAITS.ENTROPY:
-                tma_load(descriptors.g_entropy, [at + b * BM], o_ready, row_stats.g_entropy.index(stage))
-            if empty > 0:
-                clean_queries(stage, params, TRAITS)
-            stage, phase = advance(stage, phase, TRAITS.STAGES)
-            b, h, empty = next_b, next_h, next_empty
 
 
 @gluon.jit
@@ -220,7 +162,7 @@ def find_tile(t, h, keys, rows, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAITS: gl.constexpr):
+def mma_one_row_block(visit, before, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAITS: gl.constexpr):
     """One iteration: a group's keys against row block t of its visits, in query head h; and the next visit.
 
     A function of its own, since Triton generates the code of a loop twice, and that of a function once.
@@ -235,7 +177,12 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
     SPLIT: gl.constexpr = TRAITS.SPLIT
     SL: gl.constexpr = mma_layout(BM)
     TL: gl.constexpr = transposed_layout(BM)
-    K, V, KB, VB = keys.K, keys.V, keys.KB, keys.VB
+    K, V = keys.K, keys.V
+    at_0 = unknown_zero(visit, params) if DB > 0 or not SPLIT else 0
+    if K is None:
+        K = flat(smem.K.index(G + at_0), ROWS, DA)
+    if V is None:
+        V = flat(smem.V.index(G + at_0), ROWS, EA)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
     stage, phase = buffer_and_phase(visit, TRAITS.STAGES)
     buffer, ds_phase = buffer_and_phase(visit, TRAITS.DS_BUFFERS)
@@ -248,6 +195,7 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
     do = flat(smem.dO.index(stage), BM, EA)
     if DB > 0:
         qb = flat(smem.QB.index(stage), BM, DB)
+        KB, VB = flat(smem.KB.index(G + at_0), ROWS, DB), flat(smem.VB.index(G + at_0), ROWS, DB)
         dob = flat(smem.dOB.index(stage), BM, DB)
     if DROP:
         tile, partial = find_tile(t, h, keys, rows, params, TRAITS)
@@ -306,7 +254,7 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
         arrive(barriers.s_ready.index(buffer))
     else:
         arrive(barriers.s_ready.index(buffer * GROUPS + G))
-        arrive(barriers.d_ready.index(dq_buffer ^ 1), visit_of_dQ > 0)
+        arrive(barriers.d_ready.index(dq_buffer ^ 1), visit_of_dQ > before)
         share = start_dQ(smem.dS, keys.columns, dq_buffer)
     dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
     if DB > 0:
@@ -316,26 +264,23 @@ def mma_one_row_block(visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAI
         dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
     else:
         dV, share = warpgroup_mma_wait(1, deps=[dV, share])
-        write_dQ(share, smem.dQ, dq_buffer, dq_phase ^ 1, params, G, TRAITS, visit_of_dQ >= 0)
+        write_dQ(share, smem.dQ, dq_buffer, dq_phase ^ 1, params, G, TRAITS, visit_of_dQ >= before)
         dK = warpgroup_mma_wait(0, deps=[dK])
-    if SPLIT:
-        group_barrier()
-        arrive(barriers.q_free.index(stage))
-    else:
-        mbarrier.arrive(barriers.q_free.index(stage))
+    group_barrier()
+    arrive(barriers.q_free.index(stage))
     t, h = next_visit(t, h, rows.first_head, rows.heads)
     return t, h, dK, dV, dKB, dVB
 
 
 @gluon.jit
-def last_dQ(columns, visits, params, G, TRAITS: gl.constexpr):
+def last_dQ(columns, visits, before, params, G, TRAITS: gl.constexpr):
     """After the last visit: each group passes the dQ that it has written, and the group that is late computes its last one."""
     smem, barriers = params.smem, params.barriers
     visit_of_dQ, buffer, phase = choose_dQ(visits, G)
     fence_async_shared()
     group_barrier()
-    arrive(barriers.d_ready.index(buffer ^ 1), visit_of_dQ > 0)
-    if (visits > 0) & (G == 0):  # the other group is never late
+    arrive(barriers.d_ready.index(buffer ^ 1), visit_of_dQ > before)
+    if (visits > before) & (G == 0):  # the other group is never late
         mbarrier.wait(barriers.s_ready.index(buffer * GROUPS + (G ^ 1)), phase)
         share = start_dQ(smem.dS, columns, buffer)
         share = warpgroup_mma_wait(0, deps=[share])
@@ -343,8 +288,11 @@ def last_dQ(columns, visits, params, G, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(params, descriptors, columns, G, TRAITS: gl.constexpr):
-    """Consumer group G: its ROWS keys against all rows that see the block, and `columns` for its part of dQ."""
+def consume_tile(tile, visits, params, descriptors, columns, G, TRAITS: gl.constexpr):
+    """Consumer group G: its ROWS keys of a tile against all rows that see them, and `columns` for its part of dQ.
+
+    `visits` counts the visits of the tiles before, and with those of this one it is the result.
+    """
     smem = params.smem
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
@@ -354,31 +302,23 @@ def consumer(params, descriptors, columns, G, TRAITS: gl.constexpr):
     SPLIT: gl.constexpr = TRAITS.SPLIT
     V_HELD: gl.constexpr = SPLIT and DB == 0 and EA <= 64 and TRAITS.BIAS == _BIAS_NONE and not TRAITS.DROP  # in registers: half as much is read from smem
     K_HELD: gl.constexpr = V_HELD and DA <= 64 and KEYS_IN_REGISTERS and MASK == _NONE
-    block, batch, kv_head = key_tile(params)
+    block, batch, kv_head, first, count, begin, end, unseen = read_tile(tile, G, params)
     key = (block * GROUPS + G) * ROWS
     dK = gl.zeros([ROWS, DA], gl.float32, mma_layout(DA))
     dV = gl.zeros([ROWS, EA], gl.float32, mma_layout(EA))
     dKB, dVB = 0, 0
     heads = heads_together(params, MASK)
-    first, count = row_block_range(params, batch, kv_head * params.heads_per_kv, block, BM, MASK)
-    begin, end = common_rows(params, batch, kv_head * params.heads_per_kv, key, MASK)
-    unseen = some_unseen(batch, kv_head, key, params, TRAITS)
-    mbarrier.wait(params.barriers.k_ready, 0)
     zero_unseen_keys(flat(smem.K.index(G), ROWS, DA), unseen, batch, kv_head, key, params, TRAITS)
-    K = flat(smem.K.index(G), ROWS, DA)
-    V = flat(smem.V.index(G), ROWS, EA)
-    KB, VB = K, V
     if DB > 0:
-        KB = flat(smem.KB.index(G), ROWS, DB)
-        VB = flat(smem.VB.index(G), ROWS, DB)
-        zero_unseen_keys(KB, unseen, batch, kv_head, key, params, TRAITS)
+        zero_unseen_keys(flat(smem.KB.index(G), ROWS, DB), unseen, batch, kv_head, key, params, TRAITS)
         dKB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
         dVB = gl.zeros([ROWS, DB], gl.float32, mma_layout(DB))
+    K, V = None, None
     if V_HELD:
-        V = V.load(gl.DotOperandLayout(0, mma_layout(BM), 2))
+        V = flat(smem.V.index(G), ROWS, EA).load(gl.DotOperandLayout(0, mma_layout(BM), 2))
     if K_HELD:
-        K = K.load(gl.DotOperandLayout(0, mma_layout(BM), 2))
-    visits = 0
+        K = flat(smem.K.index(G), ROWS, DA).load(gl.DotOperandLayout(0, mma_layout(BM), 2))
+    before = visits
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         if u > 0:
@@ -387,26 +327,42 @@ def consumer(params, descriptors, columns, G, TRAITS: gl.constexpr):
         t, h = first + count - 1, first_head
         for visit in range(visits, visits + count * heads):
             t, h, dK, dV, dKB, dVB = mma_one_row_block(
-                visit, t, h, dK, dV, dKB, dVB, GroupKeys(batch, key, K, V, KB, VB, columns), VisitedRows(begin, end, first_head, heads), params, G,
-                TRAITS)
+                visit, before, t, h, dK, dV, dKB, dVB, GroupKeys(batch, key, K, V, columns), VisitedRows(begin, end, first_head, heads), params, G, TRAITS)
             if V_HELD:
                 V = hold(V)
             if K_HELD:
                 K = hold(K)
         visits += count * heads
     if not SPLIT:
-        last_dQ(columns, visits, params, G, TRAITS)
+        last_dQ(columns, visits, before, params, G, TRAITS)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.V.index(G), TRAITS.TMA_STORE)
     if DB > 0:
         store_gradient(dVB, descriptors.dvb, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.VB.index(G), TRAITS.TMA_STORE, EA)
     scale = 1.0 if TRAITS.SCALES else params.scale  # dS has those of its heads already
     buffer, phase = buffer_and_phase(gl.maximum(visits, 1) - 1, TRAITS.DS_BUFFERS)
     keys_read = params.barriers.s_free if SPLIT else params.barriers.d_ready  # by the products of dQ
-    mbarrier.wait(keys_read.index(buffer), phase, pred=visits > 0)
+    mbarrier.wait(keys_read.index(buffer), phase, pred=visits > before)
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, smem.K.index(G), TRAITS.TMA_STORE)
     if DB > 0:
         store_gradient(dKB, descriptors.dkb, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, smem.KB.index(G), TRAITS.TMA_STORE, DA)
     tma.store_wait(0)
+    if not SPLIT:  # in the first visit of the next tile this group writes over its part of the last dQ
+        mbarrier.wait(params.barriers.d_free.index(buffer), phase, pred=(visits > before) & (G == 0))
+    mbarrier.arrive(params.barriers.k_free)
+    return visits
+
+
+@gluon.jit
+def consumer(params, descriptors, columns, G, TRAITS: gl.constexpr):
+    """Consumer group G, which takes one tile after another."""
+    tiles = params.key_blocks * params.batch_kv_heads
+    taken = 0
+    visits = 0
+    tile = next_tile(taken, params, 4)
+    while tile < tiles:
+        visits = consume_tile(tile, visits, params, descriptors, columns, G, TRAITS)
+        taken += 1
+        tile = next_tile(taken, params, 4)
 
 
 @gluon.jit
@@ -414,7 +370,7 @@ def group(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
     """The partition of consumer group G: `forward.group`. Its part of dQ is a slice of K's columns, for which G must be a constant."""
     columns = 0
     if not TRAITS.SPLIT:
-        columns = key_columns(params.smem.K, TRAITS.DA, G, TRAITS)
+        columns = key_columns(params.smem.K, TRAITS.DA, G, 0, TRAITS)
     consumer(params, descriptors, columns, gl.to_tensor(G), TRAITS)
 
 
@@ -426,7 +382,7 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
              DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
              SPLIT: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
              DROP: gl.constexpr, SCALES: gl.constexpr, TMA_STORE: gl.constexpr):
-    """A program takes one key block of one key head, and all query heads that share it."""
+    """A program takes one key block of one key head, and all query heads that share it; then the next."""
     K = gl.allocate_shared_memory(k.dtype, [GROUPS, 1, 1, ROWS, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [GROUPS, 1, 1, ROWS, EA], v.layout)
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
@@ -448,7 +404,9 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     g_smem = delta_smem
     if ENTROPY:
         g_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
+    tile_info = gl.allocate_shared_memory(gl.int32, [TILE_INFO, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_ready = new_barriers(1, 1).index(0)
+    k_free = new_barriers(1, GROUPS + DQ_WARPS + (1 if SPLIT else 0)).index(0)
     d_ready = new_barriers(DQ_WARPS, PARTS)
     d_free = new_barriers(DQ_WARPS, 1)
     s_ready = new_barriers(DS_BUFFERS, GROUPS) if SPLIT else new_barriers(DS_BUFFERS * GROUPS, 1)
@@ -461,12 +419,12 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
     gradients, dq = GradientDescriptors(dk_desc, dkb_desc, dv_desc, dvb_desc), DQDescriptors(dq_sums, dq_sums_b)
     params = BackwardParams(
         BackwardSmem(Q, QB, K, KB, V, VB, dO, dOB, None, dS, dQ, dQB),
-        BackwardBarriers(k_ready, q_ready, q_free, o_ready, None, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        BackwardBarriers(k_ready, k_free, q_ready, q_free, o_ready, None, None, s_ready, s_free, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, empty, seen, semaphores, n, M, D, E, padded_n,
-        key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
+        key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle, tile_info)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, DB=DB, EA=EA, EB=DB, BM=BM, STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, PARTS=PARTS, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY,
-        DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
+        DA=DA, DB=DB, EA=EA, EB=DB, BM=BM, ONE_TILE=False, STAGES=STAGES, O_STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, DQ_BUFFERS=DQ_WARPS, PARTS=PARTS, MASK=MASK, BIAS=BIAS,
+        CAP=CAP, FAST=FAST, ENTROPY=ENTROPY, DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     if SPLIT:
         warp_specialize([
             (group, (params, gradients, 0, TRAITS)),

@@ -27,7 +27,7 @@ from .dq_sums import dq_postprocess
 from .nonfinite import attended
 
 __all__ = [
-    "BackwardTile", "BackwardWorkspace", "backward_arguments", "kernel_for", "launch_backward", "postprocess_dq", "refuses", "seen_keys", "tile_for",
+    "BackwardTile", "BackwardWorkspace", "backward_arguments", "kernel_for", "launch_backward", "postprocess_dq", "programs_for", "refuses", "seen_keys", "tile_for",
     "workspace_for",
 ]  # fmt: skip
 
@@ -61,11 +61,6 @@ class BackwardTile(NamedTuple):
         """Parts of dQ's columns that are added to memory one by one."""
         return 4 if self.wide else 1 if self.split else 2
 
-    @property
-    def semaphores(self) -> int:
-        """Semaphores per row block: one per half of dQ that is added on its own."""
-        return 2 if self.d192 else 1
-
     def widths(self, w: KernelArgs) -> tuple[int, int]:
         """The padded dims of queries and keys, and of values, the columns of a second chunk included."""
         if self.chunked:
@@ -92,7 +87,7 @@ class BackwardWorkspace(NamedTuple):
     dk: Tensor
     dv: Tensor
     dq_sums: Tensor  # float32 (row blocks · parts · twice the columns of a part, 32): dQ, unscaled, in the order of registers
-    semaphores: Tensor  # int32 (row blocks · semaphores,): how many key blocks have added
+    semaphores: Tensor  # int32 (row blocks + 1,): how many key blocks have added; then how many tiles were taken
 
 
 def refuses(w: KernelArgs, s: BackwardRows) -> list[str]:
@@ -133,8 +128,7 @@ def launch_backward(w: KernelArgs, s: BackwardRows, tile: BackwardTile | None = 
     seen = seen_keys(w, tile.BM, tile.BN) if w.kind in (BIAS_TENSOR, BIAS_RELATIVE) else None
     if launch is None:
         arguments, options = backward_arguments(w, s, workspace, tile, seen)
-        L, K, M, _ = w.key.shape
-        launch_cache.start(key, kernel_for(tile), cdiv(M, tile.BN) * L * K, arguments, options, CHANGING, tile)
+        launch_cache.start(key, kernel_for(tile), programs_for(w, tile), arguments, options, CHANGING, tile)
     else:
         lse, delta, g_entropy = _padded_row_stats(w, s, tile)
         dk, dv = workspace.dk, workspace.dv
@@ -160,7 +154,7 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
     (L, H, N), D = w.rows, w.query.shape[3]
     blocks = L * H * cdiv(N, tile.BM)
     new_dq, new_dk, new_dv = (cuda_allocator(size, dtype) for size in ((L, H, N, D), w.key.shape, w.value.shape))
-    BM, BN, semaphores_of_all = tile.BM, tile.BN, blocks * tile.semaphores
+    BM, BN, semaphores_of_all = tile.BM, tile.BN, blocks + 1
     numbers = blocks * BM * tile.widths(w)[0]  # of the sums
     statistic = 4 * L * H * N  # bytes: N is a multiple of BM, so δ, lse and the sums are aligned
     new_scratch = cuda_allocator((numbers + blocks + 2 * L * H * N,), torch.float32)  # of all four
@@ -210,11 +204,18 @@ def kernel_for(tile: BackwardTile) -> Any:
     return backward
 
 
+def programs_for(w: KernelArgs, tile: BackwardTile) -> int:
+    """As many as run at once, each of which takes one key block after another; above 128 dims one per key block."""
+    L, K, M, _ = w.key.shape
+    programs = cdiv(M, tile.BN) * L * K
+    return programs if tile.wide or tile.d192 else min(programs, forward.multiprocessors(w.query.device))
+
+
 def workspace_for(w: KernelArgs, tile: BackwardTile) -> BackwardWorkspace:
     L, H, N = w.rows
     row_blocks = L * H * cdiv(N, tile.BM)
     sums = w.query.new_empty(row_blocks * 2 * tile.widths(w)[0], 32, dtype=torch.float32)
-    semaphores = launch_cache.zeros(row_blocks * tile.semaphores, w.query.device)
+    semaphores = launch_cache.zeros(row_blocks + 1, w.query.device)
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (w.key, w.value))
     return BackwardWorkspace(dk, dv, sums, semaphores)
 
@@ -282,7 +283,6 @@ def postprocess_dq(w: KernelArgs, workspace: BackwardWorkspace, tile: BackwardTi
     arguments = {
         **tensors, "scale": 1.0 if unscaled else w.scale, "n": N, "D": D,
         "BM": tile.BM, "PARTS": tile.parts, "C": (tile.widths(w)[0] - tile.second_chunk) // tile.parts, "CB": tile.second_chunk // tile.parts,
-        "SEMAPHORES": tile.semaphores,
     }  # fmt: skip
     launch_cache.start(key, dq_postprocess, cdiv(N, tile.BM) * L * H, arguments, {"num_warps": 4, "enable_fp_fusion": True}, tensors)
     return dq

@@ -63,7 +63,7 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
     DA: gl.constexpr = TRAITS.DA
     EA: gl.constexpr = TRAITS.EA
     BM: gl.constexpr = TRAITS.BM
-    block, batch, kv_head = key_tile(params)
+    block, batch, kv_head = key_tile(params, gl.program_id(0))
     mbarrier.expect(k_ready, ROWS * (DA + EA) * 2)
     tma_load(descriptors.k, [batch, kv_head, block * ROWS, 0], k_ready, smem.K)
     tma_load(descriptors.v, [batch, kv_head, block * ROWS, 0], k_ready, smem.V)
@@ -113,7 +113,7 @@ def add_halves(params, descriptors, at, position, phase, W, TRAITS: gl.constexpr
 @gluon.jit
 def dq_warp(params, descriptors, W: gl.constexpr, TRAITS: gl.constexpr):
     """One of two warps that add dQ to memory: they take turns by row block, and add both halves."""
-    add_visits(params, descriptors, gl.to_tensor(W), DQ_WARPS, add_halves, TRAITS)
+    add_visits(gl.program_id(0), gl.to_tensor(0), params, descriptors, gl.to_tensor(W), add_halves, TRAITS)
 
 
 @gluon.jit
@@ -157,7 +157,7 @@ def p_consumer(params, descriptors, TRAITS: gl.constexpr):
     VL: gl.constexpr = mma_layout(EA)
     QL: gl.constexpr = mma_layout(PART)
     TL: gl.constexpr = transposed_layout(BM)
-    block, batch, kv_head = key_tile(params)
+    block, batch, kv_head = key_tile(params, gl.program_id(0))
     key = block * ROWS
     dV = gl.zeros([ROWS, EA], gl.float32, VL)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
@@ -243,7 +243,7 @@ def ds_consumer(params, descriptors, TRAITS: gl.constexpr):
     KL: gl.constexpr = mma_layout(DA)
     QL: gl.constexpr = mma_layout(PART)
     TL: gl.constexpr = transposed_layout(BM)
-    block, batch, kv_head = key_tile(params)
+    block, batch, kv_head = key_tile(params, gl.program_id(0))
     key = block * ROWS
     dK = gl.zeros([ROWS, DA], gl.float32, KL)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
@@ -354,9 +354,9 @@ def backward(q, k, v, do, lse, delta, g_entropy, dq_sums, dk_desc, dv_desc, dk, 
     gradients, dq = GradientDescriptors(dk_desc, None, dv_desc, None), DQDescriptors(dq_sums, None)
     params = BackwardParams(
         BackwardSmem(Q, None, K, None, V, None, dO, None, P, dS, dQ, None),
-        BackwardBarriers(k_ready, q_ready, q_free, o_ready, o_free, p_ready, s_ready, None, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
+        BackwardBarriers(k_ready, None, q_ready, q_free, o_ready, o_free, p_ready, s_ready, None, d_ready, d_free), RowStats(lse_smem, delta_smem, g_smem),
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, empty, seen, semaphores, n, M, D, E, padded_n,
-        key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle)
+        key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle, None)
     TRAITS: gl.constexpr = traits_of(
         DA=DA, DB=0, EA=EA, BM=BM, STAGES=STAGES, MASK=MASK, BIAS=BIAS, CAP=CAP, FAST=FAST, ENTROPY=ENTROPY, DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
     warp_specialize([

@@ -24,20 +24,20 @@ from ...compat.gluon import group_barrier, tma_add, tma_store
 from ..portable.tile_ops import program_tile
 from .dq_semaphore import acquire, release
 from .forward import flat
-from .key_blocks import dq_visit, heads_together, key_tile, row_block_range
+from .key_blocks import GROUPS, dq_visit, heads_together, key_tile, next_tile, row_block_range
 from .register_layouts import mma_layout
-from .tile_scheduler import ROWS, advance, buffer_and_phase
+from .tile_scheduler import ROWS, buffer_and_phase, read_info
 
-GROUPS = gl.constexpr(2)  # consumer groups, each with ROWS keys
-DQ_WARPS = gl.constexpr(2)  # warps that add dQ to memory, each with a buffer
+DQ_WARPS = gl.constexpr(2)  # warps that add dQ to memory, each with barriers of its own
 
 
 @gluon.jit
-def key_columns(K, D: gl.constexpr, part: gl.constexpr, TRAITS: gl.constexpr):
-    """The columns of both groups' keys that a part of dQ is computed from, for a chunk of D columns."""
+def key_columns(K, D: gl.constexpr, part: gl.constexpr, at_0, TRAITS: gl.constexpr):
+    """The columns of both groups' keys that a part of dQ is computed from, for a chunk of D columns. `at_0` is 0, or `unknown_zero`."""
     C: gl.constexpr = D // TRAITS.PARTS
     gl.static_assert(GROUPS == 2, "two groups have keys")
-    return flat(K.index(0), ROWS, D).slice(part * C, C, dim=1), flat(K.index(1), ROWS, D).slice(part * C, C, dim=1)
+    first, second = K.index(at_0), K.index(1 + at_0)
+    return flat(first, ROWS, D).slice(part * C, C, dim=1), flat(second, ROWS, D).slice(part * C, C, dim=1)
 
 
 @gluon.jit
@@ -92,32 +92,45 @@ def pass_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def dq_group(params, TRAITS: gl.constexpr):
-    """The third group of a split program: it computes dQ = dS K, so that the consumer groups never wait for one another."""
+def dq_of_tile(tile, visit, params, TRAITS: gl.constexpr):
+    """Compute dQ = dS K for the visits of a tile, which are counted from `visit`; the number of the visit after them."""
     smem, barriers = params.smem, params.barriers
     DB: gl.constexpr = TRAITS.DB
     MASK: gl.constexpr = TRAITS.MASK
-    block, batch, kv_head = key_tile(params)
-    mbarrier.wait(barriers.k_ready, 0)
-    ds_buffer = 0
-    ds_phase = 0
-    buffer = 0
-    phase = 1
+    block, batch, kv_head = key_tile(params, tile)
+    count = read_info(params.tile_info, 2, 4)
+    mbarrier.arrive(barriers.k_free)  # of the info; consumers arrive once the last dQ has read the keys
     heads = heads_together(params, MASK)
     for u in range(params.heads_per_kv // heads):
-        _, count = row_block_range(params, batch, kv_head * params.heads_per_kv + u * heads, block, TRAITS.BM, MASK)
-        for _ in range(count * heads):
+        if u > 0:
+            _, count = row_block_range(params, batch, kv_head * params.heads_per_kv + u * heads, block, TRAITS.BM, MASK)
+        for v in range(visit, visit + count * heads):
+            ds_buffer, ds_phase = buffer_and_phase(v, TRAITS.DS_BUFFERS)
+            buffer, phase = buffer_and_phase(v, DQ_WARPS)
             mbarrier.wait(barriers.s_ready.index(ds_buffer), ds_phase)
-            share = start_dQ(smem.dS, key_columns(smem.K, TRAITS.DA, 0, TRAITS), ds_buffer)
+            share = start_dQ(smem.dS, key_columns(smem.K, TRAITS.DA, 0, 0, TRAITS), ds_buffer)
             share = warpgroup_mma_wait(0, deps=[share])
             if DB > 0:  # one chunk after the other: the group has few registers
-                write_dQ(share, smem.dQ, buffer, phase, params, 0, TRAITS)
-                share = start_dQ(smem.dS, key_columns(smem.KB, DB, 0, TRAITS), ds_buffer)
+                write_dQ(share, smem.dQ, buffer, phase ^ 1, params, 0, TRAITS)
+                share = start_dQ(smem.dS, key_columns(smem.KB, DB, 0, 0, TRAITS), ds_buffer)
                 share = warpgroup_mma_wait(0, deps=[share])
             mbarrier.arrive(barriers.s_free.index(ds_buffer))
-            pass_dQ(share, smem.dQB, buffer, phase, params, 0, TRAITS)
-            ds_buffer, ds_phase = advance(ds_buffer, ds_phase, TRAITS.DS_BUFFERS)
-            buffer, phase = advance(buffer, phase, DQ_WARPS)
+            pass_dQ(share, smem.dQB, buffer, phase ^ 1, params, 0, TRAITS)
+        visit += count * heads
+    return visit
+
+
+@gluon.jit
+def dq_group(params, TRAITS: gl.constexpr):
+    """The third group of a split program: it computes dQ = dS K, so that the consumer groups never wait for one another."""
+    tiles = params.key_blocks * params.batch_kv_heads
+    taken = 0
+    visit = 0
+    tile = next_tile(taken, params, 4)
+    while tile < tiles:
+        visit = dq_of_tile(tile, visit, params, TRAITS)
+        taken += 1
+        tile = next_tile(taken, params, 4)
 
 
 @gluon.jit
@@ -130,54 +143,65 @@ def store_or_add(descriptor, at, block, position):
 
 
 @gluon.jit
-def add_visits(params, descriptors, W, TURNS: gl.constexpr, ADD: gl.constexpr, TRAITS: gl.constexpr):
-    """Warp W of two adds dQ to memory by ADD, once the semaphore allows it: every other row block, or if TURNS is 1 its half of each.
+def add_visits(tile, before, params, descriptors, W, ADD: gl.constexpr, TRAITS: gl.constexpr):
+    """Warp W of two adds dQ of every other visit of a tile to memory by ADD, once the semaphore allows it.
 
-    A half has its own semaphore. What a visit needs to know is loaded one visit early.
+    What a visit needs to know is loaded one visit early. `before` counts the visits of earlier tiles, and with those of this one it is the
+    result.
     """
     MASK: gl.constexpr = TRAITS.MASK
     BM: gl.constexpr = TRAITS.BM
-    block, batch, kv_head = key_tile(params)
-    phase = 0
-    before = 0  # visits of earlier heads, modulo TURNS
+    block, batch, kv_head = key_tile(params, tile)
     heads = heads_together(params, MASK)
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, MASK)
-        own = (W + TURNS - before) % TURNS  # the first visit of this warp
+        own = W + before & 1  # the first visit of this warp
+        gl.static_assert(DQ_WARPS == 2, "every other visit")
         if own < count * heads:
             next_at, next_position = dq_visit(params, own, first, count, batch, first_head, heads, block, BM, MASK)
-            for visit in range(own, count * heads, TURNS):
+            for visit in range(own, count * heads, DQ_WARPS):
                 at, position = next_at, next_position
-                if TURNS == 1:
-                    at = at * DQ_WARPS + W
-                next_at, next_position = dq_visit(params, visit + TURNS, first, count, batch, first_head, heads, block, BM, MASK)
+                next_at, next_position = dq_visit(params, visit + DQ_WARPS, first, count, batch, first_head, heads, block, BM, MASK)
                 acquire(params.semaphores + at, position)
-                ADD(params, descriptors, at, position, phase, W, TRAITS)
-                phase ^= 1
+                ADD(params, descriptors, at, position, buffer_and_phase(before + visit, DQ_WARPS)[1], W, TRAITS)
                 release(params.semaphores + at, position)
-        before = (before + count * heads) % TURNS
+        before += count * heads
+    return before
 
 
 @gluon.jit
 def add_columns(params, descriptors, at, position, phase, W, TRAITS: gl.constexpr):
-    """Add all columns of a row block, both chunks of every part, from the buffer of warp W."""
+    """Add all columns of a row block, both chunks of every part."""
     dQ, dQB = params.smem.dQ, params.smem.dQB
+    buffer = W % TRAITS.DQ_BUFFERS
     SIZE: gl.constexpr = descriptors.sums.block_shape[0]  # rows of a part in memory, of its first chunk
     BOTH: gl.constexpr = SIZE + 2 * TRAITS.DB // TRAITS.PARTS  # of both chunks
     mbarrier.wait(params.barriers.d_ready.index(W), phase)
     for part in gl.static_range(TRAITS.PARTS):
-        store_or_add(descriptors.sums, (at * TRAITS.PARTS + part) * BOTH, dQ.index(W * TRAITS.PARTS + part), position)
+        store_or_add(descriptors.sums, (at * TRAITS.PARTS + part) * BOTH, dQ.index(buffer * TRAITS.PARTS + part), position)
         if TRAITS.DB > 0:
-            store_or_add(descriptors.sums_b, (at * TRAITS.PARTS + part) * BOTH + SIZE, dQB.index(W * TRAITS.PARTS + part), position)
+            store_or_add(descriptors.sums_b, (at * TRAITS.PARTS + part) * BOTH + SIZE, dQB.index(buffer * TRAITS.PARTS + part), position)
     tma.store_wait(0)  # shared memory has been read
     mbarrier.arrive(params.barriers.d_free.index(W))
 
 
 @gluon.jit
 def dq_warp(params, descriptors, W: gl.constexpr, TRAITS: gl.constexpr):
-    """One of two warps that add dQ to memory, each with a buffer of its own. As a tensor, W makes both one function for Triton."""
-    add_visits(params, descriptors, gl.to_tensor(W), DQ_WARPS, add_columns, TRAITS)
+    """One of two warps that take turns to add dQ to memory. As a tensor, W makes both one function for Triton."""
+    W = gl.to_tensor(W)
+    if TRAITS.ONE_TILE:
+        add_visits(gl.program_id(0), gl.to_tensor(0), params, descriptors, W, add_columns, TRAITS)
+    else:
+        tiles = params.key_blocks * params.batch_kv_heads
+        taken = 0
+        before = 0
+        tile = next_tile(taken, params, 1)
+        while tile < tiles:
+            mbarrier.arrive(params.barriers.k_free)
+            before = add_visits(tile, before, params, descriptors, W, add_columns, TRAITS)
+            taken += 1
+            tile = next_tile(taken, params, 1)
 
 
 @triton.jit
@@ -194,12 +218,11 @@ def dq_columns(sums, out, some, scale, i, n, first: tl.constexpr, D: tl.constexp
 
 
 @triton.jit(do_not_specialize=["n"])
-def dq_postprocess(dq_sums, semaphores, dq, scale, n, D: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, CB: tl.constexpr,
-                   SEMAPHORES: tl.constexpr):
+def dq_postprocess(dq_sums, semaphores, dq, scale, n, D: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, CB: tl.constexpr):
     """A row block of dQ from its sums, in PARTS of C columns, and CB of a second chunk; zeros if no key block added to it."""
     block, batch_head = program_tile(tl.cdiv(n, BM))
     at = tl.program_id(0)
-    some = tl.load(semaphores + at * SEMAPHORES) > 0
+    some = tl.load(semaphores + at) > 0
     i = block * BM + tl.arange(0, BM)
     out = dq + (batch_head.to(tl.int64) * n + i)[:, None] * D  # [BM, 1]
     for g in tl.static_range(PARTS):

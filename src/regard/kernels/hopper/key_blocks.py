@@ -1,4 +1,7 @@
-"""The tile scheduler of the Hopper backward: the row blocks that a key block visits, its position in dQ's order, its mask and bias."""
+"""The tile scheduler of the Hopper backward: the row blocks that a key block visits, its position in dQ's order, its mask and bias.
+
+And the producer warp, which says by the tile info which key block a program takes next.
+"""
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
 
@@ -6,7 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...compat.gluon import tma_load
 from ..portable.tile_ops import (
     _BIAS_ALIBI,
     _BIAS_TENSOR,
@@ -18,9 +23,14 @@ from ..portable.tile_ops import (
     mask_item,
 )
 from . import ptx
+from .aggregates import KeyTile
+from .nonfinite import clean_queries, some_empty, some_unseen
 from .online_softmax import MASK_BIT
 from .register_layouts import transposed_layout
-from .tile_scheduler import ROWS, work_tile
+from .tile_scheduler import BROADCAST, COUNT, ROWS, buffer_and_phase, read_info, work_tile, write_info
+
+GROUPS = gl.constexpr(2)  # consumer groups, each with ROWS keys
+TILE_INFO = gl.constexpr(9)  # numbers in the tile info: the tile, its `row_block_range`, three per group
 
 MASK_SPAN = gl.constexpr(ptx.MASK_SPAN)
 NO_ROW = gl.constexpr(2**31 - 1)  # the first row of an empty range
@@ -99,9 +109,9 @@ def dq_visit(params, visit, first, count, batch, first_head, heads, block, BM: g
 
 
 @gluon.jit
-def key_tile(params):
-    """A program's key block, batch item and key head. `swizzle` heads are scheduled together; their first keys come first."""
-    from_last, batch_head = work_tile(gl.program_id(0), params.key_blocks, params.batch_kv_heads, params.swizzle)
+def key_tile(params, tile):
+    """Key block, batch item and key head of a tile. `swizzle` heads are scheduled together; their first keys come first."""
+    from_last, batch_head = work_tile(tile, params.key_blocks, params.batch_kv_heads, params.swizzle)
     kv_heads = params.num_heads // params.heads_per_kv
     return params.key_blocks - 1 - from_last, batch_head // kv_heads, batch_head % kv_heads
 
@@ -116,6 +126,43 @@ def common_rows(params, batch, h, key, MASK: gl.constexpr):
         begin = gl.load(order.begin + at + (gl.minimum(key + ROWS, params.M) - 1))
         end = gl.load(order.end + at + gl.minimum(key, params.M - 1))
     return gl.where(key + ROWS > params.M, NO_ROW, begin), end
+
+
+@gluon.jit
+def write_tile(tile, taken, first, count, batch, kv_head, key, params, TRAITS: gl.constexpr):
+    """Write the info of the tile that a program takes after `taken` others, once all warps are done with the one before."""
+    info = params.tile_info
+    begin_0, end_0 = common_rows(params, batch, kv_head * params.heads_per_kv, key, TRAITS.MASK)
+    begin_1, end_1 = common_rows(params, batch, kv_head * params.heads_per_kv, key + ROWS, TRAITS.MASK)
+    unseen_0 = some_unseen(batch, kv_head, key, params, TRAITS, 1)
+    unseen_1 = some_unseen(batch, kv_head, key + ROWS, params, TRAITS, 1)
+    mbarrier.wait(params.barriers.k_free, taken & 1 ^ 1)
+    write_info(info, 0, tile, 1)
+    write_info(info, 1, first, 1)
+    write_info(info, 2, count, 1)
+    write_info(info, 3, begin_0, 1)
+    write_info(info, 4, end_0, 1)
+    write_info(info, 5, unseen_0.to(gl.int32), 1)
+    write_info(info, 6, begin_1, 1)
+    write_info(info, 7, end_1, 1)
+    write_info(info, 8, unseen_1.to(gl.int32), 1)
+
+
+@gluon.jit
+def next_tile(taken, params, WARPS: gl.constexpr):
+    """Wait for the tile that a program takes after `taken` others. Its number is past the last one if there is none."""
+    mbarrier.wait(params.barriers.k_ready, taken & 1)
+    return read_info(params.tile_info, 0, WARPS)
+
+
+@gluon.jit
+def read_tile(tile, G, params):
+    """What consumer group G needs to know of its tile."""
+    info, group = params.tile_info, 3 + 3 * G
+    block, batch, kv_head = key_tile(params, tile)
+    first, count = read_info(info, 1, 4), read_info(info, 2, 4)
+    begin, end = read_info(info, group, 4), read_info(info, group + 1, 4)
+    return KeyTile(block, batch, kv_head, first, count, begin, end, read_info(info, group + 2, 4) > 0)
 
 
 @gluon.jit
@@ -190,3 +237,114 @@ def load_bias(tile, params, TRAITS: gl.constexpr):
         LOAD: gl.constexpr = bias_load(bias.at.dtype.element_ty)
         X = gl.inline_asm_elementwise(LOAD, "=f,l,r", [at.to(gl.int64, bitcast=True), each], gl.float32, True, 1)
     return X
+
+
+@gluon.jit
+def load_rows(b, h, batch, empty, visit, params, descriptors, TRAITS: gl.constexpr):
+    """Load Q, dO and the statistics of row block b for a visit, as soon as there is room. Q and dO may share a barrier.
+
+    `q_ready` has one barrier more than stages: through it queries are loaded that must be cleaned.
+    """
+    smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
+    DA: gl.constexpr = TRAITS.DA
+    DB: gl.constexpr = TRAITS.DB
+    EA: gl.constexpr = TRAITS.EA
+    EB: gl.constexpr = TRAITS.EB
+    BM: gl.constexpr = TRAITS.BM
+    stage, phase = buffer_and_phase(visit, TRAITS.STAGES)
+    o_stage, o_phase = buffer_and_phase(visit, TRAITS.O_STAGES)
+    at = (batch * params.num_heads + h) * params.padded_n + b * BM
+    o_ready = barriers.o_ready.index(o_stage)
+    q_loaded = barriers.q_ready.index(gl.where(empty > 0, TRAITS.STAGES, stage))
+    mbarrier.wait(barriers.q_free.index(stage), phase ^ 1)
+    mbarrier.expect(q_loaded, BM * (DA + DB) * 2 + BM * 4)
+    tma_load(descriptors.q, [batch, h, b * BM, 0], q_loaded, smem.Q.index(stage))
+    if DB > 0:
+        tma_load(descriptors.qb, [batch, h, b * BM, DA], q_loaded, smem.QB.index(stage))
+    tma_load(descriptors.lse, [at], q_loaded, row_stats.lse.index(stage))
+    if TRAITS.O_STAGES < TRAITS.STAGES:
+        mbarrier.wait(barriers.o_free.index(o_stage), o_phase ^ 1)
+    mbarrier.expect(o_ready, BM * (EA + EB) * 2 + BM * 4 * (2 if TRAITS.ENTROPY else 1))
+    tma_load(descriptors.do, [batch, h, b * BM, 0], o_ready, smem.dO.index(o_stage))
+    if EB > 0:
+        tma_load(descriptors.dob, [batch, h, b * BM, EA], o_ready, smem.dOB.index(o_stage))
+    tma_load(descriptors.delta, [at], o_ready, row_stats.delta.index(o_stage))
+    if TRAITS.ENTROPY:
+        tma_load(descriptors.g_entropy, [at], o_ready, row_stats.g_entropy.index(o_stage))
+    if empty > 0:
+        clean_queries(stage, params, TRAITS)
+
+
+@gluon.jit
+def load_tile(tile, taken, visit, params, descriptors, TRAITS: gl.constexpr):
+    """Load K and V of a tile, then the rows of its visits, which are counted from `visit`; the number of the visit after them."""
+    smem = params.smem
+    DA: gl.constexpr = TRAITS.DA
+    DB: gl.constexpr = TRAITS.DB
+    EA: gl.constexpr = TRAITS.EA
+    EB: gl.constexpr = TRAITS.EB
+    BM: gl.constexpr = TRAITS.BM
+    MASK: gl.constexpr = TRAITS.MASK
+    block, batch, kv_head = key_tile(params, tile)
+    heads = heads_together(params, MASK)
+    first, count = row_block_range(params, batch, kv_head * params.heads_per_kv, block, BM, MASK)
+    if not TRAITS.ONE_TILE:
+        write_tile(tile, taken, first, count, batch, kv_head, block * GROUPS * ROWS, params, TRAITS)
+    k_ready = params.barriers.k_ready
+    mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA + DB + EB) * 2)
+    for g in gl.static_range(GROUPS):
+        key = (block * GROUPS + g) * ROWS
+        tma_load(descriptors.k, [batch, kv_head, key, 0], k_ready, smem.K.index(g))
+        tma_load(descriptors.v, [batch, kv_head, key, 0], k_ready, smem.V.index(g))
+        if DB > 0:
+            tma_load(descriptors.kb, [batch, kv_head, key, DA], k_ready, smem.KB.index(g))
+        if EB > 0:
+            tma_load(descriptors.vb, [batch, kv_head, key, EA], k_ready, smem.VB.index(g))
+    for u in range(params.heads_per_kv // heads):
+        first_head = kv_head * params.heads_per_kv + u * heads
+        if u > 0:
+            first, count = row_block_range(params, batch, first_head, block, BM, MASK)
+        t, h = first + count - 1, first_head
+        b, empty = t, 0
+        if count > 0:
+            b, slot = row_block_at(params, t, MASK)
+            empty = some_empty(b, batch, h, params, TRAITS)
+        for v in range(visit, visit + count * heads):
+            t, next_h = next_visit(t, h, first_head, heads)
+            next_b, slot = row_block_at(params, gl.maximum(t, first), MASK)
+            next_empty = some_empty(next_b, batch, next_h, params, TRAITS)  # one visit early, so that nobody waits for it
+            load_rows(b, h, batch, empty, v, params, descriptors, TRAITS)
+            b, h, empty = next_b, next_h, next_empty
+        visit += count * heads
+    return visit
+
+
+@gluon.jit
+def take_tile(params, TRAITS: gl.constexpr):
+    """The number of the next tile that no program has taken, from a counter behind the semaphores of dQ."""
+    counter = params.semaphores + params.batch_kv_heads * params.heads_per_kv * gl.cdiv(params.n, TRAITS.BM)
+    counted = gl.inline_asm_elementwise(COUNT, "=r,l", [counter], gl.int32, False, 1)
+    return gl.inline_asm_elementwise(BROADCAST, "=r,r", [counted], gl.int32, False, 1)
+
+
+@gluon.jit
+def producer(params, descriptors, TRAITS: gl.constexpr):
+    """The producer warp: it loads K and V of a key block, then Q, dO and the statistics of each row block that sees it.
+
+    Then it takes the next tile, when all rows of this one are loaded, and no earlier: programs that come after it in the order of dQ wait
+    for its visits. With ONE_TILE a program has only the tile of its number.
+    """
+    if TRAITS.ONE_TILE:
+        load_tile(gl.program_id(0), 0, gl.to_tensor(0), params, descriptors, TRAITS)
+    else:
+        tiles = params.key_blocks * params.batch_kv_heads
+        taken = 0
+        visit = 0
+        tile = take_tile(params, TRAITS)
+        while tile < tiles:
+            visit = load_tile(tile, taken, visit, params, descriptors, TRAITS)
+            taken += 1
+            tile = take_tile(params, TRAITS)
+        mbarrier.wait(params.barriers.k_free, taken & 1 ^ 1)
+        write_info(params.tile_info, 0, tile, 1)
+        mbarrier.arrive(params.barriers.k_ready)

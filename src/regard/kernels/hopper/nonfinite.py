@@ -124,12 +124,12 @@ def seen_by_some(params, batch, kv_head, j, HIDING: gl.constexpr):
 
 
 @gluon.jit
-def some_unseen(batch, kv_head, j0, params, TRAITS: gl.constexpr):
+def some_unseen(batch, kv_head, j0, params, TRAITS: gl.constexpr, WARPS: gl.constexpr = 4):
     """Whether one of ROWS keys must be set to 0: no row may attend to it, so it may be NaN. `params.seen` says what a bias hides by −inf."""
     HIDING: gl.constexpr = may_hide(TRAITS.BIAS)
     unseen = j0 < 0
     if TRAITS.MASK != _NONE or HIDING:
-        j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [4], [0]))  # each warp has them all
+        j = j0 + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [WARPS], [0]))  # each warp has them all
         unseen = gl.min(seen_by_some(params, batch, kv_head, j, HIDING), 0) == 0
     return unseen
 

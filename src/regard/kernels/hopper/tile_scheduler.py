@@ -72,6 +72,16 @@ def buffer_and_phase(visit, BUFFERS: gl.constexpr):
 
 
 @gluon.jit
+def unknown_zero(visit, params):
+    """0, as a number that the compiler does not know.
+
+    An address in shared memory that is the same in each visit is computed before the loop, and spilled. With this number in it, it
+    is computed in each visit, for which no register is kept.
+    """
+    return visit + params.n >> 31
+
+
+@gluon.jit
 def key_block_range(lists, batch, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
     """The key blocks that a row block visits, as the fields of `KeyBlocks`."""
     first, full, full_end, rest = block_range(lists, block_list_start(lists, batch, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
