@@ -1,7 +1,7 @@
 """Which row blocks a key block visits in the Hopper backward, and its position in the order that adds to dQ of each.
 
 On a GPU a program waits until the dQ semaphore reaches its position, and would hang if it never did. Here the programs
-run one after the other, as they are launched: none may have to wait. They use the kernel's own scheduler, in Python.
+run one after the other, as they take their tiles: none may have to wait. They use the kernel's own scheduler, in Python.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ SIZES = [(64, 128), (64, 64), (128, 128)]
 sizes = pytest.mark.parametrize(("BM", "BN"), SIZES)
 
 
-heads_together, next_visit, row_block_range, row_block_at, dq_position, common_rows, is_partial = (
+heads_together, key_tile, next_visit, row_block_range, row_block_at, dq_position, common_rows, is_partial = (
     in_python(x)
     for x in (
         key_blocks.heads_together,
+        key_blocks.key_tile,
         key_blocks.next_visit,
         key_blocks.row_block_range,
         key_blocks.row_block_at,
@@ -58,20 +59,19 @@ class Shape(NamedTuple):
     swizzle: int = 2
 
 
-def launched(made: BlockMask, shape: Shape) -> list[tuple[int, int, int]]:
-    """The item, key head and key block of each program, in the order of launch."""
+def taken(made: BlockMask, shape: Shape) -> list[tuple[int, int, int]]:
+    """The item, key head and key block of each tile, in the order in which programs take them."""
     blocks, batch_kv_heads = -(-made.m // shape.BN), shape.items * shape.kv
+    params = SimpleNamespace(
+        key_blocks=blocks,
+        batch_kv_heads=batch_kv_heads,
+        swizzle=min(shape.swizzle, batch_kv_heads),
+        num_heads=shape.kv * shape.heads_per_kv,
+        heads_per_kv=shape.heads_per_kv,
+    )
     found = []
-    for program in range(blocks * batch_kv_heads):
-        key_tile = in_python(key_blocks.key_tile, program_id=lambda axis, program=program: program)
-        params = SimpleNamespace(
-            key_blocks=blocks,
-            batch_kv_heads=batch_kv_heads,
-            swizzle=min(shape.swizzle, batch_kv_heads),
-            num_heads=shape.kv * shape.heads_per_kv,
-            heads_per_kv=shape.heads_per_kv,
-        )
-        block, item, kv = key_tile(params)
+    for tile in range(blocks * batch_kv_heads):
+        block, item, kv = key_tile(params, tile)
         found.append((item, kv, block))
     return found
 
@@ -132,7 +132,7 @@ def check(made: BlockMask, truth: Tensor, shape: Shape) -> None:
     (n, m), (BM, BN) = (made.n, made.m), shape[:2]
     added = torch.zeros(shape.items, shape.kv * shape.heads_per_kv, -(-n // BM), dtype=torch.int64)
     met = torch.zeros(*added.shape[:2], n, m, dtype=torch.bool)
-    for item, kv, block in launched(made, shape):
+    for item, kv, block in taken(made, shape):
         keys = slice(block * BN, (block + 1) * BN)
         steps = visits(made, shape, item, kv, block)
         turns = [(-s.rows, s.head) if made.lead[1] == 1 else (s.head, -s.rows) for s in steps]
@@ -225,7 +225,7 @@ def test_items_that_share_an_item_of_the_mask_have_its_order(BM: int, BN: int) -
 @pytest.mark.parametrize("swizzle", [1, 2, 4, 7])
 def test_each_program_has_a_block_of_its_own_and_a_head_starts_at_its_first_keys(swizzle: int) -> None:
     shape = Shape(items=2, kv=3, swizzle=swizzle)
-    found = launched(BlockMask(64, 600), shape)
+    found = taken(BlockMask(64, 600), shape)
     assert sorted(found) == [(item, kv, block) for item in range(2) for kv in range(3) for block in range(5)]
     for owner in {program[:2] for program in found}:
         assert [block for *own, block in found if tuple(own) == owner] == [0, 1, 2, 3, 4]
