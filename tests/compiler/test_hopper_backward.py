@@ -158,7 +158,7 @@ def adding(kernel: Any) -> list[str]:
 
 
 def first_visit(code: str) -> tuple[int, bool]:
-    """What a warp adds to the visits of earlier heads and tiles to find its first one, modulo 2, and whether loops count these."""
+    """What a warp adds to the count of earlier visits to find its own first one, and whether loops carry that count."""
     (of,) = re.findall(r"%own\w* = arith\.andi (%\w+), %c1_i32", code)
     added = re.search(rf"{of} = arith\.addi (%\w+), %c1_i32", code)
     earlier = added[1] if added else of

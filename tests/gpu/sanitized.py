@@ -1,5 +1,7 @@
 """Small cases of the Hopper kernels under compute-sanitizer: `make sanitize-gpu`.
 
+`python -m gpu.sanitized memcheck backward` takes the cases that begin with this word alone.
+
 Every report of memcheck is an error. racecheck knows neither mbarriers nor TMA, so it reports pairs of places
 that these synchronise. KNOWN lists them, and any other pair is an error.
 """
@@ -29,7 +31,7 @@ from regard.kernels.hopper import forward_launch
 CHIP = Path(forward_launch.__file__).parent
 N, M, HEADS = 300, 1200, 2  # of two items
 PROGRAMS = 3  # so that each takes one row block after the other
-DIMS = {"forward": (64, 96, 128, 256), "backward": (64, 128, 256), "passes": (64, 128), "jvp": (64, 128)}
+DIMS = {"forward": (64, 96, 128, 256), "backward": (64, 96, 128, 192, 256), "passes": (64, 128), "jvp": (64, 128)}
 MADE: dict[str, Any] = {
     "full": dict,
     "causal": lambda: {"mask": regard.causal(M - N)},
@@ -64,6 +66,10 @@ def run(case: str) -> None:
     tensors = with_profile(needle(30, 0.7)(M), N, int(d), torch.bfloat16, slice(None, None, 2), HEADS)
     if name == "gqa":
         tensors[1:] = [x.detach()[:, :1].requires_grad_() for x in tensors[1:]]
+    if d == "192":
+        tensors[2] = (
+            tensors[2].detach()[..., :128].contiguous().requires_grad_()
+        )  # there are values of 128 dims with such keys
     if what != "backward":
         tensors = [x.detach() for x in tensors]
     kwargs = MADE[name]() | {"scale": 1.0, "backend": "triton"}
@@ -80,14 +86,14 @@ def run(case: str) -> None:
     assert name == "dropout" or torch.equal(seen.output, plain), case
 
 
-def main(tool: str) -> None:
+def main(tool: str, cases: list[str]) -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("sanitized.py: the Hopper kernels need a GPU of compute capability 9.0.")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        logs = list(pool.map(lambda case: watched(tool, case), CASES))
+        logs = list(pool.map(lambda case: watched(tool, case), cases))
     wrong = 0
     pairs: Counter[frozenset[str]] = Counter()
-    for case, log in zip(CASES, logs, strict=True):
+    for case, log in zip(cases, logs, strict=True):
         found = races(log) if tool == "racecheck" else []
         pairs.update(found)
         done = f"done {case}" in log
@@ -96,7 +102,7 @@ def main(tool: str) -> None:
             print(f"{case}: {'reports' if done else 'not done'}", log[-1500:], sep="\n")
     for pair, count in pairs.most_common():
         print(f"{count:7}  {'' if pair in KNOWN else 'NEW: '}{' and '.join(sorted(pair))}")
-    print(f"{tool}: {len(CASES) - wrong} of {len(CASES)} cases are right")
+    print(f"{tool}: {len(cases) - wrong} of {len(cases)} cases are right")
     sys.exit(wrong > 0)
 
 
@@ -145,7 +151,11 @@ if __name__ == "__main__":
     if asked in CASES:
         run(asked)
         print("done", asked)
-    elif asked in ("memcheck", "racecheck"):
-        main(asked)
-    else:
-        sys.exit(f"sanitized.py takes memcheck, racecheck or one of: {', '.join(CASES)}; got {asked!r}.")
+        sys.exit()
+    tool, _, beginning = asked.partition(" ")
+    chosen = [case for case in CASES if case.startswith(beginning)]
+    if tool not in ("memcheck", "racecheck") or not chosen:
+        sys.exit(
+            f"sanitized.py takes memcheck or racecheck with how cases begin, or {', '.join(CASES)}; got {asked!r}."
+        )
+    main(tool, chosen)

@@ -1,7 +1,7 @@
 """Which row blocks a key block visits in the Hopper backward, and its position in the order that adds to dQ of each.
 
-On a GPU a program waits until the dQ semaphore reaches its position, and would hang if it never did. Here the programs
-run one after the other, as they take their tiles: none may have to wait. They use the kernel's own scheduler, in Python.
+On a GPU a program waits until the dQ semaphore reaches its position, and would hang if it never did. Here one tile
+after the other is done, as programs take them: none may have to wait. They use the kernel's own scheduler, in Python.
 """
 
 from __future__ import annotations
