@@ -305,7 +305,7 @@ WON: dict[str, Any] = {
         ({"chip": (10, 0)}, False),
         ({"compiling": True}, False),
         ({"grad": True}, True),
-        ({"grad": True, "dim": 256, "heads": 8, "mask": regard.causal()}, False),
+        ({"grad": True, "dim": 256, "heads": 8, "mask": regard.causal()}, True),
     ],
     ids=lambda x: ", ".join(x) or "long" if isinstance(x, dict) else None,
 )

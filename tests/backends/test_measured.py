@@ -10,13 +10,14 @@ from regard.backends.measured import SHORTEST, speeds
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_ours_is_first_without_a_derivative_and_flashattention_4_with_one(dim: int, causal: bool) -> None:
+def test_ours_is_first_with_and_without_a_derivative(dim: int, causal: bool) -> None:
     for rows in (4096, 9000, 10**6):
         forward, both = (speeds(dim, dim, rows, causal, derivative) for derivative in (False, True))
         assert forward is not None
         assert both is not None
         assert forward.names[0] == "triton"
-        assert both.names[0] == "flash4"
+        assert both.names[0] == "triton"
+        assert "flash4" in both.names
         assert f"n{4096 if rows < 16384 else 16384}" in forward.because
 
 

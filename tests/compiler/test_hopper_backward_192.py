@@ -16,7 +16,7 @@ from sass import lost_operands
 hopper = hopper_compiled.hopper
 EMPTY = torch.zeros(1, dtype=torch.int32)
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9.
-SPILLED = {"none": (208, 296), "spans": (272, 368), "bits": (248, 352)}
+SPILLED = {"none": (24, 56), "spans": (112, 184), "bits": (104, 160)}
 
 
 def made_for(kind: str, tile: chip.BackwardTile, **more: Any) -> Any:

@@ -36,3 +36,17 @@ def test_a_loop_is_found_by_its_label_too() -> None:
     labelled = sass.replace("BRA 0x110", "BRA `(.L_x_3)")
     assert lost_operands(labelled) == lost_operands(sass) != []
     assert [len(loop) for loop in inner_loops(labelled)] == [4]
+
+
+def test_a_wait_that_tries_again_behind_the_code_is_no_loop() -> None:
+    again = """
+        /*0150*/                   FMUL R153, R68, UR15 ;
+        /*0160*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR9], R2 ;
+        /*0170*/              @!P1 BRA 0x160 ;
+        /*0180*/                   BRA 0x118 ;
+"""
+    long = LOOP.replace("/*0100*/", "/*0010*/").replace("/*0110*/", "/*0020*/").replace("0x110", "0x20")
+    sass = long.format(fill="FMUL R153, R68, UR15", after="NOP") + again
+    assert lost_operands(sass) == []
+    assert lost_operands(sass.replace("BRA 0x118", "@P0 BRA 0x118")) != []
+    assert [len(loop) for loop in inner_loops(sass, "HGMMA")] == [4]

@@ -28,10 +28,21 @@ def lines(sass: str) -> list[Line]:
     return [Line(at, re.sub(r"`\((\.\w+)\)", lambda name: hex(labels[name[1]]), text)) for at, text in code]
 
 
+def target(text: str) -> int | None:
+    """The address that a branch goes to."""
+    to = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+    return int(to.group(1), 16) if to else None
+
+
 def loops(code: list[Line]) -> list[tuple[int, int]]:
-    """First and last address of every loop: a branch that goes back."""
-    jumps = ((line.at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line.text)) for line in code)
-    return [(int(to.group(1), 16), at) for at, to in jumps if to and int(to.group(1), 16) < at]
+    """First and last address of every loop: a branch that goes back, but not one behind a wait that tries again."""
+    found = []
+    for before, line in zip([None, *code], code, strict=False):
+        to, last = target(line.text), before and target(before.text)
+        tried_again = last is not None and before is not None and before.at - 0x40 <= last < before.at
+        if to is not None and to < line.at and not (tried_again and line.text.startswith("BRA")):
+            found.append((to, line.at))
+    return found
 
 
 def inner_loops(sass: str, having: str = "") -> list[list[str]]:

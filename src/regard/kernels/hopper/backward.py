@@ -178,7 +178,7 @@ def mma_one_row_block(visit, before, t, h, dK, dV, dKB, dVB, keys, rows, params,
     SL: gl.constexpr = mma_layout(BM)
     TL: gl.constexpr = transposed_layout(BM)
     K, V = keys.K, keys.V
-    at_0 = unknown_zero(visit, params) if DB > 0 or not SPLIT else 0
+    at_0 = unknown_zero(visit, params) if V is None else 0  # with V in registers there is nothing to spill
     if K is None:
         K = flat(smem.K.index(G + at_0), ROWS, DA)
     if V is None:
