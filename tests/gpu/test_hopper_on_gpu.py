@@ -169,6 +169,24 @@ def test_programs_that_take_many_blocks_of_rows_change_no_bit(
         assert same_bits(found(programs), one_each)
 
 
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("name", ["full", "causal", "bits", "gqa", "dropout"])
+def test_programs_that_take_many_blocks_of_keys_change_no_gradient(
+    name: str, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, kwargs = made(name, d, N, 4 * M)
+    dO = upstream(tensors)
+
+    def found(programs: int) -> list[Tensor]:
+        monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
+        launch_cache.clear()  # which keep the old number
+        return output_and_gradients(tensors, dO, **kwargs)
+
+    one_each = found(10**6)
+    for programs in (132, 29, 1):
+        assert same_bits(found(programs), one_each)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_a_graph_deals_out_its_blocks_anew_at_each_replay(d: int) -> None:
     tensors = [x.detach() for x in inputs(8 * N, 8 * N, d, heads=8, kv_heads=8)]
