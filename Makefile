@@ -34,8 +34,8 @@ test: $(STAMP) ## run the tests and the doctests, and our kernels by Triton's in
 fuzz: $(STAMP) ## hold random problems on every backend against a dense formula, for SECONDS=60 or as long as you like
 	TRITON_INTERPRET=1 PYTHONPATH=src:tests/support $(PY) tests/support/fuzz.py $(SECONDS) $(SEED)
 
-test-gpu: ## run the tests that need a CUDA device, with the Python that has it
-	PYTHONPATH=src $(PYTHON) -m pytest -q tests/gpu
+test-gpu: ## run the tests that need a CUDA device, with the Python that has it; WORKERS=12 shares them out if pytest-xdist is there
+	PYTHONPATH=src $(PYTHON) -m pytest -q $(if $(filter-out file,$(origin WORKERS)),-n $(WORKERS) --dist loadgroup) tests/gpu
 
 sanitize-gpu: ## watch small cases of the Hopper kernels with compute-sanitizer, for memory and for races
 	PYTHONPATH=src:tests:tests/support $(PYTHON) -m gpu.sanitized memcheck

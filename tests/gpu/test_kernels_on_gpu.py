@@ -239,6 +239,9 @@ def test_few_queries_in_poisoned_memory_leave_no_trace() -> None:
 # Size: offsets in 64 bits, and masks over many keys.
 
 
+needs_much_memory = pytest.mark.xdist_group("much memory")
+
+
 @pytest.fixture
 def room() -> Iterator[None]:
     yield
@@ -258,6 +261,7 @@ def near(tensors: list[Tensor], head: int, row: int) -> tuple[Tensor, list[Tenso
     return torch.softmax(k @ q / math.sqrt(q.shape[-1]), 0) @ v, [q, k, v]
 
 
+@needs_much_memory
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize(("heads", "d"), [(20, 128), (41, 59)])
 def test_more_than_two_billion_numbers(heads: int, d: int) -> None:
@@ -302,6 +306,7 @@ WIDE: dict[str, Callable[[], Any]] = {
 }
 
 
+@needs_much_memory
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("n", [150, 2])
@@ -320,6 +325,7 @@ def test_a_hundred_and_twenty_thousand_keys_with_a_mask(name: str, n: int) -> No
         torch.testing.assert_close(g.double(), t, atol=1e-2 * max(1.0, float(t.abs().max())), rtol=2e-2)
 
 
+@needs_much_memory
 @pytest.mark.usefixtures("room")
 def test_a_square_of_forty_thousand_with_holes_agrees_in_some_rows() -> None:
     n = 40_000
