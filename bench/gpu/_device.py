@@ -157,6 +157,21 @@ def _median(peer: Peer, rep: int) -> float:
         return float(do_bench(peer.call, warmup=10, rep=rep, return_mode="median"))
 
 
+def repeated(case: str, peers: Peers, times: int = 100) -> dict[str, int | None]:
+    """How many of so many further calls of each peer give the same bits as its first; each gives a tuple of tensors."""
+
+    def same(peer: Peer) -> int:
+        first = peer()
+        return sum(all(map(torch.equal, first, peer())) for _ in range(times))
+
+    found = {
+        name: attempt(f"{case}, {name} again and again", lambda peer=peer: same(peer))
+        for name, peer in peers.items()
+        if peer is not None
+    }
+    return {name: found.get(name) for name in peers}
+
+
 def in_a_graph(case: str, peers: Peers) -> dict[str, float | None]:
     """Median milliseconds of each peer captured in a CUDA graph: the time of the kernels, without the host's."""
     from triton.testing import do_bench_cudagraph

@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from _device import Bars, Peer, Row, at_least, attempt, each, measured, over, random, report, start, verdict
+from _device import Bars, Peer, Row, at_least, attempt, each, measured, over, random, repeated, report, start, verdict
 from _peers import flash4, torchs
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -15,6 +15,7 @@ import regard
 
 N = 8192
 KERNELS = ("regard", "FA4", "cuDNN", "memory-efficient")
+TIMES = 100
 
 
 class Shape(NamedTuple):
@@ -43,7 +44,8 @@ def main() -> None:
     note = (
         f"Milliseconds, causal, n {N:,}, bf16, one item; medians by CUDA events, kernels taken in turns. "
         "`apart` is the largest difference between outputs, or between the queries' gradients. "
-        "Must: so many times the speed of the peer that is named."
+        f"`same bits`: how many of {TIMES} further backward passes gave all gradients with the bits of the first. "
+        "Must: so many times the speed of the peer that is named, and a backward with the same bits each time."
     )
     report("dims", "Other head dims, causal: milliseconds", rows, note, Bars(KERNELS, "ms"))
 
@@ -59,14 +61,17 @@ def row(name: str, backward: bool) -> Row:
         calls = {peer: slopes(f"{name}, {peer}", call, (q, k, v), dO) for peer, call in calls.items()}
     ms, apart = measured(f"{name}, {'backward' if backward else 'forward'}", calls)
     must, ratio = shape.must[backward], over(ms[shape.peer], ms["regard"])
+    same = repeated(name, {"regard": calls["regard"]}, TIMES)["regard"] if backward else None
+    bits = {"bits": at_least(same, TIMES)} if backward else {}
     return {
         "case": f"{name}, {'backward' if backward else 'forward'}",
         **ms,
         "FA4 / regard": over(ms["FA4"], ms["regard"]),
         "cuDNN / regard": over(ms["cuDNN"], ms["regard"]),
         "apart": apart,
+        "same bits": same,
         "must": None if must is None else f"≥ {must} × {shape.peer}",
-        "holds": None if must is None else verdict({"speed": at_least(ratio, must)}),
+        "holds": None if must is None else verdict({"speed": at_least(ratio, must)} | bits),
     }
 
 

@@ -58,9 +58,9 @@ SPILLED = {
     ("plain", 256, True): (128, 208), ("spans", 256, True): (200, 280), ("bits", 256, True): (168, 256),
     ("alibi", 256, True): (176, 224), ("tensor", 256, True): (152, 192), ("relative", 256, True): (176, 192),
 }  # fmt: skip
-SPLIT_WAITS = 2 * 3 + 1  # of each consumer group three for a block of rows, and one of the group that computes dQ
+DQ_GROUP_WAITS = 2 * 3 + 1  # of each consumer group three for a block of rows, and one of the group that computes dQ
 WAITS = 2 * 4 + 1  # of each group four, and one behind the last of the group that is late
-CHUNKED_WAITS = SPLIT_WAITS + 1  # the group that computes dQ waits for each chunk
+CHUNKED_WAITS = DQ_GROUP_WAITS + 1  # the group that computes dQ waits for each chunk
 WIDE_WAITS = 2 * 6  # four, and two behind the last, for the parts of dQ
 D192_WAITS = 2 * 7  # five, and two behind the last, for dK and dQ
 
@@ -110,7 +110,7 @@ def test_a_backward_compiles_for_hopper_and_spills_no_more_than_is_pinned(
 
 def waits_as_written(kernel: Any, w: KernelArgs, tile: chip.BackwardTile) -> None:
     """The assembler waits for products where the kernel does; one that cannot have them in flight waits for each."""
-    written = WIDE_WAITS if tile.wide else D192_WAITS if tile.d192 else SPLIT_WAITS if tile.split else WAITS
+    written = WIDE_WAITS if tile.wide else D192_WAITS if tile.d192 else DQ_GROUP_WAITS if tile.dq_group else WAITS
     if tile.chunked:
         written = CHUNKED_WAITS
     if w.block_mask.kind != NONE and w.drop.keys is None and not tile.wide:
@@ -127,15 +127,15 @@ def test_products_run_beside_what_comes_after_them(kind: str, dim: int, entropy:
     waits_as_written(compiled(kind, dim, entropy), w, chip.tile_for(w))
 
 
-SPLIT, WHOLE, WIDE = chip.SPLIT, chip.BackwardTile(), chip.BackwardTile(wide=True)
+DQ_GROUP, WHOLE, WIDE = chip.DQ_GROUP, chip.BackwardTile(), chip.BackwardTile(wide=True)
 OPERANDS: list[Any] = [
-    ("spans", {"scales": torch.ones(4)}, SPLIT),
+    ("spans", {"scales": torch.ones(4)}, DQ_GROUP),
     *(
         pytest.param(kind, more, tile, marks=pytest.mark.slow)
         for kind in ("none", "spans", "bits")
         for more in ({}, {"softcap": 9.0}, {"scales": torch.ones(4)})
-        for tile in (SPLIT, WHOLE, WIDE, chip.CHUNKED)
-        if (kind, "scales" in more, tile) != ("spans", True, SPLIT)
+        for tile in (DQ_GROUP, WHOLE, WIDE, chip.CHUNKED)
+        if (kind, "scales" in more, tile) != ("spans", True, DQ_GROUP)
     ),
 ]
 

@@ -15,12 +15,12 @@ in_register_order = in_python(dq_sums.in_register_order, static_assert=lambda ho
 
 @pytest.mark.parametrize(("dim", "n"), [(64, 64), (40, 100), (96, 70), (72, 64), (128, 130), (192, 70), (256, 65)])
 @pytest.mark.parametrize("scales", [False, True])
-@pytest.mark.parametrize("split", [False, True])
-def test_sums_become_rows(dim: int, n: int, scales: bool, split: bool) -> None:
+@pytest.mark.parametrize("dq_group", [False, True])
+def test_sums_become_rows(dim: int, n: int, scales: bool, dq_group: bool) -> None:
     q = torch.zeros(2, 3, n, dim, dtype=torch.float16)
     w = KernelArgs(q, q, q, BlockMask(n, n), scale=0.5, scales=torch.ones(3) if scales else None)
     tile = backward_launch.tile_for(w)
-    tile = tile._replace(split=split and not tile.wide)
+    tile = tile._replace(dq_group=dq_group and not tile.wide)
     workspace = backward_launch.workspace_for(w, tile)
     row_blocks, second = 6 * -(-n // tile.BM), tile.second_chunk
     chunks = [width // tile.parts for width in (tile.widths(w)[0] - second, second) if width]  # columns of a part

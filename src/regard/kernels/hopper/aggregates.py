@@ -210,7 +210,7 @@ class BackwardBarriers(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Row statistics in shared memory, [STAGES, BM] or [BM]."""
+    """Row statistics in shared memory: [stages of Q or dO, BM]; δ and g_H of the wide backward [BM]."""
 
     lse: Any  # in the units of the exponent; +inf for a row that sees no key
     delta: Any

@@ -1,11 +1,11 @@
 """The backward pass on Hopper, in Gluon: all gradients by one kernel, five products per tile, the same bits every time.
 
-A program holds one key block, ROWS keys per consumer group, and loops over the row blocks that see them. A producer warp loads Q,
-dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
+A program takes one key block after another, ROWS keys per consumer group, and for each loops over the row blocks that see it. A producer
+warp loads Q, dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
 they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and
-each group computes its share of dQ's columns, the first one a row block late; at dims up to 96 a third group computes dQ. Two dQ
+each group computes its share of dQ's columns, the first one a visit late; at dims up to 96 a third group computes dQ. Two dQ
 warps add dQ to memory. A load or store of shared memory waits until the products before it in the program have started: hence the
-order. The key blocks that add to the same row block do so in one order, the first keys first; a program waits only for programs that were launched
+order. The key blocks that add to the same row block do so in one order, the first keys first; a tile waits only for tiles that were taken
 before it. Dims of 65 to 96 are two chunks, of 64 and 32 columns: a letter with a B (KB, dKB) is the second, and DB its columns or 0.
 
 Letters and units are those of `portable/backward.py`.
@@ -47,6 +47,7 @@ from .forward import flat
 from .key_blocks import (
     TILE_INFO,
     apply_mask,
+    buffer_and_phase,
     common_rows,
     heads_together,
     is_partial,
@@ -55,14 +56,15 @@ from .key_blocks import (
     next_tile,
     next_visit,
     producer,
-    read_tile,
+    read_key_tile,
     row_block_at,
     row_block_range,
+    unknown_zero,
 )
 from .nonfinite import zero_unseen_keys
 from .online_softmax import capped_tanh, exp2, log2, may_hide
 from .register_layouts import mma_layout, transposed_layout
-from .tile_scheduler import ROWS, buffer_and_phase, new_barriers, unknown_zero
+from .tile_scheduler import ROWS, new_barriers
 
 HOLD = gl.constexpr(ptx.HOLD)
 
@@ -147,7 +149,7 @@ def hold(X):
 
 @gluon.jit
 def arrive(barrier, pred=True):
-    """Arrive for a group that has passed `group_barrier`. With Triton 3.6 its warps do not wait for one another again, as in `mbarrier.arrive`."""
+    """Arrive for a group that has passed `group_barrier`. Unlike `mbarrier.arrive` of Triton 3.6, it does not let the warps wait for one another again."""
     mbarrier.expect(barrier, 0, pred=pred)
 
 
@@ -162,8 +164,8 @@ def find_tile(t, h, keys, rows, params, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def mma_one_row_block(visit, before, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAITS: gl.constexpr):
-    """One iteration: a group's keys against row block t of its visits, in query head h; and the next visit.
+def mma_one_row_block(visit, first_visit, t, h, dK, dV, dKB, dVB, keys, rows, params, G, TRAITS: gl.constexpr):
+    """One iteration: a group's keys against row block t of its visits, in query head h; and the next visit. A tile begins with `first_visit`.
 
     A function of its own, since Triton generates the code of a loop twice, and that of a function once.
     """
@@ -174,15 +176,15 @@ def mma_one_row_block(visit, before, t, h, dK, dV, dKB, dVB, keys, rows, params,
     CHUNKS: gl.constexpr = 2 if DB > 0 else 1
     BM: gl.constexpr = TRAITS.BM
     DROP: gl.constexpr = TRAITS.DROP
-    SPLIT: gl.constexpr = TRAITS.SPLIT
+    DQ_GROUP: gl.constexpr = TRAITS.DQ_GROUP
     SL: gl.constexpr = mma_layout(BM)
     TL: gl.constexpr = transposed_layout(BM)
     K, V = keys.K, keys.V
-    at_0 = unknown_zero(visit, params) if V is None else 0  # with V in registers there is nothing to spill
+    fresh_zero = unknown_zero(visit, params) if V is None else 0  # with V in registers there is nothing to spill
     if K is None:
-        K = flat(smem.K.index(G + at_0), ROWS, DA)
+        K = flat(smem.K.index(G + fresh_zero), ROWS, DA)
     if V is None:
-        V = flat(smem.V.index(G + at_0), ROWS, EA)
+        V = flat(smem.V.index(G + fresh_zero), ROWS, EA)
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
     stage, phase = buffer_and_phase(visit, TRAITS.STAGES)
     buffer, ds_phase = buffer_and_phase(visit, TRAITS.DS_BUFFERS)
@@ -195,14 +197,14 @@ def mma_one_row_block(visit, before, t, h, dK, dV, dKB, dVB, keys, rows, params,
     do = flat(smem.dO.index(stage), BM, EA)
     if DB > 0:
         qb = flat(smem.QB.index(stage), BM, DB)
-        KB, VB = flat(smem.KB.index(G + at_0), ROWS, DB), flat(smem.VB.index(G + at_0), ROWS, DB)
+        KB, VB = flat(smem.KB.index(G + fresh_zero), ROWS, DB), flat(smem.VB.index(G + fresh_zero), ROWS, DB)
         dob = flat(smem.dOB.index(stage), BM, DB)
     if DROP:
         tile, partial = find_tile(t, h, keys, rows, params, TRAITS)
         bits = keep_bits(tile, params, BM)
     mbarrier.wait(barriers.q_ready.index(stage), phase)
     lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM], here since it would wait behind the products
-    if not SPLIT:
+    if not DQ_GROUP:
         mbarrier.wait(barriers.o_ready.index(stage), phase)
     S = start_product(K, q, zero)
     if DB > 0:
@@ -220,11 +222,11 @@ def mma_one_row_block(visit, before, t, h, dK, dV, dKB, dVB, keys, rows, params,
         P_kept = gl.where(P < 0.0, 0.0, P * params.drop.factor)
     P_kept = gl.convert_layout(P_kept.to(do.dtype).permute((1, 0)), gl.DotOperandLayout(0, dV.type.layout, 2))  # Pᵀ [ROWS, BM]
     delta = row_stats.delta.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
-    if SPLIT:
+    if DQ_GROUP:
         dV = warpgroup_mma(P_kept, do, dV, is_async=True)
         if DB > 0:
             dVB = warpgroup_mma(P_kept, dob, dVB, is_async=True)
-    dS = transposed(warpgroup_mma_wait(CHUNKS if SPLIT else 0, deps=[dP]), BM)
+    dS = transposed(warpgroup_mma_wait(CHUNKS if DQ_GROUP else 0, deps=[dP]), BM)
     if DROP:
         P, dS = dropout_backward(P, dS, delta, params.drop)
     else:
@@ -240,31 +242,31 @@ def mma_one_row_block(visit, before, t, h, dK, dV, dKB, dVB, keys, rows, params,
         dS_of_keys = dS * scale
     dS = gl.convert_layout(dS.to(q.dtype).permute((1, 0)), SL, assert_trivial=True)  # dSᵀ [ROWS, BM]
     visit_of_dQ, dq_buffer, dq_phase = choose_dQ(visit, G)
-    if SPLIT:
+    if DQ_GROUP:
         mbarrier.wait(barriers.s_free.index(buffer), ds_phase ^ 1)
     else:  # also says that the other group is done with what had the buffer before
         mbarrier.wait(barriers.s_ready.index(dq_buffer * GROUPS + (G ^ 1)), dq_phase)
     smem.dS.index(buffer * GROUPS + G).store(dS)
     dS_of_keys = gl.convert_layout(dS_of_keys.to(q.dtype).permute((1, 0)), gl.DotOperandLayout(0, dK.type.layout, 2))
-    if not SPLIT:
+    if not DQ_GROUP:
         dV = warpgroup_mma(P_kept, do, dV, is_async=True)
     fence_async_shared()
     group_barrier()
-    if SPLIT:
+    if DQ_GROUP:
         arrive(barriers.s_ready.index(buffer))
     else:
         arrive(barriers.s_ready.index(buffer * GROUPS + G))
-        arrive(barriers.d_ready.index(dq_buffer ^ 1), visit_of_dQ > before)
+        arrive(barriers.d_ready.index(dq_buffer ^ 1), visit_of_dQ > first_visit)
         share = start_dQ(smem.dS, keys.columns, dq_buffer)
     dK = warpgroup_mma(dS_of_keys, q, dK, is_async=True)
     if DB > 0:
         dKB = warpgroup_mma(dS_of_keys, qb, dKB, is_async=True)
         dV, dVB, dK, dKB = warpgroup_mma_wait(0, deps=[dV, dVB, dK, dKB])
-    elif SPLIT:
+    elif DQ_GROUP:
         dV, dK = warpgroup_mma_wait(0, deps=[dV, dK])
     else:
         dV, share = warpgroup_mma_wait(1, deps=[dV, share])
-        write_dQ(share, smem.dQ, dq_buffer, dq_phase ^ 1, params, G, TRAITS, visit_of_dQ >= before)
+        write_dQ(share, smem.dQ, dq_buffer, dq_phase ^ 1, params, G, TRAITS, visit_of_dQ >= first_visit)
         dK = warpgroup_mma_wait(0, deps=[dK])
     group_barrier()
     arrive(barriers.q_free.index(stage))
@@ -273,14 +275,14 @@ def mma_one_row_block(visit, before, t, h, dK, dV, dKB, dVB, keys, rows, params,
 
 
 @gluon.jit
-def last_dQ(columns, visits, before, params, G, TRAITS: gl.constexpr):
+def last_dQ(columns, visits, first_visit, params, G, TRAITS: gl.constexpr):
     """After the last visit: each group passes the dQ that it has written, and the group that is late computes its last one."""
     smem, barriers = params.smem, params.barriers
     visit_of_dQ, buffer, phase = choose_dQ(visits, G)
     fence_async_shared()
     group_barrier()
-    arrive(barriers.d_ready.index(buffer ^ 1), visit_of_dQ > before)
-    if (visits > before) & (G == 0):  # the other group is never late
+    arrive(barriers.d_ready.index(buffer ^ 1), visit_of_dQ > first_visit)
+    if (visits > first_visit) & (G == 0):  # the other group is never late
         mbarrier.wait(barriers.s_ready.index(buffer * GROUPS + (G ^ 1)), phase)
         share = start_dQ(smem.dS, columns, buffer)
         share = warpgroup_mma_wait(0, deps=[share])
@@ -291,7 +293,7 @@ def last_dQ(columns, visits, before, params, G, TRAITS: gl.constexpr):
 def consume_tile(tile, visits, params, descriptors, columns, G, TRAITS: gl.constexpr):
     """Consumer group G: its ROWS keys of a tile against all rows that see them, and `columns` for its part of dQ.
 
-    `visits` counts the visits of the tiles before, and with those of this one it is the result.
+    `visits` is the number of visits of earlier tiles; the result adds those of this one.
     """
     smem = params.smem
     DA: gl.constexpr = TRAITS.DA
@@ -299,10 +301,10 @@ def consume_tile(tile, visits, params, descriptors, columns, G, TRAITS: gl.const
     EA: gl.constexpr = TRAITS.EA
     BM: gl.constexpr = TRAITS.BM
     MASK: gl.constexpr = TRAITS.MASK
-    SPLIT: gl.constexpr = TRAITS.SPLIT
-    V_HELD: gl.constexpr = SPLIT and DB == 0 and EA <= 64 and TRAITS.BIAS == _BIAS_NONE and not TRAITS.DROP  # in registers: half as much is read from smem
-    K_HELD: gl.constexpr = V_HELD and DA <= 64 and KEYS_IN_REGISTERS and MASK == _NONE
-    block, batch, kv_head, first, count, begin, end, unseen = read_tile(tile, G, params)
+    DQ_GROUP: gl.constexpr = TRAITS.DQ_GROUP
+    V_HELD: gl.constexpr = DQ_GROUP and DB == 0 and TRAITS.BIAS == _BIAS_NONE and not TRAITS.DROP  # in registers: half as much is read from smem
+    K_HELD: gl.constexpr = V_HELD and KEYS_IN_REGISTERS and MASK == _NONE
+    block, batch, kv_head, first, count, begin, end, unseen = read_key_tile(tile, G, params)
     key = (block * GROUPS + G) * ROWS
     dK = gl.zeros([ROWS, DA], gl.float32, mma_layout(DA))
     dV = gl.zeros([ROWS, EA], gl.float32, mma_layout(EA))
@@ -318,7 +320,7 @@ def consume_tile(tile, visits, params, descriptors, columns, G, TRAITS: gl.const
         V = flat(smem.V.index(G), ROWS, EA).load(gl.DotOperandLayout(0, mma_layout(BM), 2))
     if K_HELD:
         K = flat(smem.K.index(G), ROWS, DA).load(gl.DotOperandLayout(0, mma_layout(BM), 2))
-    before = visits
+    first_visit = visits
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         if u > 0:
@@ -327,27 +329,27 @@ def consume_tile(tile, visits, params, descriptors, columns, G, TRAITS: gl.const
         t, h = first + count - 1, first_head
         for visit in range(visits, visits + count * heads):
             t, h, dK, dV, dKB, dVB = mma_one_row_block(
-                visit, before, t, h, dK, dV, dKB, dVB, GroupKeys(batch, key, K, V, columns), VisitedRows(begin, end, first_head, heads), params, G, TRAITS)
+                visit, first_visit, t, h, dK, dV, dKB, dVB, GroupKeys(batch, key, K, V, columns), VisitedRows(begin, end, first_head, heads), params, G, TRAITS)
             if V_HELD:
                 V = hold(V)
             if K_HELD:
                 K = hold(K)
         visits += count * heads
-    if not SPLIT:
-        last_dQ(columns, visits, before, params, G, TRAITS)
+    if not DQ_GROUP:
+        last_dQ(columns, visits, first_visit, params, G, TRAITS)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.V.index(G), TRAITS.TMA_STORE)
     if DB > 0:
         store_gradient(dVB, descriptors.dvb, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.VB.index(G), TRAITS.TMA_STORE, EA)
     scale = 1.0 if TRAITS.SCALES else params.scale  # dS has those of its heads already
     buffer, phase = buffer_and_phase(gl.maximum(visits, 1) - 1, TRAITS.DS_BUFFERS)
-    keys_read = params.barriers.s_free if SPLIT else params.barriers.d_ready  # by the products of dQ
-    mbarrier.wait(keys_read.index(buffer), phase, pred=visits > before)
+    keys_read = params.barriers.s_free if DQ_GROUP else params.barriers.d_ready  # by the products of dQ
+    mbarrier.wait(keys_read.index(buffer), phase, pred=visits > first_visit)
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, smem.K.index(G), TRAITS.TMA_STORE)
     if DB > 0:
         store_gradient(dKB, descriptors.dkb, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, scale, smem.KB.index(G), TRAITS.TMA_STORE, DA)
     tma.store_wait(0)
-    if not SPLIT:  # in the first visit of the next tile this group writes over its part of the last dQ
-        mbarrier.wait(params.barriers.d_free.index(buffer), phase, pred=(visits > before) & (G == 0))
+    if not DQ_GROUP:  # in the first visit of the next tile this group writes over its part of the last dQ
+        mbarrier.wait(params.barriers.d_free.index(buffer), phase, pred=(visits > first_visit) & (G == 0))
     mbarrier.arrive(params.barriers.k_free)
     return visits
 
@@ -369,7 +371,7 @@ def consumer(params, descriptors, columns, G, TRAITS: gl.constexpr):
 def group(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
     """The partition of consumer group G: `forward.group`. Its part of dQ is a slice of K's columns, for which G must be a constant."""
     columns = 0
-    if not TRAITS.SPLIT:
+    if not TRAITS.DQ_GROUP:
         columns = key_columns(params.smem.K, TRAITS.DA, G, 0, TRAITS)
     consumer(params, descriptors, columns, gl.to_tensor(G), TRAITS)
 
@@ -380,16 +382,16 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
              dk_strides, dv_strides, scale, scales, cap, bias, lists, dq_order, drop, empty, seen, semaphores, n, M, D, E, padded_n, key_blocks,
              batch_kv_heads, num_heads, heads_per_kv, swizzle,
              DA: gl.constexpr, DB: gl.constexpr, EA: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-             SPLIT: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
+             DQ_GROUP: gl.constexpr, MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr, ENTROPY: gl.constexpr,
              DROP: gl.constexpr, SCALES: gl.constexpr, TMA_STORE: gl.constexpr):
     """A program takes one key block of one key head, and all query heads that share it; then the next."""
     K = gl.allocate_shared_memory(k.dtype, [GROUPS, 1, 1, ROWS, DA], k.layout)
     V = gl.allocate_shared_memory(v.dtype, [GROUPS, 1, 1, ROWS, EA], v.layout)
     Q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, BM, DA], q.layout)
     dO = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, BM, EA], do.layout)
-    DS_BUFFERS: gl.constexpr = 4 if SPLIT else 2
-    PARTS: gl.constexpr = 1 if SPLIT else 2  # of dQ's columns, one per group that computes it
-    gl.static_assert(SPLIT or DS_BUFFERS == DQ_WARPS, "the dQ of a visit has the number of its dS")
+    DS_BUFFERS: gl.constexpr = 4 if DQ_GROUP else 2
+    PARTS: gl.constexpr = 1 if DQ_GROUP else 2  # of dQ's columns, one per group that computes it
+    gl.static_assert(DQ_GROUP or DS_BUFFERS == DQ_WARPS, "the dQ of a visit has the number of its dS")
     dS = gl.allocate_shared_memory(q.dtype, [DS_BUFFERS * GROUPS, ROWS, BM], gl.NVMMASharedLayout.get_default_for([ROWS, BM], q.dtype))
     dQ = gl.allocate_shared_memory(gl.float32, [DQ_WARPS * PARTS, dq_sums.block_shape[0], dq_sums.block_shape[1]], dq_sums.layout)
     KB, VB, QB, dOB, dQB = K, V, Q, dO, dQ
@@ -406,13 +408,13 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
         g_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse.layout)
     tile_info = gl.allocate_shared_memory(gl.int32, [TILE_INFO, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_ready = new_barriers(1, 1).index(0)
-    k_free = new_barriers(1, GROUPS + DQ_WARPS + (1 if SPLIT else 0)).index(0)
+    k_free = new_barriers(1, GROUPS + DQ_WARPS + (1 if DQ_GROUP else 0)).index(0)
     d_ready = new_barriers(DQ_WARPS, PARTS)
     d_free = new_barriers(DQ_WARPS, 1)
-    s_ready = new_barriers(DS_BUFFERS, GROUPS) if SPLIT else new_barriers(DS_BUFFERS * GROUPS, 1)
-    s_free = new_barriers(DS_BUFFERS, 1) if SPLIT else None
-    q_ready = new_barriers(STAGES + 1, 2 if SPLIT else 1, 1)
-    o_ready = q_ready if SPLIT else new_barriers(STAGES, 1)
+    s_ready = new_barriers(DS_BUFFERS, GROUPS) if DQ_GROUP else new_barriers(DS_BUFFERS * GROUPS, 1)
+    s_free = new_barriers(DS_BUFFERS, 1) if DQ_GROUP else None
+    q_ready = new_barriers(STAGES + 1, 2 if DQ_GROUP else 1, 1)
+    o_ready = q_ready if DQ_GROUP else new_barriers(STAGES, 1)
     q_free = new_barriers(STAGES, GROUPS)
     fence_async_shared()
     descriptors = BackwardDescriptors(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy)
@@ -423,9 +425,9 @@ def backward(q, qb, k, kb, v, vb, do, dob, lse, delta, g_entropy, dq_sums, dq_su
         dk, dv, dk_strides, dv_strides, scale, cap, bias, scales, lists, dq_order, drop, empty, seen, semaphores, n, M, D, E, padded_n,
         key_blocks, batch_kv_heads, num_heads, heads_per_kv, swizzle, tile_info)
     TRAITS: gl.constexpr = traits_of(
-        DA=DA, DB=DB, EA=EA, EB=DB, BM=BM, ONE_TILE=False, STAGES=STAGES, O_STAGES=STAGES, SPLIT=SPLIT, DS_BUFFERS=DS_BUFFERS, DQ_BUFFERS=DQ_WARPS, PARTS=PARTS, MASK=MASK, BIAS=BIAS,
+        DA=DA, DB=DB, EA=EA, EB=DB, BM=BM, ONE_TILE=False, STAGES=STAGES, O_STAGES=STAGES, DQ_GROUP=DQ_GROUP, DS_BUFFERS=DS_BUFFERS, DQ_BUFFERS=DQ_WARPS, PARTS=PARTS, MASK=MASK, BIAS=BIAS,
         CAP=CAP, FAST=FAST, ENTROPY=ENTROPY, DROP=DROP, SCALES=SCALES, TMA_STORE=TMA_STORE)
-    if SPLIT:
+    if DQ_GROUP:
         warp_specialize([
             (group, (params, gradients, 0, TRAITS)),
             (group, (params, gradients, 1, TRAITS)),

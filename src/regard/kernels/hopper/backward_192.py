@@ -3,7 +3,8 @@
 A program has ROWS keys per consumer group, as in `backward.py`. Queries and keys are two chunks, of 128 and 64 columns; a letter
 with a B (KB, dKB) is the second. dK and dV of a group's keys take 160 of a thread's 240 registers, too many for P and dS to be operands
 in registers, too: they go through one block of shared memory, P first and then dS, in half precision. dK and dQ of a row block are
-computed in the next iteration. Each group computes half of each chunk of dQ, and has a dQ warp that adds one chunk after the other.
+computed in the next iteration. Each group computes half of each chunk of dQ. Two dQ warps take turns by visit, and add both chunks to
+memory at once. A program has one tile.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -29,34 +30,33 @@ from .aggregates import (
     BackwardSmem,
     DQDescriptors,
     GradientDescriptors,
+    GroupKeys,
     RowStats,
-    TileIndex,
     VisitedRows,
     traits_of,
 )
-from .backward import add_product, arrive, compute_dS, compute_P, start_product, store_gradient, transposed
+from .backward import add_product, arrive, compute_dS, compute_P, find_tile, start_product, store_gradient, transposed
 from .dq_sums import DQ_WARPS, GROUPS, dq_warp, in_register_order, key_columns, start_dQ
 from .forward import flat
 from .key_blocks import (
+    buffer_and_phase,
     common_rows,
     heads_together,
-    is_partial,
     key_tile,
-    load_mask,
     next_visit,
     producer,
-    row_block_at,
     row_block_range,
+    unknown_zero,
 )
 from .nonfinite import some_unseen, zero_unseen_keys
 from .register_layouts import mma_layout, transposed_layout
-from .tile_scheduler import ROWS, buffer_and_phase, new_barriers, unknown_zero
+from .tile_scheduler import ROWS, new_barriers
 
 DS_BUFFERS = gl.constexpr(2)
 
 
 @gluon.jit
-def mma_one_row_block(visit, t, h, dK, dKB, dV, batch, key, rows, params, G: gl.constexpr, TRAITS: gl.constexpr):
+def mma_one_row_block(visit, t, h, dK, dKB, dV, keys, rows, params, G: gl.constexpr, TRAITS: gl.constexpr):
     """One iteration: a group's keys against row block t in query head h; and dK and a half of dQ of the visit before. Returns the next visit."""
     smem, barriers, row_stats = params.smem, params.barriers, params.row_stats
     DA: gl.constexpr = TRAITS.DA
@@ -68,45 +68,41 @@ def mma_one_row_block(visit, t, h, dK, dKB, dV, batch, key, rows, params, G: gl.
     zero = gl.zeros([ROWS, BM], gl.float32, SL)
     scale = params.scale
     unit = scale * LOG2E
-    at_0 = unknown_zero(visit, params)
-    K, KB = flat(smem.K.index(G + at_0), ROWS, DA), flat(smem.KB.index(G + at_0), ROWS, DB)
-    V = flat(smem.V.index(G + at_0), ROWS, TRAITS.EA)
-    late = visit > 0  # whether there is a visit before; if not, its dS is 0 and its dQ is not passed on
+    fresh_zero = unknown_zero(visit, params)
+    K, KB = flat(smem.K.index(G + fresh_zero), ROWS, DA), flat(smem.KB.index(G + fresh_zero), ROWS, DB)
+    V = flat(smem.V.index(G + fresh_zero), ROWS, TRAITS.EA)
+    has_before = visit > 0  # whether there is a visit before; if not, its dS is 0 and its dQ is not passed on
     stage, phase = buffer_and_phase(visit, DS_BUFFERS)
     before, before_phase = buffer_and_phase(visit - 1, DS_BUFFERS)
     _, o_phase = buffer_and_phase(visit, 1)
     _, dq_phase = buffer_and_phase(visit - DQ_WARPS, DQ_WARPS)  # of the dQ before that of the visit before
-    q_before = gl.where(late, before, stage)  # queries that are there
+    q_before = gl.where(has_before, before, stage)  # queries that are there
     own, dS_before = smem.dS.index(stage * GROUPS + G), smem.dS.index(before * GROUPS + G)
-    do = flat(smem.dO.index(at_0), BM, TRAITS.EA)
+    do = flat(smem.dO.index(fresh_zero), BM, TRAITS.EA)
     mbarrier.wait(barriers.q_ready.index(stage), phase)
     lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM], here since it would wait behind the products
     S = start_product(K, flat(smem.Q.index(stage), BM, DA), zero)
     S = add_product(KB, flat(smem.QB.index(stage), BM, DB), S)
     dK = warpgroup_mma(dS_before, flat(smem.Q.index(q_before), BM, DA), dK, is_async=True)
     dKB = warpgroup_mma(dS_before, flat(smem.QB.index(q_before), BM, DB), dKB, is_async=True)
-    b, slot = row_block_at(params, t, TRAITS.MASK)
-    partial = is_partial(b, slot, rows.begin, rows.end, params.n, BM, TRAITS.MASK)
-    j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
-    low, high = load_mask(batch, h, b, j, slot, partial, params, TRAITS)
-    tile = TileIndex(batch, h, b, j, low, high)
+    tile, partial = find_tile(t, h, keys, rows, params, TRAITS)
     S = transposed(warpgroup_mma_wait(2, deps=[S]), BM)
     P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS).to(do.dtype)
-    mbarrier.wait(barriers.s_ready[G ^ 1].index(before), before_phase, pred=late)  # also says that the other group is done with what had the buffer before
+    mbarrier.wait(barriers.s_ready[G ^ 1].index(before), before_phase, pred=has_before)  # also says that the other group is done with what had the buffer before
     dK, dKB = warpgroup_mma_wait(0, deps=[dK, dKB])
     group_barrier()
-    arrive(barriers.q_free.index(before), late)
+    arrive(barriers.q_free.index(before), has_before)
     own.store(gl.convert_layout(P.permute((1, 0)), SL, assert_trivial=True))  # Pᵀ [ROWS, BM], where dSᵀ will be
     mbarrier.wait(barriers.o_ready.index(0), o_phase)
     fence_async_shared()
     group_barrier()
-    share = start_dQ(smem.dS, key_columns(smem.K, DA, G, at_0, TRAITS), before)
+    share = start_dQ(smem.dS, key_columns(smem.K, DA, G, fresh_zero, TRAITS), before)
     dV = warpgroup_mma(own, do, dV, is_async=True)
     share = warpgroup_mma_wait(1, deps=[share])
     mbarrier.wait(barriers.d_free.index(stage), dq_phase)
     smem.dQ.index(G).store(in_register_order(share))
     delta = row_stats.delta.index(0).load(gl.SliceLayout(0, SL))  # [BM]
-    share_b = start_dQ(smem.dS, key_columns(smem.KB, DB, G, at_0, TRAITS), before)
+    share_b = start_dQ(smem.dS, key_columns(smem.KB, DB, G, fresh_zero, TRAITS), before)
     dP = add_product(V, do, zero - delta[None, :])
     dV, share_b = warpgroup_mma_wait(1, deps=[dV, share_b])
     smem.dQB.index(G).store(in_register_order(share_b))
@@ -123,7 +119,7 @@ def mma_one_row_block(visit, t, h, dK, dKB, dV, batch, key, rows, params, G: gl.
     own.store(gl.convert_layout(dS.to(do.dtype).permute((1, 0)), SL, assert_trivial=True))  # dSᵀ [ROWS, BM]
     fence_async_shared()
     group_barrier()
-    arrive(barriers.d_ready.index(before), late)
+    arrive(barriers.d_ready.index(before), has_before)
     arrive(barriers.s_ready[G].index(stage))
     t, h = next_visit(t, h, rows.first_head, rows.heads)
     return t, h, dK, dKB, dV
@@ -185,7 +181,7 @@ def consumer(params, descriptors, G: gl.constexpr, TRAITS: gl.constexpr):
         t, h = first + count - 1, first_head
         for visit in range(visits, visits + count * heads):
             t, h, dK, dKB, dV = mma_one_row_block(
-                visit, t, h, dK, dKB, dV, batch, key, VisitedRows(begin, end, first_head, heads), params, G, TRAITS)
+                visit, t, h, dK, dKB, dV, GroupKeys(batch, key, None, None, None), VisitedRows(begin, end, first_head, heads), params, G, TRAITS)
         visits += count * heads
     if visits > 0:
         dK, dKB = last_visit(visits, dK, dKB, params, G, TRAITS)

@@ -35,7 +35,7 @@ CHANGING = (
     "q", "qb", "k", "kb", "v", "vb", "do", "dob", "lse", "delta", "g_entropy", "dq_sums", "dq_sums_b", "dk_desc", "dkb_desc", "dv_desc", "dvb_desc",
     "dk", "dv", "scales", "bias", "lists", "dq_order", "drop", "empty", "seen", "semaphores",
 )  # fmt: skip
-_LEAST, _SHARE = 8, 8  # under a mask, one in so many programs of a head runs at a time, and at least so many
+_LEAST, _SHARE = 8, 8  # under a mask, one in so many tiles of a head is under way at a time, and at least so many
 _CHUNKS, _CHUNKS_192 = chunks(96), chunks(192)
 _NARROW = 128  # dims up to which a group holds dK and dV of its keys
 
@@ -47,7 +47,7 @@ class BackwardTile(NamedTuple):
     BM: int = PREPROCESS_ROWS
     stages: int = 2
     registers: int = 240
-    split: bool = False  # whether a third group computes dQ
+    dq_group: bool = False  # whether a third group computes dQ
     chunked: bool = False  # whether dims, at most 96, are two chunks, of 64 and 32 columns; with a third group only
     wide: bool = False  # whether both groups work on the same keys: one computes P, the other dS
     d192: bool = False  # whether keys have 129 to 192 dims, in two chunks of 128 and 64 columns, and values 65 to 128
@@ -59,7 +59,7 @@ class BackwardTile(NamedTuple):
     @property
     def parts(self) -> int:
         """Parts of dQ's columns that are added to memory one by one."""
-        return 4 if self.wide else 1 if self.split else 2
+        return 4 if self.wide else 1 if self.dq_group else 2
 
     def widths(self, w: KernelArgs) -> tuple[int, int]:
         """The padded dims of queries and keys, and of values, the columns of a second chunk included."""
@@ -76,8 +76,8 @@ class BackwardTile(NamedTuple):
         return _CHUNKS[1] if self.chunked else _CHUNKS_192[1] if self.d192 else 0
 
 
-SPLIT = BackwardTile(registers=208, split=True, stages=4)
-CHUNKED = SPLIT._replace(chunked=True, stages=2)
+DQ_GROUP = BackwardTile(registers=208, dq_group=True, stages=4)
+CHUNKED = DQ_GROUP._replace(chunked=True, stages=2)
 D192 = BackwardTile(d192=True)
 
 
@@ -116,7 +116,7 @@ def tile_for(w: KernelArgs) -> BackwardTile:
     between = _CHUNKS_192[0] // 2 < w.value.shape[3] <= _CHUNKS_192[0] < w.query.shape[3] <= sum(_CHUNKS_192)
     if between and w.scales is None and w.drop.keys is None:
         return D192
-    return SPLIT if dim <= 64 else BackwardTile(wide=dim > _NARROW)
+    return DQ_GROUP if dim <= 64 else BackwardTile(wide=dim > _NARROW)
 
 
 def launch_backward(w: KernelArgs, s: BackwardRows, tile: BackwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +154,7 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
     (L, H, N), D = w.rows, w.query.shape[3]
     blocks = L * H * cdiv(N, tile.BM)
     new_dq, new_dk, new_dv = (cuda_allocator(size, dtype) for size in ((L, H, N, D), w.key.shape, w.value.shape))
-    BM, BN, semaphores_of_all = tile.BM, tile.BN, blocks + 1
+    BM, BN, counters = tile.BM, tile.BN, blocks + 1
     numbers = blocks * BM * tile.widths(w)[0]  # of the sums
     statistic = 4 * L * H * N  # bytes: N is a multiple of BM, so δ, lse and the sums are aligned
     new_scratch = cuda_allocator((numbers + blocks + 2 * L * H * N,), torch.float32)  # of all four
@@ -180,7 +180,7 @@ def _shortcut(w: KernelArgs, s: BackwardRows, key: Hashable, tile: BackwardTile)
         empty = sums + 4 * numbers
         start_preprocess(dO, (output, lse, NO_ENTROPY, row_max, log_row_sum), delta, lse, empty)
         dk, dv, dq = new_dk(), new_dv(), new_dq()
-        semaphores = launch_cache.zeros(semaphores_of_all, device)
+        semaphores = launch_cache.zeros(counters, device)
         start_main(
             q, q, k, k, v, v, dO, dO, lse, delta, sums, sums, dk, dk, dv, dv, dk, dv, block_mask.for_launch(BM, BN, None),
             dq_order_for_launch(block_mask, BM, BN), empty, semaphores,
@@ -249,7 +249,7 @@ def backward_arguments(
         **({} if tile.wide else {
             "qb": qb, "kb": kb, "dq_sums_b": matrix_descriptor(workspace.dq_sums, 2 * DB // tile.parts) if DB else None, "DB": DB,
         }),
-        **({} if tile.wide or tile.d192 else {"vb": vb, "dob": dob, "dkb_desc": dkb_desc, "dvb_desc": dvb_desc, "SPLIT": tile.split}),
+        **({} if tile.wide or tile.d192 else {"vb": vb, "dob": dob, "dkb_desc": dkb_desc, "dvb_desc": dvb_desc, "DQ_GROUP": tile.dq_group}),
         **{name: w.kinds[name] for name in ("MASK", "BIAS", "CAP", "SCALES")}, "FAST": w.fast, "ENTROPY": s.g_entropy is not None,
         "DROP": w.drop.keys is not None, "TMA_STORE": tma_store,
     }  # fmt: skip
@@ -289,13 +289,13 @@ def postprocess_dq(w: KernelArgs, workspace: BackwardWorkspace, tile: BackwardTi
 
 
 def _swizzle(w: KernelArgs, tile: BackwardTile) -> int:
-    """How many key heads are scheduled together: as many as have programs for all multiprocessors, or fewer in equal shares.
+    """How many key heads are scheduled together: as many as have tiles for all multiprocessors, or fewer in equal shares.
 
-    Under a mask a few programs per head run at a time, so that the longest ones of many heads come first.
+    Under a mask a few tiles per head run at a time, so that the longest ones of many heads come first.
     """
     blocks, heads = cdiv(w.m, tile.BN), w.key.shape[0] * w.key.shape[1]
-    programs = blocks if w.block_mask.kind == NONE else min(blocks, max(_LEAST, blocks // _SHARE))
-    most = min(heads, cdiv(forward.multiprocessors(w.query.device), programs))
+    tiles = blocks if w.block_mask.kind == NONE else min(blocks, max(_LEAST, blocks // _SHARE))
+    most = min(heads, cdiv(forward.multiprocessors(w.query.device), tiles))
     return min(range(most // 2 + 1, most + 1), key=lambda x: (-heads % x, -x))  # so that the last ones are not left alone
 
 

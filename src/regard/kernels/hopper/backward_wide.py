@@ -2,7 +2,7 @@
 
 A program has ROWS keys. One group computes S, P and dV, the other dP, dS and dK, for which it reads P from shared memory. Each
 computes half of dQ = dS K, in two parts. Two dQ warps add these to memory, and take turns by row block. dP starts at −δ, masks are
-loaded before the products, and the rest is as in `backward.py`.
+loaded before the products. A program has one tile, that of its number. The rest is as in `backward.py`.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -127,14 +127,14 @@ def start_dP(V, dO, delta, zero, TRAITS: gl.constexpr):
 
 
 @gluon.jit
-def start_dQ(smem, zero, G: gl.constexpr, part: gl.constexpr, DA: gl.constexpr):
+def start_part(smem, zero, G: gl.constexpr, part: gl.constexpr, DA: gl.constexpr):
     """Start dQ = dS K [BM, PART], a part of a group's columns."""
     return warpgroup_mma(smem.dS.permute((1, 0)), flat(smem.K, ROWS, DA).slice((G * PARTS + part) * PART, PART, dim=1), zero, use_acc=False,
                          is_async=True)
 
 
 @gluon.jit
-def pass_dQ(share, W, params, G: gl.constexpr, part: gl.constexpr):
+def pass_part(share, W, params, G: gl.constexpr, part: gl.constexpr):
     """Pass a part of dQ to dQ warp W, whose turn it is. There are two parts per block, so barriers have the same phase each time."""
     mbarrier.wait(params.barriers.d_free.index(G), part ^ 1)
     params.smem.dQ.index(G).store(in_register_order(share))
@@ -189,19 +189,19 @@ def p_consumer(params, descriptors, TRAITS: gl.constexpr):
             if DROP:
                 bits = keep_bits(tile, params, BM)
             mbarrier.wait(barriers.s_ready, ds_phase, pred=late)
-            share = start_dQ(smem, zero_dQ, 0, 0, DA)
+            share = start_part(smem, zero_dQ, 0, 0, DA)
             mbarrier.wait(q_ready.index(stage), phase)
             S = start_product(flat(smem.K, ROWS, DA), flat(smem.Q.index(stage), BM, DA), zero)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
-                pass_dQ(share, ds_phase, params, 0, 0)
-            share = start_dQ(smem, zero_dQ, 0, 1, DA)
+                pass_part(share, ds_phase, params, 0, 0)
+            share = start_part(smem, zero_dQ, 0, 1, DA)
             lse = row_stats.lse.index(stage).load(gl.SliceLayout(1, TL))  # [BM]
             S = transposed(warpgroup_mma_wait(1, deps=[S]), BM)
             P = compute_P(S, lse, tile, scale, unit, partial, params, TRAITS)
             share = warpgroup_mma_wait(0, deps=[share])
             if late:
-                pass_dQ(share, ds_phase, params, 0, 1)
+                pass_part(share, ds_phase, params, 0, 1)
             P_kept = P
             if DROP:
                 P = gl.where(keep_mask(bits, BM), P, -P)  # a negative sign means dropped
@@ -223,9 +223,9 @@ def p_consumer(params, descriptors, TRAITS: gl.constexpr):
     if late:
         mbarrier.wait(barriers.s_ready, ds_phase)
         for part in gl.static_range(PARTS):
-            share = start_dQ(smem, zero_dQ, 0, part, DA)
+            share = start_part(smem, zero_dQ, 0, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
-            pass_dQ(share, ds_phase, params, 0, part)
+            pass_part(share, ds_phase, params, 0, part)
     store_gradient(dV, descriptors.dv, params.dv, params.dv_strides, batch, kv_head, key, params.M, params.E, 1.0, smem.V, TRAITS.TMA_STORE)
     tma.store_wait(0)
 
@@ -266,13 +266,13 @@ def ds_consumer(params, descriptors, TRAITS: gl.constexpr):
                 scale = gl.load(params.scales + h)
             b, slot = row_block_at(params, t, MASK)
             partial = is_partial(b, slot, begin, end, params.n, BM, MASK)
-            share = start_dQ(smem, zero_dQ, 1, 0, DA)  # from its own dS of the previous iteration
+            share = start_part(smem, zero_dQ, 1, 0, DA)  # from its own dS of the previous iteration
             mbarrier.wait(o_ready, o_phase)
             dP = start_dP(flat(smem.V, ROWS, EA), flat(smem.dO, BM, EA), row_stats.delta, zero, TRAITS)
             share = warpgroup_mma_wait(1, deps=[share])
             if late:
-                pass_dQ(share, p_phase ^ 1, params, 1, 0)
-            share = start_dQ(smem, zero_dQ, 1, 1, DA)
+                pass_part(share, p_phase ^ 1, params, 1, 0)
+            share = start_part(smem, zero_dQ, 1, 1, DA)
             j = key + gl.arange(0, ROWS, gl.SliceLayout(0, TL))  # [ROWS]
             dP = transposed(warpgroup_mma_wait(1, deps=[dP]), BM)
             g = row_stats.delta
@@ -286,7 +286,7 @@ def ds_consumer(params, descriptors, TRAITS: gl.constexpr):
             mbarrier.arrive(o_free)
             share = warpgroup_mma_wait(0, deps=[share])
             if late:
-                pass_dQ(share, p_phase ^ 1, params, 1, 1)
+                pass_part(share, p_phase ^ 1, params, 1, 1)
             mbarrier.wait(q_ready.index(stage), phase)
             lse = g
             if TRAITS.CAP:
@@ -311,9 +311,9 @@ def ds_consumer(params, descriptors, TRAITS: gl.constexpr):
             t, h = next_visit(t, h, first_head, heads)
     if late:
         for part in gl.static_range(PARTS):
-            share = start_dQ(smem, zero_dQ, 1, part, DA)
+            share = start_part(smem, zero_dQ, 1, part, DA)
             share = warpgroup_mma_wait(0, deps=[share])
-            pass_dQ(share, p_phase ^ 1, params, 1, part)
+            pass_part(share, p_phase ^ 1, params, 1, part)
     store_gradient(dK, descriptors.dk, params.dk, params.dk_strides, batch, kv_head, key, params.M, params.D, 1.0 if TRAITS.SCALES else scale,
                    smem.Q.index(0), TRAITS.TMA_STORE)
     tma.store_wait(0)

@@ -1,4 +1,4 @@
-"""The dQ semaphore, which programs hand to one another through memory."""
+"""The dQ semaphore: programs wait for one another through memory."""
 # mypy: ignore-errors
 
 from __future__ import annotations

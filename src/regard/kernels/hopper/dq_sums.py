@@ -1,7 +1,8 @@
 """dQ in the Hopper backward: its product, its sums in memory, and the rows that become of them.
 
-dQ is added to memory in the order of registers, part by part. A part is the columns of dQ that one consumer group computes at a time, or
-all of them if a third group does; of each of two chunks it has its columns, one behind the other.
+dQ is added to memory in the order of registers, part by part. A part is the columns of dQ that one group computes at a time: half of
+them in a consumer group, all of them in a third group. With two chunks it has columns of both, those of the second chunk behind
+those of the first.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -24,19 +25,28 @@ from ...compat.gluon import group_barrier, tma_add, tma_store
 from ..portable.tile_ops import program_tile
 from .dq_semaphore import acquire, release
 from .forward import flat
-from .key_blocks import GROUPS, dq_visit, heads_together, key_tile, next_tile, row_block_range
+from .key_blocks import (
+    GROUPS,
+    INFO_COUNT,
+    buffer_and_phase,
+    dq_visit,
+    heads_together,
+    key_tile,
+    next_tile,
+    row_block_range,
+)
 from .register_layouts import mma_layout
-from .tile_scheduler import ROWS, buffer_and_phase, read_info
+from .tile_scheduler import ROWS, read_info
 
 DQ_WARPS = gl.constexpr(2)  # warps that add dQ to memory, each with barriers of its own
 
 
 @gluon.jit
-def key_columns(K, D: gl.constexpr, part: gl.constexpr, at_0, TRAITS: gl.constexpr):
-    """The columns of both groups' keys that a part of dQ is computed from, for a chunk of D columns. `at_0` is 0, or `unknown_zero`."""
+def key_columns(K, D: gl.constexpr, part: gl.constexpr, fresh_zero, TRAITS: gl.constexpr):
+    """The columns of both groups' keys that a part of dQ is computed from, for a chunk of D columns. `fresh_zero` is 0, or `unknown_zero`."""
     C: gl.constexpr = D // TRAITS.PARTS
     gl.static_assert(GROUPS == 2, "two groups have keys")
-    first, second = K.index(at_0), K.index(1 + at_0)
+    first, second = K.index(fresh_zero), K.index(1 + fresh_zero)
     return flat(first, ROWS, D).slice(part * C, C, dim=1), flat(second, ROWS, D).slice(part * C, C, dim=1)
 
 
@@ -45,8 +55,8 @@ def choose_dQ(visit, G):
     """The visit whose dQ a group computes in this one, its buffer, and the phase of its barriers.
 
     The first group is one visit behind with its part of dQ. So the groups are not at the same place of an iteration at the same
-    time, and one computes while the products of the other run. In its first visit it has no dQ yet: it computes one, of visit −1, from
-    whatever is in shared memory, and writes it, but no dQ warp is told; so the loop needs no branch.
+    time, and one computes while the products of the other run. In its first visit of a tile it has no dQ yet. It computes one from whatever
+    is in shared memory, and writes it to the buffer of the visit before, but tells no dQ warp; so the loop needs no branch.
     """
     visit_of_dQ = visit - (G ^ 1)
     buffer, phase = buffer_and_phase(visit_of_dQ, DQ_WARPS)
@@ -84,7 +94,7 @@ def write_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr, pred=
 
 @gluon.jit
 def pass_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr):
-    """Pass a part of dQ to the dQ warp; of two chunks the first one to be computed is written already."""
+    """Write a part of dQ and tell the dQ warp. With two chunks the caller has written the first already."""
     write_dQ(share, dQ, buffer, phase, params, part, TRAITS)
     fence_async_shared()
     group_barrier()
@@ -93,12 +103,12 @@ def pass_dQ(share, dQ, buffer, phase, params, part, TRAITS: gl.constexpr):
 
 @gluon.jit
 def dq_of_tile(tile, visit, params, TRAITS: gl.constexpr):
-    """Compute dQ = dS K for the visits of a tile, which are counted from `visit`; the number of the visit after them."""
+    """Compute dQ = dS K for the visits of a tile, which are counted from `visit`. The result is the number of the visit after them."""
     smem, barriers = params.smem, params.barriers
     DB: gl.constexpr = TRAITS.DB
     MASK: gl.constexpr = TRAITS.MASK
     block, batch, kv_head = key_tile(params, tile)
-    count = read_info(params.tile_info, 2, 4)
+    count = read_info(params.tile_info, INFO_COUNT, 4)
     mbarrier.arrive(barriers.k_free)  # of the info; consumers arrive once the last dQ has read the keys
     heads = heads_together(params, MASK)
     for u in range(params.heads_per_kv // heads):
@@ -122,7 +132,7 @@ def dq_of_tile(tile, visit, params, TRAITS: gl.constexpr):
 
 @gluon.jit
 def dq_group(params, TRAITS: gl.constexpr):
-    """The third group of a split program: it computes dQ = dS K, so that the consumer groups never wait for one another."""
+    """The third group, at dims up to 96: it computes dQ = dS K, so that the consumer groups never wait for one another."""
     tiles = params.key_blocks * params.batch_kv_heads
     taken = 0
     visit = 0
@@ -143,11 +153,11 @@ def store_or_add(descriptor, at, block, position):
 
 
 @gluon.jit
-def add_visits(tile, before, params, descriptors, W, ADD: gl.constexpr, TRAITS: gl.constexpr):
+def add_visits(tile, visits, params, descriptors, W, ADD: gl.constexpr, TRAITS: gl.constexpr):
     """Warp W of two adds dQ of every other visit of a tile to memory by ADD, once the semaphore allows it.
 
-    What a visit needs to know is loaded one visit early. `before` counts the visits of earlier tiles, and with those of this one it is the
-    result.
+    What a visit needs to know is loaded one visit early. `visits` is the number of visits of earlier tiles; the result adds those of this
+    one.
     """
     MASK: gl.constexpr = TRAITS.MASK
     BM: gl.constexpr = TRAITS.BM
@@ -156,7 +166,7 @@ def add_visits(tile, before, params, descriptors, W, ADD: gl.constexpr, TRAITS: 
     for u in range(params.heads_per_kv // heads):
         first_head = kv_head * params.heads_per_kv + u * heads
         first, count = row_block_range(params, batch, first_head, block, BM, MASK)
-        own = W + before & 1  # the first visit of this warp
+        own = W + visits & 1  # the first visit of this warp
         gl.static_assert(DQ_WARPS == 2, "every other visit")
         if own < count * heads:
             next_at, next_position = dq_visit(params, own, first, count, batch, first_head, heads, block, BM, MASK)
@@ -164,10 +174,10 @@ def add_visits(tile, before, params, descriptors, W, ADD: gl.constexpr, TRAITS: 
                 at, position = next_at, next_position
                 next_at, next_position = dq_visit(params, visit + DQ_WARPS, first, count, batch, first_head, heads, block, BM, MASK)
                 acquire(params.semaphores + at, position)
-                ADD(params, descriptors, at, position, buffer_and_phase(before + visit, DQ_WARPS)[1], W, TRAITS)
+                ADD(params, descriptors, at, position, buffer_and_phase(visits + visit, DQ_WARPS)[1], W, TRAITS)
                 release(params.semaphores + at, position)
-        before += count * heads
-    return before
+        visits += count * heads
+    return visits
 
 
 @gluon.jit
@@ -195,11 +205,11 @@ def dq_warp(params, descriptors, W: gl.constexpr, TRAITS: gl.constexpr):
     else:
         tiles = params.key_blocks * params.batch_kv_heads
         taken = 0
-        before = 0
+        visits = 0
         tile = next_tile(taken, params, 1)
         while tile < tiles:
             mbarrier.arrive(params.barriers.k_free)
-            before = add_visits(tile, before, params, descriptors, W, add_columns, TRAITS)
+            visits = add_visits(tile, visits, params, descriptors, W, add_columns, TRAITS)
             taken += 1
             tile = next_tile(taken, params, 1)
 

@@ -27,10 +27,12 @@ from .aggregates import KeyTile
 from .nonfinite import clean_queries, some_empty, some_unseen
 from .online_softmax import MASK_BIT
 from .register_layouts import transposed_layout
-from .tile_scheduler import BROADCAST, COUNT, ROWS, buffer_and_phase, read_info, work_tile, write_info
+from .tile_scheduler import BROADCAST, COUNT, ROWS, read_info, work_tile, write_info
 
 GROUPS = gl.constexpr(2)  # consumer groups, each with ROWS keys
-TILE_INFO = gl.constexpr(9)  # numbers in the tile info: the tile, its `row_block_range`, three per group
+TILE_INFO = gl.constexpr(9)  # numbers in the tile info
+INFO_TILE, INFO_FIRST, INFO_COUNT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # the tile, and its `row_block_range`
+INFO_GROUP = gl.constexpr(3)  # from here on three numbers per group: its `common_rows`, and `some_unseen`
 
 MASK_SPAN = gl.constexpr(ptx.MASK_SPAN)
 NO_ROW = gl.constexpr(2**31 - 1)  # the first row of an empty range
@@ -40,6 +42,24 @@ NO_ROW = gl.constexpr(2**31 - 1)  # the first row of an empty range
 def bias_load(dtype):
     """The PTX that loads a number of a bias."""
     return ptx.LOAD_BIAS[str(dtype)]
+
+
+@gluon.jit
+def buffer_and_phase(visit, BUFFERS: gl.constexpr):
+    """The buffer of a visit, and the phase of its barriers. To wait for visit −1, before the first, is to go on at once."""
+    SHIFT: gl.constexpr = BUFFERS.bit_length() - 1
+    gl.static_assert(BUFFERS == 1 << SHIFT, "BUFFERS must be a power of two")
+    return visit & (BUFFERS - 1), visit >> SHIFT & 1
+
+
+@gluon.jit
+def unknown_zero(visit, params):
+    """0, as a number that the compiler does not know.
+
+    An address in shared memory that is the same in each visit is computed before the loop, and spilled. With this number in it, it
+    is computed in each visit, for which no register is kept.
+    """
+    return visit + params.n >> 31
 
 
 @gluon.jit
@@ -129,7 +149,7 @@ def common_rows(params, batch, h, key, MASK: gl.constexpr):
 
 
 @gluon.jit
-def write_tile(tile, taken, first, count, batch, kv_head, key, params, TRAITS: gl.constexpr):
+def write_key_tile(tile, taken, first, count, batch, kv_head, key, params, TRAITS: gl.constexpr):
     """Write the info of the tile that a program takes after `taken` others, once all warps are done with the one before."""
     info = params.tile_info
     begin_0, end_0 = common_rows(params, batch, kv_head * params.heads_per_kv, key, TRAITS.MASK)
@@ -137,30 +157,30 @@ def write_tile(tile, taken, first, count, batch, kv_head, key, params, TRAITS: g
     unseen_0 = some_unseen(batch, kv_head, key, params, TRAITS, 1)
     unseen_1 = some_unseen(batch, kv_head, key + ROWS, params, TRAITS, 1)
     mbarrier.wait(params.barriers.k_free, taken & 1 ^ 1)
-    write_info(info, 0, tile, 1)
-    write_info(info, 1, first, 1)
-    write_info(info, 2, count, 1)
-    write_info(info, 3, begin_0, 1)
-    write_info(info, 4, end_0, 1)
-    write_info(info, 5, unseen_0.to(gl.int32), 1)
-    write_info(info, 6, begin_1, 1)
-    write_info(info, 7, end_1, 1)
-    write_info(info, 8, unseen_1.to(gl.int32), 1)
+    write_info(info, INFO_TILE, tile, 1)
+    write_info(info, INFO_FIRST, first, 1)
+    write_info(info, INFO_COUNT, count, 1)
+    write_info(info, INFO_GROUP, begin_0, 1)
+    write_info(info, INFO_GROUP + 1, end_0, 1)
+    write_info(info, INFO_GROUP + 2, unseen_0.to(gl.int32), 1)
+    write_info(info, INFO_GROUP + 3, begin_1, 1)
+    write_info(info, INFO_GROUP + 4, end_1, 1)
+    write_info(info, INFO_GROUP + 5, unseen_1.to(gl.int32), 1)
 
 
 @gluon.jit
 def next_tile(taken, params, WARPS: gl.constexpr):
     """Wait for the tile that a program takes after `taken` others. Its number is past the last one if there is none."""
     mbarrier.wait(params.barriers.k_ready, taken & 1)
-    return read_info(params.tile_info, 0, WARPS)
+    return read_info(params.tile_info, INFO_TILE, WARPS)
 
 
 @gluon.jit
-def read_tile(tile, G, params):
+def read_key_tile(tile, G, params):
     """What consumer group G needs to know of its tile."""
-    info, group = params.tile_info, 3 + 3 * G
+    info, group = params.tile_info, INFO_GROUP + 3 * G
     block, batch, kv_head = key_tile(params, tile)
-    first, count = read_info(info, 1, 4), read_info(info, 2, 4)
+    first, count = read_info(info, INFO_FIRST, 4), read_info(info, INFO_COUNT, 4)
     begin, end = read_info(info, group, 4), read_info(info, group + 1, 4)
     return KeyTile(block, batch, kv_head, first, count, begin, end, read_info(info, group + 2, 4) > 0)
 
@@ -277,7 +297,7 @@ def load_rows(b, h, batch, empty, visit, params, descriptors, TRAITS: gl.constex
 
 @gluon.jit
 def load_tile(tile, taken, visit, params, descriptors, TRAITS: gl.constexpr):
-    """Load K and V of a tile, then the rows of its visits, which are counted from `visit`; the number of the visit after them."""
+    """Load K and V of a tile, then the rows of its visits, which are counted from `visit`. The result is the number of the visit after them."""
     smem = params.smem
     DA: gl.constexpr = TRAITS.DA
     DB: gl.constexpr = TRAITS.DB
@@ -289,7 +309,7 @@ def load_tile(tile, taken, visit, params, descriptors, TRAITS: gl.constexpr):
     heads = heads_together(params, MASK)
     first, count = row_block_range(params, batch, kv_head * params.heads_per_kv, block, BM, MASK)
     if not TRAITS.ONE_TILE:
-        write_tile(tile, taken, first, count, batch, kv_head, block * GROUPS * ROWS, params, TRAITS)
+        write_key_tile(tile, taken, first, count, batch, kv_head, block * GROUPS * ROWS, params, TRAITS)
     k_ready = params.barriers.k_ready
     mbarrier.expect(k_ready, GROUPS * ROWS * (DA + EA + DB + EB) * 2)
     for g in gl.static_range(GROUPS):
@@ -331,8 +351,8 @@ def take_tile(params, TRAITS: gl.constexpr):
 def producer(params, descriptors, TRAITS: gl.constexpr):
     """The producer warp: it loads K and V of a key block, then Q, dO and the statistics of each row block that sees it.
 
-    Then it takes the next tile, when all rows of this one are loaded, and no earlier: programs that come after it in the order of dQ wait
-    for its visits. With ONE_TILE a program has only the tile of its number.
+    It takes the next tile once all rows of this one are being loaded, and no earlier: later tiles in the order of dQ wait for the visits of a
+    tile that was taken. With ONE_TILE a program has only the tile of its number.
     """
     if TRAITS.ONE_TILE:
         load_tile(gl.program_id(0), 0, gl.to_tensor(0), params, descriptors, TRAITS)
@@ -346,5 +366,5 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
             taken += 1
             tile = take_tile(params, TRAITS)
         mbarrier.wait(params.barriers.k_free, taken & 1 ^ 1)
-        write_info(params.tile_info, 0, tile, 1)
+        write_info(params.tile_info, INFO_TILE, tile, 1)
         mbarrier.arrive(params.barriers.k_ready)

@@ -95,7 +95,7 @@ def some_empty(b, batch, h, params, TRAITS: gl.constexpr):
 def clean_queries(stage, params, TRAITS: gl.constexpr):
     """Set the queries of rows that see nothing to 0 once they are loaded, then say "ready". The producer warp does; consumers have no registers for it.
 
-    All loads that need it share one barrier, the last. It goes through a second phase here, so that the next load waits for the first one again.
+    All loads that need it share one barrier, the last. Here it also completes its second phase, so every load waits for the first one.
     """
     smem, lse, q_ready = params.smem, params.row_stats.lse.index(stage), params.barriers.q_ready
     loaded = q_ready.index(TRAITS.STAGES)
@@ -136,7 +136,7 @@ def some_unseen(batch, kv_head, j0, params, TRAITS: gl.constexpr, WARPS: gl.cons
 
 @gluon.jit
 def zero_unseen_keys(X, unseen, batch, kv_head, j0, params, TRAITS: gl.constexpr):
-    """Set keys X [ROWS, C] that no row may attend to to 0, if `some_unseen`."""
+    """Zero the keys X [ROWS, C] that no row may attend to, if `some_unseen`."""
     C: gl.constexpr = X.shape[1]
     HIDING: gl.constexpr = may_hide(TRAITS.BIAS)
     if TRAITS.MASK != _NONE or HIDING:

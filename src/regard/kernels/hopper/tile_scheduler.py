@@ -64,24 +64,6 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def buffer_and_phase(visit, BUFFERS: gl.constexpr):
-    """The buffer of a visit, and the phase of its barriers. To wait for visit −1, before the first, is to go on at once."""
-    SHIFT: gl.constexpr = BUFFERS.bit_length() - 1
-    gl.static_assert(BUFFERS == 1 << SHIFT, "BUFFERS must be a power of two")
-    return visit & (BUFFERS - 1), visit >> SHIFT & 1
-
-
-@gluon.jit
-def unknown_zero(visit, params):
-    """0, as a number that the compiler does not know.
-
-    An address in shared memory that is the same in each visit is computed before the loop, and spilled. With this number in it, it
-    is computed in each visit, for which no register is kept.
-    """
-    return visit + params.n >> 31
-
-
-@gluon.jit
 def key_block_range(lists, batch, h, block, M, BN: gl.constexpr, MASK: gl.constexpr):
     """The key blocks that a row block visits, as the fields of `KeyBlocks`."""
     first, full, full_end, rest = block_range(lists, block_list_start(lists, batch, h, MASK), block, gl.cdiv(M, BN), M // BN, MASK)
