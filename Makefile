@@ -3,7 +3,7 @@
 PYTHON ?= python3
 EXTRAS ?= dev,viz,docs
 WORKERS ?= 2
-EXAMPLE_SECONDS ?= 900
+EXAMPLE_SECONDS ?= 1800
 SECONDS ?= 60
 
 VENV := .venv
