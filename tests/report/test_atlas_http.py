@@ -92,7 +92,7 @@ def test_more_connections_than_allowed_get_no_more_threads_and_the_page_still_an
 def test_a_connection_whose_request_does_not_arrive_is_closed(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atlas_http, "_MAX_SECONDS", 0.3)
+    monkeypatch.setattr(atlas_http, "_MAX_SECONDS", 1.0)
     with connect(serving) as idle, connect(serving) as dripping:
         dripping.sendall(b"GET / HT")
         until(lambda: handlers() == 2)
@@ -100,18 +100,19 @@ def test_a_connection_whose_request_does_not_arrive_is_closed(
         while handlers():
             with suppress(OSError):
                 dripping.sendall(b"T")  # each byte is in time, but the request never ends
-            assert time.monotonic() - start < 10.0
+            assert time.monotonic() - start < 60.0
             time.sleep(0.05)
         assert idle.recv(1) == b""
+    monkeypatch.undo()  # a slow machine may not send a request in a second
     assert works(serving)
 
 
 def test_a_long_answer_is_not_cut(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atlas_http, "_MAX_SECONDS", 0.2)
+    monkeypatch.setattr(atlas_http, "_MAX_SECONDS", 1.0)
     plain = Atlas.tile
 
     def slow(self: Atlas, *given: Any, **named: Any) -> bytes:
-        time.sleep(0.6)
+        time.sleep(1.6)
         return plain(self, *given, **named)
 
     monkeypatch.setattr(Atlas, "tile", slow)

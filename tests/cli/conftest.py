@@ -1,0 +1,12 @@
+"""What the tests of the command line share: a machine that is slow today adds no lines of progress to what they read."""
+
+from __future__ import annotations
+
+import pytest
+
+from regard.cli import output
+
+
+@pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_SECONDS_BETWEEN_LINES", 3600.0)
