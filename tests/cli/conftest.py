@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a machine that is slow today adds no lines of progress to what they read."""
+"""What the tests of the command line share: on a slow machine, too, they read no lines of progress."""
 
 from __future__ import annotations
 
