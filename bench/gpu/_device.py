@@ -157,7 +157,7 @@ def _median(peer: Peer, rep: int) -> float:
         return float(do_bench(peer.call, warmup=10, rep=rep, return_mode="median"))
 
 
-def repeated(case: str, peers: Peers, times: int = 100) -> dict[str, int | None]:
+def with_same_bits(case: str, peers: Peers, times: int = 100) -> dict[str, int | None]:
     """How many of so many further calls of each peer give the same bits as its first; each gives a tuple of tensors."""
 
     def same(peer: Peer) -> int:

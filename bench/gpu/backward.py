@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from _device import Bars, Peer, Row, at_least, attempt, each, measured, over, repeated, report, start, verdict
+from _device import Bars, Peer, Row, at_least, attempt, each, measured, over, report, start, verdict, with_same_bits
 from _peers import HIDDEN, NARROW, SHAPES, TOKENS, Plain, peers, plain
 
 KERNELS = ("regard", "FA4", "FlexAttention", "Flex, FLASH", "cuDNN", "flash")
@@ -33,7 +33,7 @@ def row(shape: str) -> Row:
     dO = torch.randn_like(x.value)
     calls = {name: slopes(x, name, forwards[name], dO) for name in KERNELS}
     ms, apart = measured(x.name, calls)
-    same = repeated(x.name, {name: calls[name] for name in ALWAYS}, TIMES)
+    same = with_same_bits(x.name, {name: calls[name] for name in ALWAYS}, TIMES)
     speed = {name: x.tflops(ms[name], 2.5) for name in KERNELS}
     ratios = {name: over(speed["regard"], speed[name]) for name in ("FlexAttention", "cuDNN", "FA4")}
     musts = MUST if x.query.shape[3] <= NARROW else MUST_WIDE

@@ -6,7 +6,21 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from _device import Bars, Peer, Row, at_least, attempt, each, measured, over, random, repeated, report, start, verdict
+from _device import (
+    Bars,
+    Peer,
+    Row,
+    at_least,
+    attempt,
+    each,
+    measured,
+    over,
+    random,
+    report,
+    start,
+    verdict,
+    with_same_bits,
+)
 from _peers import flash4, torchs
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -61,7 +75,7 @@ def row(name: str, backward: bool) -> Row:
         calls = {peer: slopes(f"{name}, {peer}", call, (q, k, v), dO) for peer, call in calls.items()}
     ms, apart = measured(f"{name}, {'backward' if backward else 'forward'}", calls)
     must, ratio = shape.must[backward], over(ms[shape.peer], ms["regard"])
-    same = repeated(name, {"regard": calls["regard"]}, TIMES)["regard"] if backward else None
+    same = with_same_bits(name, {"regard": calls["regard"]}, TIMES)["regard"] if backward else None
     bits = {"bits": at_least(same, TIMES)} if backward else {}
     return {
         "case": f"{name}, {'backward' if backward else 'forward'}",

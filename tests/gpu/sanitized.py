@@ -66,10 +66,8 @@ def run(case: str) -> None:
     tensors = with_profile(needle(30, 0.7)(M), N, int(d), torch.bfloat16, slice(None, None, 2), HEADS)
     if name == "gqa":
         tensors[1:] = [x.detach()[:, :1].requires_grad_() for x in tensors[1:]]
-    if d == "192":
-        tensors[2] = (
-            tensors[2].detach()[..., :128].contiguous().requires_grad_()
-        )  # there are values of 128 dims with such keys
+    if d == "192":  # the kernel for such keys has values of 128 dims
+        tensors[2] = tensors[2].detach()[..., :128].contiguous().requires_grad_()
     if what != "backward":
         tensors = [x.detach() for x in tensors]
     kwargs = MADE[name]() | {"scale": 1.0, "backend": "triton"}

@@ -8,6 +8,9 @@ from typing import NamedTuple
 __all__ = ["inner_loops", "lines", "loops", "lost_operands"]
 
 
+SIZE = 0x10  # bytes of an instruction
+
+
 class Line(NamedTuple):
     at: int  # address
     text: str
@@ -34,13 +37,22 @@ def target(text: str) -> int | None:
     return int(to.group(1), 16) if to else None
 
 
+def tries_again(line: Line) -> bool:
+    """Whether a line goes back a few instructions: a wait at a barrier, which tries until it is complete."""
+    to = target(line.text)
+    return to is not None and line.at - 4 * SIZE <= to < line.at
+
+
 def loops(code: list[Line]) -> list[tuple[int, int]]:
-    """First and last address of every loop: a branch that goes back, but not one behind a wait that tries again."""
+    """First and last address of every loop: a branch that goes back.
+
+    The assembler puts some waits behind all other code; the branch from there to where the wait was is no loop.
+    """
     found = []
     for before, line in zip([None, *code], code, strict=False):
-        to, last = target(line.text), before and target(before.text)
-        tried_again = last is not None and before is not None and before.at - 0x40 <= last < before.at
-        if to is not None and to < line.at and not (tried_again and line.text.startswith("BRA")):
+        to = target(line.text)
+        returns = line.text.startswith("BRA") and before is not None and tries_again(before)
+        if to is not None and to < line.at and not returns:
             found.append((to, line.at))
     return found
 

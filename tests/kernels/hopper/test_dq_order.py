@@ -223,11 +223,11 @@ def test_items_that_share_an_item_of_the_mask_have_its_order(BM: int, BN: int) -
 
 
 @pytest.mark.parametrize("swizzle", [1, 2, 4, 7])
-def test_each_program_has_a_block_of_its_own_and_a_head_starts_at_its_first_keys(swizzle: int) -> None:
+def test_each_tile_is_a_block_of_its_own_and_a_head_starts_at_its_first_keys(swizzle: int) -> None:
     shape = Shape(items=2, kv=3, swizzle=swizzle)
     found = taken(BlockMask(64, 600), shape)
     assert sorted(found) == [(item, kv, block) for item in range(2) for kv in range(3) for block in range(5)]
-    for owner in {program[:2] for program in found}:
+    for owner in {tile[:2] for tile in found}:
         assert [block for *own, block in found if tuple(own) == owner] == [0, 1, 2, 3, 4]
     beside = [program[:2] for program in found[: min(swizzle, 6)]]
     assert len(set(beside)) == len(beside)
