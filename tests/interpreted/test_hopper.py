@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from contract_cases import Case, Shape, agree, plain_results, results, truth
 from gluon_interpreter import Deadlock, run_hopper_kernels
 from regard.kernels.arguments import KernelArgs
 from regard.kernels.block_mask import BlockMask
-from regard.kernels.hopper import backward_launch, forward_launch
+from regard.kernels.hopper import backward_launch, forward_launch, key_blocks
 
 BLOCKS = Shape(batch=1, heads=2, kv_heads=1, n=150, m=200, d=64, dv=64)
 WIDER = replace(BLOCKS, d=128, dv=128)
@@ -129,18 +130,44 @@ def inputs(n: int, d: int = 64, heads: tuple[int, int] = (2, 1)) -> list[Tensor]
     return [torch.randn(1, h, n, d, generator=g).half().requires_grad_() for h in (heads[0], heads[1], heads[1])]
 
 
-@pytest.mark.parametrize("d", [64, 96, 128, 256])
-def test_the_order_in_which_warps_run_changes_no_bit(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for seed in range(3):
-        with monkeypatch.context() as patch:
-            run_hopper_kernels(patch, seed, programs=seed + 1)
-            tensors = inputs(200, d)
-            seen = regard.observe(*tensors, mask=regard.window(70), backend="triton")
-            loss = seen.output.square().sum() + seen.entropy.sum()
-            found.append([seen.output, seen.lse, *torch.autograd.grad(loss, tensors)])
+def rows_and_gradients(programs: int, d: int, dv: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What a call gives with room for so many programs; their number is the seed of chance, too."""
+    with monkeypatch.context() as patch:
+        run_hopper_kernels(patch, seed=programs, programs=programs)
+        q, k, v = inputs(260, d, (2, 2))
+        tensors = [q.detach()[:, :, :130].requires_grad_(), k, v.detach()[..., :dv].requires_grad_()]
+        seen = regard.observe(*tensors, mask=regard.window(150), backend="triton")
+        loss = seen.output.square().sum() + seen.entropy.sum()
+        return [seen.output, seen.lse, *torch.autograd.grad(loss, tensors)]
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_the_order_in_which_programs_and_warps_run_changes_no_bit(
+    d: int, dv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [rows_and_gradients(programs, d, dv, monkeypatch) for programs in (1, 2, 4)]
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_sums_that_no_semaphore_orders_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordered = rows_and_gradients(4, 64, 64, monkeypatch)
+    monkeypatch.setitem(gluon_interpreter.HOPPER, "acquire", lambda semaphore, position: None)
+    unordered = rows_and_gradients(4, 64, 64, monkeypatch)
+    same = [torch.equal(a, b) for a, b in zip(ordered, unordered, strict=True)]
+    assert same == [True, True, False, True, True]  # the queries' gradient alone
+
+
+def test_a_program_that_waits_for_a_later_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    key_tile = gluon_interpreter.in_python(key_blocks.key_tile, {"gl": SimpleNamespace(**gluon_interpreter.LANGUAGE)})
+
+    def last_keys_first(params: Any, tile: Any) -> Any:
+        return key_tile(params, params.key_blocks * params.batch_kv_heads - 1 - tile)
+
+    monkeypatch.setitem(gluon_interpreter.HOPPER, "key_tile", last_keys_first)
+    for d in (64, 256):  # programs that take many tiles, and one each
+        with pytest.raises(Deadlock, match="a semaphore"):
+            rows_and_gradients(2, d, d, monkeypatch)
 
 
 def test_logits_far_above_the_first_ones_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,12 @@
 """Run Gluon kernels for Hopper in Python, without a GPU: their numbers, their barriers and their hazards.
 
-Each partition of `warp_specialize` is a thread. One of them runs at a time, and at every barrier chance decides which,
-from a seed. A tile is an array of numpy, whatever its layout. What the chip does later is done as late as the kernel
-allows: a product reads shared memory when it is waited for, and a TMA store at `store_wait`. What the chip may
-do early is done at once: a TMA load. So a buffer that is handed on too soon gives wrong numbers, a barrier that nobody
-completes is a `Deadlock`, and a product that is used before its wait raises. New shared memory holds NaN. Fences and
-the barriers within a group are taken for granted: what a warp writes, the others of its group see at once.
+Each partition of `warp_specialize` is a thread. Programs run side by side, as many as have room, and begin in the
+order of their numbers. One thread runs at a time, and at every barrier chance decides which, from a seed. A tile is an
+array of numpy, whatever its layout. What the chip does later is done as late as the kernel allows: a product reads
+shared memory when it is waited for, and a TMA store at `store_wait`. What the chip may do early is done at once: a TMA
+load. So a buffer that is handed on too soon gives wrong numbers, a barrier that nobody completes is a `Deadlock`, and a
+product that is used before its wait raises. New shared memory holds NaN. Fences and the barriers within a group are
+taken for granted: what a warp writes, the others of its group see at once.
 """
 
 from __future__ import annotations
@@ -196,13 +197,14 @@ class Product:
 class Partition(threading.Thread):
     """One partition of a program; it runs while it has the baton."""
 
-    def __init__(self, name: str, run: Callable[[], None], main: threading.Semaphore) -> None:
+    def __init__(self, name: str, program: int, speed: int, run: Callable[[], None], main: threading.Semaphore) -> None:
         super().__init__(name=name, daemon=True)
+        self.program, self.speed = program, speed
         self._run, self._main, self.baton = run, main, threading.Semaphore(0)
         self.error: BaseException | None = None
         self.until: Callable[[], bool] = lambda: True
         self.waits_for, self.ended, self.stopped = "", False, False
-        self.spins = 0  # how often it has read a semaphore since it last set one
+        self.count: int | None = None  # what it has read from the semaphore that it waits for
         self.products: list[Product] = []
         self.stores: list[Callable[[], None]] = []
         self.copies: list[list[Callable[[], None]]] = [[]]  # groups; the last one is not committed
@@ -239,25 +241,32 @@ class Partition(threading.Thread):
         self.stores.clear()
 
 
-def specialize(
-    partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any, chance: random.Random
-) -> None:
-    """Run the partitions of a program side by side."""
+Partitions = Sequence[tuple[Callable[..., None], tuple[Any, ...]]]
+
+
+def run_programs(partitions: Callable[[int], Partitions], programs: int, room: int, chance: random.Random) -> None:
+    """Run programs side by side, with room for so many at a time; `partitions` gives those of a program."""
     main = threading.Semaphore(0)
-    threads = [Partition(f.__name__, lambda f=f, args=args: f(*args), main) for f, args in partitions]
-    speeds = {thread: chance.choice((1, 100)) for thread in threads}  # so that some fall far behind
-    for thread in threads:
-        thread.start()
+    threads: list[Partition] = []
+    begun = 0
     try:
-        while left := [thread for thread in threads if not thread.ended]:
-            ready = [thread for thread in left if thread.until()]
+        while threads or begun < programs:
+            while begun < programs and len({thread.program for thread in threads}) < room:
+                for f, args in partitions(begun):
+                    speed = chance.choice((1, 100))  # so that some fall far behind
+                    threads.append(Partition(f.__name__, begun, speed, partial(f, *args), main))
+                    threads[-1].start()
+                begun += 1
+            ready = [thread for thread in threads if thread.until()]
             if not ready:
-                raise Deadlock("; ".join(f"{thread.name} waits for {thread.waits_for}" for thread in left))
-            (thread,) = chance.choices(ready, [speeds[thread] for thread in ready])
+                raise Deadlock("; ".join(f"{x.name} of program {x.program} waits for {x.waits_for}" for x in threads))
+            (thread,) = chance.choices(ready, [thread.speed for thread in ready])
             thread.baton.release()
             main.acquire()
             if thread.error is not None:
                 raise thread.error
+            if thread.ended:
+                threads.remove(thread)
     finally:
         for thread in threads:
             thread.stopped = True
@@ -335,17 +344,15 @@ def count_up(counter: Pointer) -> Tile:
 
 
 def acquire(semaphore: Pointer) -> Tile:
-    """Programs run one after another, so a semaphore that is not set now never will be, unless this program sets it."""
-    me = here()
-    me.spins += 1
-    if me.spins > 1000:
-        raise Deadlock(f"{me.name} waits for a semaphore")
-    me.pause(lambda: True)
+    """Read a semaphore. A partition that reads the same number again waits until there is another one."""
+    me, before = here(), here().count
+    me.pause(lambda: int(semaphore.load()) != before, f"a semaphore that has counted {before}")
+    me.count = int(semaphore.load())
     return semaphore.load()
 
 
 def release(semaphore: Pointer, number: Any) -> Tile:
-    here().spins = 0
+    here().count = None
     semaphore.store(number)
     return tile(0)
 
@@ -470,34 +477,38 @@ def in_python(kernel: Any, known: dict[str, Any], found: dict[int, FunctionType]
 
 
 class Interpreted:
-    """Stands for a kernel: its launches run in Python, one program after the other."""
+    """Stands for a kernel: its launches run in Python, with room for so many programs at a time."""
 
-    def __init__(self, kernel: Any, started: list[str], seed: int = 0) -> None:
+    def __init__(self, kernel: Any, started: list[str], seed: int = 0, room: int = 1) -> None:
         self._kernel, self.arg_names, self._started = kernel, kernel.arg_names, started
-        self._chance = random.Random(seed)
+        self._chance, self._room = random.Random(seed), room
         self._constant = {p.name for p in kernel.params if p.is_constexpr}
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def run(**given: Any) -> None:
             self._started.append(self._kernel.__name__)
-            at = [0]
-            language = SimpleNamespace(
-                **LANGUAGE,
-                program_id=lambda axis: tile(at[0]),
-                num_programs=lambda axis: tile(grid[0]),
-            )
-            known = {**HOPPER, "warp_specialize": partial(specialize, chance=self._chance)}
+            begun, specialized = [0], []  # the program that begins, and its partitions
+
+            def program_id(axis: int) -> Tile:
+                thread = threading.current_thread()
+                return tile(thread.program if isinstance(thread, Partition) else begun[0])
+
+            def partitions(program: int) -> Partitions:
+                if "warp_specialize" not in self._kernel.fn.__globals__:  # one group of warps
+                    return [(function, tuple(arguments.values()))]
+                begun[0] = program
+                specialized.clear()
+                function(**arguments)
+                return list(specialized)
+
+            language = SimpleNamespace(**LANGUAGE, program_id=program_id, num_programs=lambda axis: tile(grid[0]))
+            known = {**HOPPER, "warp_specialize": lambda partitions, *rest: specialized.extend(partitions)}
             function = in_python(self._kernel, {**known, "gl": language, "tl": language})
             arguments = {
                 name: given[name] if name in self._constant else argument(given[name]) for name in self.arg_names
             }
-            alone = "warp_specialize" not in self._kernel.fn.__globals__
-            for at[0] in range(grid[0]):
-                with np.errstate(all="ignore"):
-                    if alone:  # one group of warps
-                        specialize([(function, tuple(arguments.values()))], chance=self._chance)
-                    else:
-                        function(**arguments)
+            with np.errstate(all="ignore"):
+                run_programs(partitions, grid[0], self._room, self._chance)
 
         return run
 
@@ -527,7 +538,7 @@ def run_hopper_kernels(monkeypatch: pytest.MonkeyPatch, seed: int = 0, programs:
         (chosen_launch, "chosen_backward"),
     )
     for module, name in (*modules, (statistics_launch, "received_kernel"), (statistics_launch, "pooled_kernel")):
-        monkeypatch.setattr(module, name, Interpreted(getattr(module, name), started, seed))
+        monkeypatch.setattr(module, name, Interpreted(getattr(module, name), started, seed, programs))
     refuses = forward_launch.refuses
     monkeypatch.setattr(
         forward_launch,
@@ -539,9 +550,5 @@ def run_hopper_kernels(monkeypatch: pytest.MonkeyPatch, seed: int = 0, programs:
         chosen_launch, "refuses", lambda w: [reason for reason in refuses_lists(w) if "not on a GPU" not in reason]
     )
     monkeypatch.setattr(forward_launch, "multiprocessors", lambda device: programs)
-    programs_for = backward_launch.programs_for  # one program takes all tiles where it would wait for those of others
-    monkeypatch.setattr(
-        backward_launch, "programs_for", lambda w, tile: programs_for(w, tile) if tile.wide or tile.d192 else 1
-    )
     monkeypatch.setattr(launch, "on_hopper", lambda query: True)
     return started
