@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -88,17 +88,28 @@ def ratio(calls: dict[str, Callable[[], object]], rounds: int = 7, inner: int = 
 def report(name: str, question: str, rows: Sequence[Row], note: str = "", **more: Any) -> Path:
     """Print a table and write it to RESULTS as Markdown and JSON (with `more`); return the path of the JSON."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    columns = list(rows[0])
-    lines = [[_cell(row[c]) for c in columns] for row in rows]
     written = RESULTS / f"{name}.json"
-    facts = {"question": question, "machine": machine(), "note": note, **more, "rows": rows}
+    measured = time.strftime("%Y-%m-%d")
+    facts = {"question": question, "machine": machine(), "measured": measured, "note": note, **more, "rows": rows}
     written.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    page = [f"# {question}", "", f"Machine: {machine()}.", ""]
-    page += [f"| {' | '.join(line)} |" for line in (columns, *lines)]
-    page.insert(5, "|---" * len(columns) + "|")
-    (RESULTS / f"{name}.md").write_text("\n".join([*page, "", note, ""]).rstrip() + "\n", encoding="utf-8")
-    _show(question, columns, lines)
+    written.with_suffix(".md").write_text(page(facts), encoding="utf-8")
+    _show(question, *_cells(rows))
     return written
+
+
+def page(facts: Mapping[str, Any]) -> str:
+    """The Markdown page of a result, from its JSON."""
+    columns, lines = _cells(facts["rows"])
+    table = [f"| {' | '.join(line)} |" for line in (columns, *lines)]
+    table.insert(1, "|---" * len(columns) + "|")
+    head = f"Machine: {facts['machine']}. Measured on {facts['measured']}."
+    return "\n".join([f"# {facts['question']}", "", head, "", *table, "", facts["note"]]).rstrip() + "\n"
+
+
+def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The columns of a table, and its lines."""
+    columns = list(rows[0])
+    return columns, [[_cell(row[c]) for c in columns] for row in rows]
 
 
 def _cell(x: object) -> str:

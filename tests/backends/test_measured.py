@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from regard.backends import KNOWN, measured
 from regard.backends.measured import SHORTEST, speeds
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench/results"
+PEERS = {"sdpa": ("cuDNN", "memory-efficient"), "flash4": ("FA4",), "triton": ("regard",)}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -24,15 +32,48 @@ def test_ours_is_first_with_and_without_a_derivative(dim: int, causal: bool) -> 
 def test_every_figure_names_a_run_and_backends_that_exist() -> None:
     for figure in measured._DATA["figures"]:
         assert figure["run"] in measured._DATA["runs"]
-        for speed in (figure["forward"], figure["backward"]):
+        for speed in filter(None, (figure["forward"], figure["backward"])):
             assert set(speed) <= set(KNOWN)
             assert {"sdpa", "triton"} <= set(speed)
-            assert all(value > 0 for value in speed.values())
+
+
+@pytest.mark.parametrize("figure", measured._DATA["figures"], ids=lambda f: f"{f['dim']}-{f['rows']}-{f['causal']}")
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_every_figure_is_in_a_record_that_its_run_names(figure: dict[str, Any], way: str) -> None:
+    for backend, speed in figure[way].items():
+        assert speed in list(recorded(figure, way, PEERS[backend]))
+
+
+def recorded(figure: dict[str, Any], way: str, columns: tuple[str, ...]) -> Iterator[int]:
+    """The TFLOP/s of some columns in the records that the run of a figure names."""
+    dim, values, rows, causal = figure["dim"], figure["values"], figure["rows"], figure["causal"]
+    dims = f"d{dim}" if dim == values else f"d{dim}/{values}"
+    case = f"{dims}, n{rows}, {'causal' if causal else 'full'}"
+    for name in (f"gpu_{way}", f"gpu_{way}_turns", "gpu_dims"):
+        if f"{name}.md" not in measured._DATA["runs"][figure["run"]]:
+            continue
+        for line in json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["rows"]:
+            found = [line[column] for column in columns if line.get(column)]
+            if name != "gpu_dims":
+                yield from (round(x) for x in found if line["case"] == case)
+            elif line["case"].startswith(dims) and line["case"].endswith(way):  # milliseconds, causal
+                heads = {96: 16, 192: 16, 512: 8, 576: 16}[dim]
+                work = heads * rows**2 * (dim + values) * (1 if way == "forward" else 2.5) / 1e9
+                yield from (round(work / x) for x in found)
+
+
+def test_of_torchs_kernels_ours_is_first_for_other_dims() -> None:
+    for dim, values, derivative in [(96, 96, True), (192, 128, True), (512, 512, True), (576, 512, False)]:
+        found = speeds(dim, values, 8192, True, derivative)
+        assert found is not None
+        assert found.names.index("triton") < found.names.index("sdpa")
 
 
 def test_what_was_not_measured_has_no_order() -> None:
     assert speeds(80, 80, 10**6, False, False) is None
     assert speeds(128, 64, 10**6, False, False) is None
+    assert speeds(576, 512, 10**6, True, True) is None
+    assert speeds(96, 96, 10**6, False, False) is None
     assert speeds(128, 128, SHORTEST - 1, False, False) is None
 
 

@@ -15,7 +15,7 @@ __all__ = ["CHIP", "SHORTEST", "Speeds", "speeds"]
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 CHIP: tuple[int, int] = (_DATA["chip"][0], _DATA["chip"][1])
 SHORTEST: int = min(figure["rows"] for figure in _DATA["figures"])
-# By which runs differ. So close to the fastest, ours is taken, which has statistics and always the same bits.
+# Within 2 % of the fastest, ours is taken, which has statistics and always the same bits.
 _TIE = 1.02
 
 
@@ -28,7 +28,8 @@ class Speeds(NamedTuple):
 
 @cache
 def speeds(dim: int, values: int, rows: int, causal: bool, derivative: bool) -> Speeds | None:
-    """The speeds at the longest measured length up to `rows`; None if these dims were not measured.
+    """The speeds at the longest measured length up to `rows`; None if these dims, or their
+    derivative, were not measured.
 
     With a derivative, it is the speed of the forward and the backward together.
     """
@@ -47,6 +48,8 @@ def speeds(dim: int, values: int, rows: int, causal: bool, derivative: bool) -> 
             for name, speed in found.items()
             if name in figure["backward"]
         }
+    if not found:
+        return None
     names = sorted(found, key=lambda name: found[name] * (_TIE if name == "triton" else 1.0), reverse=True)
     what = "forward and backward" if derivative else "forward"
     listed = ", ".join(f"{name} {found[name]:.0f}" for name in names)
