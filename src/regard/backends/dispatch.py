@@ -49,7 +49,7 @@ FORWARD_MODE_ON_CPU = Order(
 )
 PLAIN = Order(
     ("sdpa", "triton", "chunked"),
-    {"sdpa": "starts short calls sooner, and its backward is about as fast: on an H200, bench/results"},
+    {"sdpa": "starts short calls sooner (H200, bench/results/gpu_small_calls.md)"},
 )
 LONG_PLAIN = Order(  # where nothing was measured
     ("flash4", *PLAIN.names),
@@ -59,7 +59,7 @@ EXPORTED = Order(("sdpa", "reference"), {})  # plain operators of torch, which r
 EXPORTED_MASKS = Order(("reference",), {})  # a kernel elsewhere may give NaN for a row that sees nothing
 OTHERS = Order(
     ("triton", "sdpa", "chunked"),
-    {"triton": "for masks and statistics torch's kernels refuse or are slower: on an H200, bench/results/gpu_masks.md"},
+    {"triton": "for masks and statistics torch's kernels refuse or are slower (H200, bench/results/gpu_masks.md)"},
 )
 
 

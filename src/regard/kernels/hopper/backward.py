@@ -1,12 +1,12 @@
 """The backward pass on Hopper, in Gluon: all gradients by one kernel, five products per tile, the same bits every time.
 
 A program takes one key block after another, ROWS keys per consumer group, and for each loops over the row blocks that see it. A producer
-warp loads Q, dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers, where
-they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and
-each group computes its share of dQ's columns, the first one a visit late; at dims up to 96 a third group computes dQ. Two dQ
-warps add dQ to memory. A load or store of shared memory waits until the products before it in the program have started: hence the
-order. The key blocks that add to the same row block do so in one order, the first keys first; a tile waits only for tiles that were taken
-before it. Dims of 65 to 96 are two chunks, of 64 and 32 columns: a letter with a B (KB, dKB) is the second, and DB its columns or 0.
+warp loads Q, dO and the row statistics into shared memory. Each group computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ and keeps Pᵀ and dSᵀ in registers,
+where they are the left operands of dV += Pᵀ dO and dK += dSᵀ Q. dS also goes to shared memory: dQ = dS K needs that of all groups, and each
+group computes its share of dQ's columns, the first one a visit late; at dims up to 96 a third group computes dQ. Two dQ warps add dQ to
+memory. A load or store of shared memory waits until the products before it in the program have started, so loads come before products. The
+key blocks that add to the same row block do so in one order, the first keys first; a tile waits only for tiles that were taken before it.
+Dims of 65 to 96 are two chunks, of 64 and 32 columns: a letter with a B (KB, dKB) is the second, and DB its columns or 0.
 
 Letters and units are those of `portable/backward.py`.
 """
@@ -149,7 +149,7 @@ def hold(X):
 
 @gluon.jit
 def arrive(barrier, pred=True):
-    """Arrive for a group that has passed `group_barrier`. Unlike `mbarrier.arrive` of Triton 3.6, it does not let the warps wait for one another again."""
+    """Arrive for a group that has passed `group_barrier`. Unlike `mbarrier.arrive` of Triton 3.6, it adds no second barrier of the group."""
     mbarrier.expect(barrier, 0, pred=pred)
 
 

@@ -203,7 +203,7 @@ def backward(q, qb, k, kb, v, do, lse, delta, g_entropy, dq_sums, dq_sums_b, dk_
              MASK: gl.constexpr, BIAS: gl.constexpr, CAP: gl.constexpr, FAST: gl.constexpr,
              ENTROPY: gl.constexpr, DROP: gl.constexpr, SCALES: gl.constexpr, TMA_STORE: gl.constexpr):
     """A program takes one key block of one key head, and all query heads that share it."""
-    gl.static_assert(not DROP and not SCALES, "dV and dK read P and dS as they are for dQ")
+    gl.static_assert(not DROP and not SCALES, "with dropout or a scale per head, dV and dK need another P and dS than dQ does")
     gl.static_assert(DA == EA, "dK goes to memory through a V buffer")
     PARTS: gl.constexpr = 2  # of dQ's columns, one per group
     O_STAGES: gl.constexpr = 1  # of dO: more have no room

@@ -1,8 +1,8 @@
 """dQ in the Hopper backward: its product, its sums in memory, and the rows that become of them.
 
-dQ is added to memory in the order of registers, part by part. A part is the columns of dQ that one group computes at a time: half of
-them in a consumer group, all of them in a third group. With two chunks it has columns of both, those of the second chunk behind
-those of the first.
+dQ is added to memory in the order of registers, part by part. A part is the columns of dQ that one group
+computes at a time: half of them in a consumer group (a quarter in `backward_wide.py`), all of them in a
+third group. With two chunks it has columns of both, those of the second chunk behind those of the first.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors

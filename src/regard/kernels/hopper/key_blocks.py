@@ -46,7 +46,7 @@ def bias_load(dtype):
 
 @gluon.jit
 def buffer_and_phase(visit, BUFFERS: gl.constexpr):
-    """The buffer of a visit, and the phase of its barriers. To wait for visit −1, before the first, is to go on at once."""
+    """The buffer of a visit, and the phase of its barriers. A wait for visit −1, before the first, returns at once."""
     SHIFT: gl.constexpr = BUFFERS.bit_length() - 1
     gl.static_assert(BUFFERS == 1 << SHIFT, "BUFFERS must be a power of two")
     return visit & (BUFFERS - 1), visit >> SHIFT & 1
