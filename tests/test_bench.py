@@ -1,0 +1,50 @@
+"""How the benchmarks measure, and what they write: the order of peers, bits that are compared, tables."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import runpy
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[1] / "bench"
+RECORDS = sorted((BENCH / "results").glob("*.json"))
+balanced = runpy.run_path(str(BENCH / "gpu" / "_turns.py"))["balanced"]
+page = runpy.run_path(str(BENCH / "_harness.py"))["page"]
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_each_peer_runs_in_every_place_and_behind_each_other_one_as_often(count: int) -> None:
+    times = 1 if count % 2 == 0 or count == 1 else 2
+    orders = balanced(range(count))
+    assert len(orders) == times * count
+    places = Counter((place, name) for order in orders for place, name in enumerate(order))
+    assert places == {(place, name): times for place in range(count) for name in range(count)}
+    pairs = Counter(pair for order in orders for pair in pairwise(order))
+    assert pairs == {(a, b): times for a in range(count) for b in range(count) if a != b}
+
+
+def test_a_peer_with_other_bits_now_and_then_is_counted_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCH / "gpu"), *sys.path])
+    device = runpy.run_path(str(BENCH / "gpu" / "_device.py"))
+    calls = itertools.count()
+    x = torch.ones(3)
+    peers = {
+        "always": device["Peer"](lambda: (x, x.clone())),
+        "every other time": device["Peer"](lambda: (x, x * (next(calls) % 2))),
+        "absent": None,
+    }
+    assert device["with_same_bits"]("a case", peers, 10) == {"always": 10, "every other time": 5, "absent": None}
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_a_table_is_that_of_its_record_and_says_when_it_was_measured(record: Path) -> None:
+    facts = json.loads(record.read_text("utf-8"))
+    assert record.with_suffix(".md").read_text("utf-8") == page(facts)
+    assert len(facts["measured"]) == len("2026-01-01")
