@@ -13,7 +13,7 @@ from gluon_interpreter import run_hopper_kernels
 from regard.kernels.hopper import chosen_launch as chip
 from regard.kernels.portable import chosen_launch
 
-N, M = 3, 200
+N, M = 3, 300
 
 
 def lists(*shape: int, below: int = M) -> Tensor:
@@ -30,8 +30,8 @@ def inputs(heads: int, key_heads: int, n: int, dims: tuple[int, int], batch: int
 SHORT = lists(N, 256)
 SHORT[1, 70:] = -1
 SHORT[2] = -1
-BLOCKS = lists(N, 4, below=4)  # 200 keys fill three blocks and a part of the fourth
-BLOCKS[0, 0], BLOCKS[1, 2:], BLOCKS[2] = 3, -1, -1
+BLOCKS = lists(N, 4, below=5)  # 300 keys fill four blocks and a part of the fifth
+BLOCKS[0, 0], BLOCKS[1, 2:], BLOCKS[2] = 4, -1, -1
 CASES = {
     "64 heads share a list": ((64, 1, N, (128, 128)), regard.chosen(SHORT)),
     "two key heads, two dims": ((128, 2, 2, (64, 128)), regard.chosen(lists(1, 2, 2, 128))),
@@ -41,11 +41,11 @@ CASES = {
     "four heads, lists for 16 rows": ((4, 1, 32, (64, 64)), regard.chosen(lists(2, 64, below=90), rows=16)),
     "16 heads, lists for 16 rows": ((16, 1, 32, (64, 64)), regard.chosen(lists(2, 128), rows=16)),
     "blocks of 64": ((64, 1, N, (128, 128)), regard.chosen(BLOCKS, size=64)),
-    "blocks of 128": ((64, 1, N, (64, 128)), regard.chosen(lists(N, 2, below=2), size=128)),
-    "16 heads, blocks for 16 rows": ((16, 1, 32, (64, 64)), regard.chosen(lists(2, 3, below=4), size=64, rows=16)),
+    "blocks of 128": ((64, 1, N, (64, 128)), regard.chosen(lists(N, 2, below=3), size=128)),
+    "16 heads, blocks for 16 rows": ((16, 1, 32, (64, 64)), regard.chosen(lists(2, 3, below=5), size=64, rows=16)),
     "two lists of blocks per key head": (
         (128, 1, 4, (64, 64)),
-        regard.chosen(lists(1, 2, 2, 2, below=2), size=128, rows=2),
+        regard.chosen(lists(1, 2, 2, 2, below=3), size=128, rows=2),
     ),
     "causal": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 128, below=5)) & regard.causal(offset=0)),
     "causal, lists for 16 rows": (
@@ -58,8 +58,8 @@ CASES = {
     ),
     "window, blocks by batch item": (
         (32, 1, 4, (64, 64), 2),
-        regard.chosen(lists(2, 1, 2, 2, below=2), size=128, rows=2)
-        & regard.window(70, offset=torch.tensor([100, 190])),
+        regard.chosen(lists(2, 1, 2, 2, below=3), size=128, rows=2)
+        & regard.window(70, offset=torch.tensor([100, 290])),
     ),
 }
 OBSERVED = ("64 heads share a list", "16 heads, blocks for 16 rows", "causal, lists for 16 rows")
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], regard.Mask, dict[str, Any]]] = {
     "dims of 96": ((64, 1, N, (96, 96)), SHARED, {}),
     "lists of 70": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 70)), {}),
     "blocks of 4": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 64, below=M // 4), size=4), {}),
-    "blocks of 96": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 2, below=3), size=96), {}),
+    "blocks of 96": ((64, 1, N, (64, 64)), regard.chosen(lists(N, 2, below=4), size=96), {}),
     "a cap": ((64, 1, N, (64, 64)), SHARED, {"softcap": 5.0}),
     "dropout": ((64, 1, N, (64, 64)), SHARED, {"dropout": 0.1}),
     "a negative scale": ((64, 1, N, (64, 64)), SHARED, {"scale": -0.1}),
