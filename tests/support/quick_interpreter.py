@@ -26,6 +26,7 @@ def quick() -> Iterator[None]:
         patch.setattr(core.tuple, "__eq__", equal_to_list(core))
         semantic = type(interpreter.interpreter_semantic)
         patch.setattr(semantic, "broadcast_impl_value", of_equal_shapes(semantic))
+        patch.setattr(semantic, "binary_op_type_checking_impl", of_equal_types(semantic))
         # A check of integers for overflow, whose answer nobody reads without `debug`.
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug))
         yield
@@ -128,3 +129,25 @@ def of_equal_shapes(semantic: Any) -> Callable[..., Any]:
         return broadcast(self, lhs, rhs)
 
     return broadcasted
+
+
+KEPT = ("fp32", "int32")  # types that arithmetic of two such tensors, or of one and a number, leaves as they are
+
+
+def of_equal_types(semantic: Any) -> Callable[..., Any]:
+    """The operands of an operation, without asking which type the result has where both have the same."""
+    check = semantic.binary_op_type_checking_impl
+
+    def checked(self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> Any:
+        a, b = getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)
+        kept = next((x for x in (a, b) if x is not None and x.name in KEPT), None)
+        if kept is not None and named.get("arithmetic_check", True) and len(options) < 3:
+            if a is not None and b is not None and a.name == b.name:
+                return self.broadcast_impl_value(lhs, rhs)
+            number = rhs if b is None else lhs
+            if (a is None or b is None) and type(number) is (float if kept.name == "fp32" else int):
+                number = self._cast_to_computation_type(number, kept)
+                return self.broadcast_impl_value(*((lhs, number) if b is None else (number, rhs)))
+        return check(self, lhs, rhs, *options, **named)
+
+    return checked
