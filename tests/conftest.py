@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,16 +23,6 @@ if not torch.cuda.is_available():
     collect_ignore.append("gpu")  # `make test-gpu` runs these where there is a device
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore.append("interpreted")  # `make test` runs these in a process of their own
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Look for no garbage while tests are collected: nothing that this makes goes away."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
