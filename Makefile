@@ -29,10 +29,11 @@ demo: $(STAMP) ## look at the built-in model: its heads, what is notable, and a 
 # The interpreter's tests run beside the others, which often wait, and their report comes last.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## run the tests and the doctests, and our kernels by Triton's interpreter
-	@report=$$(mktemp); trap 'rm -f $$report' EXIT; trap 'kill $$beside; exit 130' INT TERM; \
-	TRITON_INTERPRET=1 $(PY) -m pytest -n $$((($(WORKERS) + 1) / 2)) --dist worksteal tests/interpreted >$$report 2>&1 & beside=$$!; \
+	@report=$$(mktemp) || exit; \
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PY) -m pytest -p no:cacheprovider tests/interpreted >"$$report" 2>&1 & beside=$$!; \
+	trap 'rm -f "$$report"' EXIT; trap 'kill $$beside; exit 130' INT TERM HUP; \
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal tests --doctest-modules src/regard --ignore=src/regard/kernels; failed=$$?; \
-	wait $$beside || failed=$$?; cat $$report; exit $$failed
+	wait $$beside || failed=$$?; cat "$$report"; exit $$failed
 
 fuzz: $(STAMP) ## hold random problems on every backend against a dense formula, for SECONDS=60 or as long as you like
 	TRITON_INTERPRET=1 PYTHONPATH=src:tests/support $(PY) tests/support/fuzz.py $(SECONDS) $(SEED)

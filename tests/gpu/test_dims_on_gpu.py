@@ -1,4 +1,4 @@
-"""Heads of every dim on the chip: exact, and the same bits every time."""
+"""Heads of 64 to 576 dims on the chip: exact, and the same bits every time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CASES: dict[str, Any] = {
 
 
 # One chunk of columns, two chunks, keys of 192 dims, the wide kernel, and the portable backward of the widest.
-DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (136, 72), (192, 128), (256, 256), (512, 512)]
+DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (136, 72), (192, 128), (256, 256), (512, 512), (576, 512)]
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("d", "dv"), DIMS)
-def test_every_dim_is_exact_and_gives_the_same_bits_a_hundred_times(d: int, dv: int, name: str) -> None:
+def test_all_dims_are_exact_and_give_the_same_bits_a_hundred_times(d: int, dv: int, name: str) -> None:
     q, k, v = inputs(1025, 1150, max(d, dv), heads=8, kv_heads=4)
     tensors = [x.detach()[..., :size].contiguous().requires_grad_() for x, size in ((q, d), (k, d), (v, dv))]
     kwargs = CASES[name]()
@@ -40,7 +40,8 @@ def test_every_dim_is_exact_and_gives_the_same_bits_a_hundred_times(d: int, dv: 
     def results(backend: str, given: list[Tensor]) -> list[Tensor]:
         seen = regard.observe(*given, **kwargs, backend=backend)
         loss = seen.output.to(torch.promote_types(torch.float32, seen.output.dtype)).square().sum() + seen.entropy.sum()
-        return [seen.output.detach(), *torch.autograd.grad(loss, given)]
+        grads = torch.autograd.grad(loss, given) if d <= 512 else ()
+        return [seen.output.detach(), seen.lse.detach(), seen.entropy.detach(), *grads]
 
     first = results("triton", tensors)
     assert all(same_bits(results("triton", tensors), first) for _ in range(100))

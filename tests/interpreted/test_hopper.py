@@ -131,14 +131,22 @@ def inputs(n: int, d: int = 64, heads: tuple[int, int] = (2, 1)) -> list[Tensor]
 
 
 def rows_and_gradients(programs: int, d: int, dv: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What a call gives with room for so many programs; their number is the seed of chance, too."""
+    """Rows, gradients and the float32 sums of dQ, with at most `programs` programs at a time, and that as the seed."""
+    sums: list[Tensor] = []
+    postprocess = backward_launch.postprocess_dq
+
+    def keep_sums(w: Any, workspace: Any, tile: Any) -> Tensor:
+        sums.append(workspace.dq_sums.clone())
+        return postprocess(w, workspace, tile)
+
     with monkeypatch.context() as patch:
         run_hopper_kernels(patch, seed=programs, programs=programs)
-        q, k, v = inputs(260, d, (2, 2))
+        patch.setattr(backward_launch, "postprocess_dq", keep_sums)
+        q, k, v = inputs(520, d, (1, 1))
         tensors = [q.detach()[:, :, :130].requires_grad_(), k, v.detach()[..., :dv].requires_grad_()]
-        seen = regard.observe(*tensors, mask=regard.window(150), backend="triton")
+        seen = regard.observe(*tensors, mask=regard.window(480), backend="triton")
         loss = seen.output.square().sum() + seen.entropy.sum()
-        return [seen.output, seen.lse, *torch.autograd.grad(loss, tensors)]
+        return [seen.output, seen.lse, *torch.autograd.grad(loss, tensors), *sums]
 
 
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
@@ -150,12 +158,16 @@ def test_the_order_in_which_programs_and_warps_run_changes_no_bit(
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_sums_that_no_semaphore_orders_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    ordered = rows_and_gradients(4, 64, 64, monkeypatch)
-    monkeypatch.setitem(gluon_interpreter.HOPPER, "acquire", lambda semaphore, position: None)
-    unordered = rows_and_gradients(4, 64, 64, monkeypatch)
-    same = [torch.equal(a, b) for a, b in zip(ordered, unordered, strict=True)]
-    assert same == [True, True, False, True, True]  # the queries' gradient alone
+def test_sums_of_dq_in_no_order_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_key_block_alone(semaphore: Any, position: Any) -> None:
+        gluon_interpreter.here().pause(lambda: int(semaphore.load()) >= min(int(position), 1), "a semaphore")
+
+    *ordered, sums = rows_and_gradients(4, 64, 64, monkeypatch)
+    monkeypatch.setitem(gluon_interpreter.HOPPER, "acquire", first_key_block_alone)
+    *unordered, other_sums = rows_and_gradients(4, 64, 64, monkeypatch)
+    assert not torch.equal(sums, other_sums)
+    for x, y in zip([*ordered, sums], [*unordered, other_sums], strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_a_program_that_waits_for_a_later_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

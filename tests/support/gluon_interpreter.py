@@ -1,7 +1,7 @@
 """Run Gluon kernels for Hopper in Python, without a GPU: their numbers, their barriers and their hazards.
 
-Each partition of `warp_specialize` is a thread. Programs run side by side, as many as have room, and begin in the
-order of their numbers. One thread runs at a time, and at every barrier chance decides which, from a seed. A tile is an
+Each partition of `warp_specialize` is a thread. Some programs run side by side, and they begin in the order of their
+numbers. One thread runs at a time, and at every barrier chance decides which, from a seed. A tile is an
 array of numpy, whatever its layout. What the chip does later is done as late as the kernel allows: a product reads
 shared memory when it is waited for, and a TMA store at `store_wait`. What the chip may do early is done at once: a TMA
 load. So a buffer that is handed on too soon gives wrong numbers, a barrier that nobody completes is a `Deadlock`, and a
@@ -245,7 +245,7 @@ Partitions = Sequence[tuple[Callable[..., None], tuple[Any, ...]]]
 
 
 def run_programs(partitions: Callable[[int], Partitions], programs: int, room: int, chance: random.Random) -> None:
-    """Run programs side by side, with room for so many at a time; `partitions` gives those of a program."""
+    """Run the programs of a launch, at most `room` at a time; `partitions` gives the partitions of one."""
     main = threading.Semaphore(0)
     threads: list[Partition] = []
     begun = 0
@@ -477,7 +477,7 @@ def in_python(kernel: Any, known: dict[str, Any], found: dict[int, FunctionType]
 
 
 class Interpreted:
-    """Stands for a kernel: its launches run in Python, with room for so many programs at a time."""
+    """Stands for a kernel: its launches run in Python, at most `room` programs at a time."""
 
     def __init__(self, kernel: Any, started: list[str], seed: int = 0, room: int = 1) -> None:
         self._kernel, self.arg_names, self._started = kernel, kernel.arg_names, started

@@ -135,8 +135,11 @@ KEPT = ("fp32", "int32")  # types that arithmetic of two such tensors, or of one
 
 
 def of_equal_types(semantic: Any) -> Callable[..., Any]:
-    """The operands of an operation, without asking which type the result has where both have the same."""
+    """Skip type promotion where the type is known: operands of one type, or a tensor and a number of its kind."""
     check = semantic.binary_op_type_checking_impl
+
+    def fits(number: Any, dtype: Any) -> bool:
+        return type(number) is float if dtype.name == "fp32" else type(number) is int and abs(number) < 2**31
 
     def checked(self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> Any:
         a, b = getattr(lhs, "dtype", None), getattr(rhs, "dtype", None)
@@ -144,10 +147,10 @@ def of_equal_types(semantic: Any) -> Callable[..., Any]:
         if kept is not None and named.get("arithmetic_check", True) and len(options) < 3:
             if a is not None and b is not None and a.name == b.name:
                 return self.broadcast_impl_value(lhs, rhs)
-            number = rhs if b is None else lhs
-            if (a is None or b is None) and type(number) is (float if kept.name == "fp32" else int):
-                number = self._cast_to_computation_type(number, kept)
-                return self.broadcast_impl_value(*((lhs, number) if b is None else (number, rhs)))
+            if b is None and fits(rhs, kept):
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype=kept))
+            if a is None and fits(lhs, kept):
+                return self.broadcast_impl_value(self.scalar_constant(lhs, dtype=kept), rhs)
         return check(self, lhs, rhs, *options, **named)
 
     return checked

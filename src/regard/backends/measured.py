@@ -28,8 +28,7 @@ class Speeds(NamedTuple):
 
 @cache
 def speeds(dim: int, values: int, rows: int, causal: bool, derivative: bool) -> Speeds | None:
-    """The speeds at the longest measured length up to `rows`; None if these dims, or their
-    derivative, were not measured.
+    """The speeds at the longest measured length up to `rows`; None if these dims, or their backward, were not measured.
 
     With a derivative, it is the speed of the forward and the backward together.
     """
@@ -54,7 +53,8 @@ def speeds(dim: int, values: int, rows: int, causal: bool, derivative: bool) -> 
     what = "forward and backward" if derivative else "forward"
     listed = ", ".join(f"{name} {found[name]:.0f}" for name in names)
     mask = "causal" if causal else "full"
+    dims = f"d{dim}" if dim == values else f"d{dim}/{values}"
     return Speeds(
         tuple(names),
-        f"{what} in TFLOP/s at d{dim}, n{figure['rows']}, {mask}: {listed} ({_DATA['runs'][figure['run']]})",
+        f"{what} in TFLOP/s at {dims}, n{figure['rows']}, {mask}: {listed} ({_DATA['runs'][figure['run']]})",
     )
