@@ -273,7 +273,9 @@ def test_on_a_gpu_the_table_says_who_is_asked_first(asked: dict[str, Any], first
     assert order(p).names[0] == first  # type: ignore[arg-type]
     assert first in order(p).because  # type: ignore[arg-type]
     long = SimpleNamespace(**{**vars(p), "rows": 4096, "keys": 4096})
-    assert order(long).names[0] == ("flash4" if first == "sdpa" else first)  # type: ignore[arg-type]
+    found = order(long)  # type: ignore[arg-type]
+    assert found.names[0] == ("flash4" if first == "sdpa" else first)
+    assert all(reason and "short" not in reason for reason in found.because.values())
 
 
 WON: dict[str, Any] = {
