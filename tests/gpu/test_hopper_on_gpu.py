@@ -41,6 +41,7 @@ N, M = 1025, 1150  # of 8 heads and two items
 FORWARD = "regard.kernels.hopper.forward.forward"
 BACKWARD, WIDE_BACKWARD = "regard.kernels.hopper.backward.backward", "regard.kernels.hopper.backward_wide.backward"
 PASSES = "regard.kernels.hopper.statistics"
+DROPOUT_KEYS = "regard.kernels.portable.dropout_keys.write_keys"
 PORTABLE = {
     "regard.kernels.portable.forward.forward",
     "regard.kernels.portable.backward.backward_dkdv",
@@ -114,7 +115,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_chips_own_kernels_run(name: str, d: int, started: list[str]) -> None:
     tensors, kwargs = made(name, d)
     output = regard.attention(*tensors, **kwargs, backend="triton")
-    assert set(started) == {FORWARD}
+    assert set(started) - ({DROPOUT_KEYS} if name == "dropout" else set()) == {FORWARD}
     started.clear()
     torch.autograd.grad(output, [*tensors, *learnt(kwargs)], upstream(tensors))
     assert (WIDE_BACKWARD if d > 128 else BACKWARD) in started
