@@ -22,6 +22,9 @@ CASES: dict[str, Any] = {
     "causal": lambda: {"mask": regard.causal(), "softcap": 5.0},
     "window": lambda: {"mask": regard.window(170, 9)},
     "padding": lambda: {"mask": regard.padding([1000, 64])},
+    "bits by head": lambda: {
+        "mask": torch.rand(8, 1025, 1150, generator=torch.Generator().manual_seed(4)).to(DEVICE) < 0.7
+    },
     "alibi": lambda: {"bias": biases.alibi(torch.linspace(0.1, 0.4, 8, device=DEVICE))},
 }
 

@@ -352,19 +352,18 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
     """The producer warp: it loads K and V of a key block, then Q, dO and the statistics of each row block that sees it.
 
     It takes the next tile once all rows of this one are being loaded, and no earlier: later tiles in the order of dQ wait for the visits of a
-    tile that was taken. With ONE_TILE a program has only the tile of its number.
+    tile that was taken. With ONE_TILE a program has only the tile of its number; that is a loop too, since Triton 3.6 does not add up visits
+    that only bounds of loops need.
     """
-    if TRAITS.ONE_TILE:
-        load_tile(gl.program_id(0), 0, gl.to_tensor(0), params, descriptors, TRAITS)
-    else:
-        tiles = params.key_blocks * params.batch_kv_heads
-        taken = 0
-        visit = 0
-        tile = take_tile(params, TRAITS)
-        while tile < tiles:
-            visit = load_tile(tile, taken, visit, params, descriptors, TRAITS)
-            taken += 1
-            tile = take_tile(params, TRAITS)
+    tiles = params.key_blocks * params.batch_kv_heads
+    taken = 0
+    visit = 0
+    tile = gl.program_id(0) if TRAITS.ONE_TILE else take_tile(params, TRAITS)
+    while tile < tiles:
+        visit = load_tile(tile, taken, visit, params, descriptors, TRAITS)
+        taken += 1
+        tile = tiles if TRAITS.ONE_TILE else take_tile(params, TRAITS)
+    if not TRAITS.ONE_TILE:
         mbarrier.wait(params.barriers.k_free, taken & 1 ^ 1)
         write_info(params.tile_info, INFO_TILE, tile, 1)
         mbarrier.arrive(params.barriers.k_ready)
