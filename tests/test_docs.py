@@ -109,13 +109,13 @@ def test_costs_in_the_readme_and_its_plot_are_those_that_were_measured() -> None
         rows = json.loads((ROOT / f"bench/results/{name}.json").read_text("utf-8"))["rows"]
         return next(row for row in rows if str(row.get("case", row.get("tokens"))).startswith(case))
 
-    forward, backward = (results(f"gpu_{way}", "d128, n16384, full") for way in ("forward", "backward_turns"))
+    forward, backward = (results(f"gpu_{way}", "d128, n16384, full") for way in ("forward", "backward"))
     watched, long = results("gpu_observe", "observe + received"), results("memory", "32768")
     tiny = [results("plain", f"overhead, {mask}")["regard / torch"] for mask in ("no mask", "padding")]
     table = [
         f"{forward['regard']:.0f} TFLOP/s | cuDNN's plain forward: {forward['cuDNN']:.0f} |",
         f"{forward['regard, entropy']:.0f} TFLOP/s |",
-        f"{backward['regard']} TFLOP/s | FlashAttention-4, its sums in no fixed order: {backward['FA4']} |",
+        f"{backward['regard']:.0f} TFLOP/s | FlashAttention-4, its sums in no fixed order: {backward['FA4']:.0f} |",
         f"{watched['regard, ms']:.1f} ms, {watched['regard, MiB']:.3g} MiB |",
         f"| eager code: {watched['eager, ms']:.1f} ms, {watched['eager, MiB'] / 1024:.0f} GiB |",
         f"{results('plain', 'full, (1, 8, 4096, 64)')['regard / torch']:.2f} × |",
