@@ -119,10 +119,6 @@ def backward(what: str, call: Call, leaves: list[Tensor], upstream: Tensor) -> P
     return Peer(lambda: torch.autograd.grad(output, leaves, upstream, retain_graph=True))
 
 
-def forward_and_backward(call: Call, leaves: list[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(call(*leaves), leaves, upstream)
-
-
 def new(name: str) -> Row:
     make, x, leaves, upstream = masks()[name], inputs(), inputs(grad=True), random(1, TOKENS, HEADS, D)
     kept = ours(mask=make())

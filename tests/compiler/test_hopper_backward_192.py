@@ -41,6 +41,7 @@ def test_it_fits_the_chip_and_products_run_beside_what_comes_after_them(kind: st
 @compiles
 def test_the_producer_counts_the_visits_of_all_heads(hopper: None) -> None:
     """Triton 3.6 does not if only bounds of loops need their number: grouped heads with masks of their own hung."""
+    # The loop over v in `load_tile`; no other has that name.
     begins = re.findall(r"scf\.for %v(?:_\d+)? = %(\w+) to", made_for("spans", chip.D192).asm["ttgir"])
     assert [begin.rpartition("_")[0] or begin for begin in begins] == ["visit"]
 

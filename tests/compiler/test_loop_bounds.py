@@ -1,6 +1,6 @@
-"""What a kernel counts over a loop is needed by more than the bounds of the loops inside.
+"""What a kernel adds up in a loop must be read by more than the bounds of inner loops.
 
-Else Triton 3.6 takes it for the number that it begins with (https://github.com/triton-lang/triton/pull/9036).
+Otherwise Triton 3.6 keeps its first value (https://github.com/triton-lang/triton/pull/9036).
 """
 
 from __future__ import annotations
@@ -25,6 +25,16 @@ def unrolled(loop: Loop) -> bool:
     return isinstance(loop, ast.For) and "static_range" in ast.unparse(loop.iter)
 
 
+def added_up(loop: Loop) -> set[str]:
+    """What a loop writes from its value before."""
+    inside = [x for node in loop.body for x in ast.walk(node)]
+    found = {x.target.id for x in inside if isinstance(x, ast.AugAssign) and isinstance(x.target, ast.Name)}
+    for x in inside:
+        if isinstance(x, ast.Assign):
+            found |= {y.id for y in names([x], read=False)} & {y.id for y in names([x.value], read=True)}
+    return found
+
+
 def only_bounds(loop: Loop) -> set[str]:
     """What a loop writes and, but for that, reads in bounds of inner loops alone."""
     inside = [x for node in loop.body for x in ast.walk(node)]
@@ -40,26 +50,35 @@ def only_bounds(loop: Loop) -> set[str]:
     return found
 
 
+def unread(function: ast.FunctionDef) -> set[str]:
+    """The functions that this one calls without reading what they return."""
+    read = {x.id for x in names([function], read=True)}
+    calls = [x for x in ast.walk(function) if isinstance(x, ast.Expr | ast.Assign) and isinstance(x.value, ast.Call)]
+    return {ast.unparse(x.value.func).split(".")[-1] for x in calls if read.isdisjoint(y.id for y in names([x], False))}
+
+
 def lost(*sources: str) -> Iterator[str]:
-    """What is counted for bounds alone: behind the loop at most a `return` reads it, whose result a call discards."""
-    nodes = [x for source in sources for x in ast.walk(ast.parse(source))]
-    discarded = {ast.unparse(x.value.func) for x in nodes if isinstance(x, ast.Expr) and isinstance(x.value, ast.Call)}
-    for function in (x for x in nodes if isinstance(x, ast.FunctionDef)):
+    """What is added up for bounds alone: after the loop at most a `return` reads it, whose result some call ignores.
+
+    A result that goes through several functions before it is lost is not found.
+    """
+    functions = [x for source in sources for x in ast.walk(ast.parse(source)) if isinstance(x, ast.FunctionDef)]
+    discarded = {name for function in functions for name in unread(function)}
+    for function in functions:
         inside = list(ast.walk(function))
         returned = {id(x) for x in names((y for y in inside if isinstance(y, ast.Return)), read=True)}
-        counted = {x.target.id for x in inside if isinstance(x, ast.AugAssign) and isinstance(x.target, ast.Name)}
         for loop in (x for x in inside if isinstance(x, Loop) and not unrolled(x)):
-            for name in only_bounds(loop) & counted:
-                behind = [x for x in names([function], read=True) if x.id == name and x.lineno > (loop.end_lineno or 0)]
-                if not behind or (function.name in discarded and returned.issuperset(map(id, behind))):
+            for name in only_bounds(loop) & added_up(loop):
+                after = [x for x in names([function], read=True) if x.id == name and x.lineno > (loop.end_lineno or 0)]
+                if not after or (function.name in discarded and returned.issuperset(map(id, after))):
                     yield f"{function.name}: {name}"
 
 
-def test_no_kernel_counts_for_bounds_alone() -> None:
+def test_no_kernel_adds_up_for_bounds_alone() -> None:
     assert list(lost(*(path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py")))) == []
 
 
-COUNTS = """
+SUMS = """
 def visit_all(counts, visits):
     for h in range(heads):
         for v in range(visits, visits + counts[h]):
@@ -72,7 +91,10 @@ def program():
 """
 
 
-def test_such_a_count_is_found() -> None:
-    assert list(lost(COUNTS.format(""))) == ["visit_all: visits"]
-    assert list(lost(COUNTS.format("total = "))) == []
-    assert list(lost(COUNTS.format("").replace("visit(v)", "visit(visits)"))) == []
+def test_such_a_sum_is_found() -> None:
+    found = ["visit_all: visits"]
+    assert list(lost(SUMS.format(""))) == found
+    assert list(lost(SUMS.format("total = "))) == found
+    assert list(lost(SUMS.format("").replace("visits +=", "visits = visits +"))) == found
+    assert list(lost(SUMS.format("return "))) == []
+    assert list(lost(SUMS.format("").replace("visit(v)", "visit(visits)"))) == []

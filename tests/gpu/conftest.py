@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 LONGEST = 300.0  # seconds of a test; the slowest takes some 80
+ERRORS = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ERRORS] = os.dup(2)  # tests have another one, which would be lost with the process
 
 
 def pytest_sessionstart() -> None:
@@ -17,8 +23,8 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.fixture(autouse=True)
-def ends() -> Iterator[None]:
-    """A kernel that hangs cannot be interrupted: its process ends, and says where it was."""
-    faulthandler.dump_traceback_later(LONGEST, exit=True)
+def ends(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that hangs ends its process, with a traceback; without pytest-xdist that is the whole run."""
+    faulthandler.dump_traceback_later(LONGEST, exit=True, file=request.config.stash[ERRORS])
     yield
     faulthandler.cancel_dump_traceback_later()

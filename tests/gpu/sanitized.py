@@ -52,8 +52,8 @@ KNOWN = {
     *(frozenset({kernel}) for kernel in ("statistics.received", "statistics.pooled")),
     # The tile info of the forward: written by the producer before `q_ready`, and by consumers before `q_free`.
     frozenset({"tile_scheduler.write_info", "tile_scheduler.read_info"}),
-    # That of the backward: the producer writes it after `k_free`. The compiler says of some reads that they are in
-    # the line that needs the number.
+    # That of the backward: the producer writes it after `k_free`. Debug information puts some of the reads in the
+    # line that uses the number.
     *(
         frozenset({"tile_scheduler.write_info", f"backward.{at}"})
         for at in ("backward", "consume_tile", "mma_one_row_block")

@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 
 # By the larger of the padded dims of keys and values. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
-# d128 703 and 683, with entropy 680 and 641; d64 545 and 520, with entropy 525 and 494; d256 700 and 704, with entropy 681 and 697
+# d128 696 and 679, with entropy 679 and 663; d64 548 and 530, with entropy 526 and 497; d256 706 and 711, with entropy 684 and 701
 # (bench/results/gpu_forward.md). The figures for other choices are from earlier runs, with another order of the programs and so
 # other clocks. Side by side, d128 had 632 with a row max that rose in each block and 700 with a lazy one. With one row block per
 # program d128 had 649 and 637, d64 496 and 482; persistent, but with tiles dealt out round robin, d128 causal 571. Before partial

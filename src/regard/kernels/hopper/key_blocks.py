@@ -352,8 +352,8 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
     """The producer warp: it loads K and V of a key block, then Q, dO and the statistics of each row block that sees it.
 
     It takes the next tile once all rows of this one are being loaded, and no earlier: later tiles in the order of dQ wait for the visits of a
-    tile that was taken. With ONE_TILE a program has only the tile of its number; that is a loop too, since Triton 3.6 does not add up visits
-    that only bounds of loops need.
+    tile that was taken. With ONE_TILE a program has only the tile of its number, and the `while` runs once. Without it Triton 3.6 would not add
+    up the visits, which only bounds of `for` loops read.
     """
     tiles = params.key_blocks * params.batch_kv_heads
     taken = 0
