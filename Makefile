@@ -39,7 +39,7 @@ fuzz: $(STAMP) ## hold random problems on every backend against a dense formula,
 	TRITON_INTERPRET=1 PYTHONPATH=src:tests/support $(PY) tests/support/fuzz.py $(SECONDS) $(SEED)
 
 test-gpu: ## run the tests that need a CUDA device, with the Python that has it; WORKERS=12 shares them out if pytest-xdist is there
-	PYTHONPATH=src $(PYTHON) -m pytest -q $(if $(filter-out file,$(origin WORKERS)),-n $(WORKERS) --dist loadgroup) tests/gpu
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:benchmark $(if $(filter-out file,$(origin WORKERS)),-n $(WORKERS) --dist loadgroup) tests/gpu
 
 sanitize-gpu: ## watch small cases of the Hopper kernels with compute-sanitizer, for memory and for races
 	PYTHONPATH=src:tests:tests/support $(PYTHON) -m gpu.sanitized memcheck
