@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import runpy
+import shutil
 import sys
 from collections import Counter
 from datetime import date
@@ -42,6 +44,19 @@ def test_a_peer_with_other_bits_now_and_then_is_counted_so(monkeypatch: pytest.M
         "absent": None,
     }
     assert device["with_same_bits"]("a case", peers, 10) == {"always": 10, "every other time": 5, "absent": None}
+
+
+@pytest.mark.parametrize("record", [x for x in RECORDS if x.stem in ("gpu_dims", "gpu_forward_turns")])
+def test_a_record_is_drawn_if_it_asks_for_a_plot(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "path", [str(BENCH / "gpu"), *sys.path])
+    copy = Path(shutil.copy(record, tmp_path))
+    runpy.run_path(str(BENCH / "gpu" / "_device.py"))["draw"](copy)
+    drawn = copy.with_suffix(".svg")
+    assert drawn.exists() == record.with_suffix(".svg").exists()
+    if drawn.exists():
+        colours = set(re.findall("fill: (#[0-9a-f]{6})", drawn.read_text("utf-8")))
+        assert colours >= {"#0d9488", "#ea580c", "#6b7280"}  # ours, FlashAttention-4, cuDNN
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -316,16 +318,28 @@ def report(name: str, question: str, rows: Sequence[Row], note: str = "", bars: 
     draw(_harness.report(f"gpu_{name}", question, rows, note, plot=plot))
 
 
+OURS = ("#0d9488", "#5fc4b8", "#134e4a")
+PEERS = {"cuDNN": "#6b7280", "flash": "#c4c8cf", "FA4": "#ea580c", "FlexAttention": "#7c3aed", "Flex, FLASH": "#c4b5fd"}
+OTHERS = ("#2563eb", "#db2777", "#ca8a04", "#0891b2", "#4d7c0f")
+
+
+def _colours(columns: Sequence[str]) -> list[str]:
+    """A peer has the same colour in every plot, and ours are green."""
+    ours, others = cycle(OURS), cycle(OTHERS)
+    names = [column.removesuffix(", ms") for column in columns]
+    return [next(ours) if name.startswith("regard") else PEERS.get(name) or next(others) for name in names]
+
+
 def _wrapped(label: str) -> str:
-    """A label in short lines: a new line at each comma, and before it gets wider than its bars."""
-    lines = [textwrap.wrap(part.replace("/", "/ "), 13) for part in label.split(", ")]
+    """A label in short lines: a new line at each comma that no bracket is around, and before it gets too wide."""
+    lines = [textwrap.wrap(part.replace("/", "/ "), 16) for part in re.split(r", (?![^(]*\))", label)]
     return "\n".join(line.replace("/ ", "/") for part in lines for line in part)
 
 
 def draw(written: Path) -> None:
     """Draw the plot that a results JSON asks for, as an SVG next to it."""
     facts = json.loads(written.read_text(encoding="utf-8"))
-    plot, rows = facts["plot"], facts["rows"]
+    plot, rows = facts.get("plot"), facts["rows"]
     if plot is None:
         return
     try:
@@ -340,12 +354,12 @@ def draw(written: Path) -> None:
     label = next(iter(rows[0]))
     columns = [c for c in plot["columns"] if any(row[c] is not None for row in rows)]
     width = 0.8 / len(columns)
-    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.0 + 0.25 * len(rows) * len(columns)), 4.5), layout="constrained")
-    for at, column in enumerate(columns):
+    wide = 1.0 + len(rows) * max(0.25 * len(columns), 1.1)  # so that labels do not meet
+    figure, axes = pyplot.subplots(figsize=(max(6.0, wide), 4.5), layout="constrained")
+    for at, (column, colour) in enumerate(zip(columns, _colours(columns), strict=True)):
         there = [(x, row[column]) for x, row in enumerate(rows) if row[column] is not None]
-        axes.bar(
-            [x + (at - (len(columns) - 1) / 2) * width for x, _ in there], [y for _, y in there], width, label=column
-        )
+        places = [x + (at - (len(columns) - 1) / 2) * width for x, _ in there]
+        axes.bar(places, [y for _, y in there], width, label=column, color=colour)
     axes.set_xticks(range(len(rows)), [_wrapped(str(row[label])) for row in rows], fontsize=8)
     axes.set_ylabel(plot["unit"])
     if plot["log"]:
@@ -363,7 +377,8 @@ def draw(written: Path) -> None:
 def main() -> None:
     for written in sorted(_harness.RESULTS.glob("gpu_*.json")):
         draw(written)
-        print(written.with_suffix(".svg"))
+        if written.with_suffix(".svg").exists():
+            print(written.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def main() -> None:
         f"`same bits`: how many of {TIMES} further backward passes gave all gradients with the bits of the first. "
         "Must: so many times the speed of the peer that is named, and a backward with the same bits each time."
     )
-    report("dims", "Other head dims, causal: milliseconds", rows, note, Bars(KERNELS, "ms"))
+    report("dims", "Other head dims, causal: milliseconds", rows, note, Bars(KERNELS, "ms", log=True))
 
 
 def row(name: str, backward: bool) -> Row:
