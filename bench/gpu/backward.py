@@ -19,6 +19,7 @@ def main() -> None:
     rows = each(CASES)
     note = (
         "TFLOP/s for 2.5 times the forward's work, the backward alone, medians by CUDA events, kernels taken in turns. "
+        "`Flex, FLASH` is FlexAttention by FA4's kernels. "
         "`apart` is the largest difference between the queries' gradients. "
         f"`same bits`: how many of {TIMES} further passes gave all gradients with the bits of the first. "
         "Must: so many times the speed of the peers that are named, and the same bits each time."

@@ -18,7 +18,8 @@ AUTO = 0.98  # of the best of torch's kernels
 def main() -> None:
     rows = each(CASES)
     note = (
-        "TFLOP/s, medians by CUDA events, kernels taken in turns. `regard` returns lse and max logit with the output, "
+        "TFLOP/s, medians by CUDA events, kernels taken in turns. `Flex, FLASH` is FlexAttention by FA4's kernels. "
+        "`regard` returns lse and max logit with the output, "
         "`regard, entropy` (`observe`) the entropy too, `regard, auto` is the plain call. Must: regard ≥ 0.97 × cuDNN, "
         "with entropy ≥ 0.92 × cuDNN; at n16384 ≥ 1.02 and ≥ 0.98; auto ≥ 0.98 × the best of torch's kernels; "
         f"all up to d{NARROW}."

@@ -165,6 +165,7 @@ if __name__ == "__main__":
     chosen = [case for case in CASES if case.startswith(beginning)]
     if tool not in ("memcheck", "racecheck") or not chosen:
         sys.exit(
-            f"sanitized.py takes memcheck or racecheck with how cases begin, or {', '.join(CASES)}; got {asked!r}."
+            f"sanitized.py takes memcheck or racecheck, and how a case begins, as in 'memcheck backward, 128'; or one "
+            f"case, as {CASES[0]!r}. Cases are of {', '.join(DIMS)}; then a dim; then {', '.join(MADE)}. Got {asked!r}."
         )
     main(tool, chosen)
