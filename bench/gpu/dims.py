@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend
 import regard
 
 N = 8192
-KERNELS = ("regard", "FA4", "cuDNN", "memory-efficient")
+KERNELS = ("regard", "regard, entropy", "FA4", "cuDNN", "memory-efficient")
 TIMES = 100
 
 
@@ -57,6 +57,7 @@ def main() -> None:
     rows = each(CASES)
     note = (
         f"Milliseconds, causal, n {N:,}, bf16, one item; medians by CUDA events, kernels taken in turns. "
+        "`regard` returns lse and max logit with the output, `regard, entropy` (`observe`) the entropy too. "
         "`apart` is the largest difference between outputs, or between the queries' gradients. "
         f"`same bits`: how many of {TIMES} further backward passes gave all gradients with the bits of the first. "
         "Must: so many times the speed of the peer that is named, and a backward with the same bits each time."
@@ -95,6 +96,9 @@ def peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Peer | None]:
     wide = max(q.shape[3], v.shape[3]) > 256
     return {
         "regard": Peer(lambda: regard.attention(q, k, v, mask=regard.causal(), backend="triton")),
+        "regard, entropy": None
+        if q.requires_grad
+        else Peer(lambda: regard.observe(q, k, v, mask=regard.causal(), backend="triton")),
         "FA4": None if wide else flash4(q, k, v, True),
         "cuDNN": None if wide else torchs(q, k, v, SDPBackend.CUDNN_ATTENTION, is_causal=True, enable_gqa=shared),
         "memory-efficient": torchs(q, *each_head, SDPBackend.EFFICIENT_ATTENTION, is_causal=True),
