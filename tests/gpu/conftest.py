@@ -10,11 +10,11 @@ import pytest
 import torch
 
 LONGEST = 300.0  # seconds of a test; the slowest takes some 80
-ERRORS = pytest.StashKey[int]()
+STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ERRORS] = os.dup(2)  # tests have another one, which would be lost with the process
+    config.stash[STDERR] = os.dup(2)  # tests have another one, which would be lost with the process
 
 
 def pytest_sessionstart() -> None:
@@ -25,6 +25,6 @@ def pytest_sessionstart() -> None:
 @pytest.fixture(autouse=True)
 def ends(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that hangs ends its process, with a traceback; without pytest-xdist that is the whole run."""
-    faulthandler.dump_traceback_later(LONGEST, exit=True, file=request.config.stash[ERRORS])
+    faulthandler.dump_traceback_later(LONGEST, exit=True, file=request.config.stash[STDERR])
     yield
     faulthandler.cancel_dump_traceback_later()
