@@ -17,7 +17,7 @@ from contract_cases import Case, Shape, agree, plain_results, results, truth
 from gluon_interpreter import Deadlock, run_hopper_kernels
 from regard.kernels.arguments import KernelArgs
 from regard.kernels.block_mask import BlockMask
-from regard.kernels.hopper import backward_launch, forward_launch, key_blocks
+from regard.kernels.hopper import backward_launch, forward_launch, key_blocks, ptx
 
 BLOCKS = Shape(batch=1, heads=2, kv_heads=1, n=150, m=200, d=64, dv=64)
 WIDER = replace(BLOCKS, d=128, dv=128)
@@ -182,13 +182,53 @@ def test_a_program_that_waits_for_a_later_one_is_found(monkeypatch: pytest.Monke
             rows_and_gradients(2, d, d, monkeypatch)
 
 
-def test_logits_far_above_the_first_ones_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (96, 40), (128, 128), (192, 128), (192, 192), (256, 256)])
+def test_logits_far_above_the_first_ones_are_computed_again(
+    d: int, dv: int, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a causal mask the last keys come first, and with them the row max; all heads but one then need a retry."""
     run_hopper_kernels(monkeypatch)
-    q, k, v = (x.detach() for x in inputs(400, 64, (1, 1)))
-    k[:, :, :200] *= 30  # the last keys come first, and with them the row max
-    found = regard.attention(q, k, v, backend="triton")
-    wanted = regard.attention(q.double(), k.double(), v.double(), backend="reference")
-    assert (found - wanted).abs().max() < 2e-3
+    counts = torch.zeros(4, dtype=torch.int32)
+    monkeypatch.setattr(forward_launch, "_counters", lambda w, tile: counts)
+    q, k, v = (x.detach() for x in inputs(520, d, (3, 3)))
+    k[:, :2, 100:200] *= 30
+    found, wanted = (
+        seen_under_dropout(*(x.to(dtype) for x in (q, k, v[..., :dv])), dropout, backend)
+        for backend, dtype in (("triton", torch.float16), ("reference", torch.float64))
+    )
+    assert counts[1] > 0 < counts[2]
+    assert counts[3] == 0
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), atol=5e-3, rtol=1e-3)
+
+
+def seen_under_dropout(q: Tensor, k: Tensor, v: Tensor, dropout: float, backend: str) -> list[Tensor]:
+    torch.manual_seed(3)
+    seen = regard.observe(q, k, v, mask=regard.causal(), dropout=dropout, backend=backend)
+    return [seen.output, seen.lse, seen.max_logit, seen.entropy]
+
+
+def test_a_program_takes_its_next_tile_when_four_key_blocks_are_left_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier, one with long row blocks would hold the next one while others are idle; later, it would wait."""
+    run_hopper_kernels(monkeypatch)
+    events: list[tuple[int, str]] = []
+
+    def noted(what: str, call: Any) -> Any:
+        def run(*args: Any) -> Any:
+            events.append((gluon_interpreter.here().program, what))
+            return call(*args)
+
+        return run
+
+    monkeypatch.setitem(gluon_interpreter.ASSEMBLY, ptx.COUNT, noted("take", gluon_interpreter.ASSEMBLY[ptx.COUNT]))
+    monkeypatch.setitem(gluon_interpreter.HOPPER, "tma_load", noted("load", gluon_interpreter.HOPPER["tma_load"]))
+    q, k, v = (x.detach() for x in inputs(7 * 128, 64, (2, 2)))
+    regard.attention(q[:, :, :500], k, v, backend="triton")
+    for program in (0, 1):  # which share six tiles of three groups, with seven key blocks each
+        loads = [len(run) for run in "".join(what[0] for who, what in events if who == program).split("t")]
+        assert loads == [3 + 2 * 3, *[3 + 2 * 7] * (len(loads) - 2), 2 * 4]
+    assert sum(what == "take" for _, what in events) == 6
 
 
 def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ FIRST, FULL, FULL_END, TOTAL = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6)
 GROUP_INFO = gl.constexpr(8)  # from here on three numbers per group: its first row, and its `group_range`
 RETRY = gl.constexpr(17)  # from here on one number per group, which the group writes: whether its rows need a retry
 RETRY_SHARE = gl.constexpr(4)  # a head takes the safe loop once one in so many of its row blocks needed a retry
+TAKEN_BEFORE = gl.constexpr(4)  # a program takes its next tile when so many key blocks of the current one are left to load
 COUNT, BROADCAST = gl.constexpr(ptx.COUNT), gl.constexpr(ptx.BROADCAST)
 
 
@@ -261,10 +262,13 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
                     gl.inline_asm_elementwise(COUNT, "=r,l", [retries], gl.int32, False, 1)
                 safe = retries_often(gl.load(retries, volatile=True), block, row_blocks)
                 write_tile(at, tile, retry, block, batch, h, key_blocks, safe, params, TRAITS)
-                if retry == 0:
-                    taken = gl.inline_asm_elementwise(COUNT, "=r,l", [counters], gl.int32, False, 1)  # there by the time it is needed
             load_queries(batch, h, block, q_buffer, params, descriptors, TRAITS)
-            for s in range(gl.maximum(key_blocks.total, 1)):
+            visits = gl.maximum(key_blocks.total, 1)
+            take_at = gl.where(retry > 0, visits, gl.maximum(visits - TAKEN_BEFORE, 0))
+            for s in range(visits):
+                if PERSISTENT:
+                    if s == take_at:  # late, for programs should take tiles in the order in which they finish; but the number must be there at the end
+                        taken = gl.inline_asm_elementwise(COUNT, "=r,l", [counters], gl.int32, False, 1)
                 b, slot = block_at(lists, s, key_blocks, 0, GROUPS, MASK)
                 load_keys_and_values(batch, kv_head, b, stage, phase, params, descriptors, TRAITS)
                 stage, phase = advance(stage, phase, TRAITS.STAGES)
