@@ -104,7 +104,7 @@ def test_outlier_logits_agree_with_float64(profile: str, mask: str, d: int, dtyp
     agree(grads, true_grads, ordinary_grads, 3, "gradient")
 
 
-@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("height", [-1.0, OUTLIER_BITS - 0.0625, OUTLIER_BITS, OUTLIER_BITS + 0.0625, 40.0, 150.0])
 def test_statistics_of_an_outlier_are_right_to_the_last_digits(height: float, d: int) -> None:
     """One logit of so many bits, all others 0: sums in closed form. Half of the rows are without; values are narrow."""
@@ -126,7 +126,7 @@ def test_statistics_of_an_outlier_are_right_to_the_last_digits(height: float, d:
     )  # weights are bfloat16 there
 
 
-@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("height", [OUTLIER_NATS - 0.1, OUTLIER_NATS + 0.1, 30.0, 200.0])
 def test_rows_without_an_outlier_keep_their_bits(
@@ -148,7 +148,7 @@ def test_rows_without_an_outlier_keep_their_bits(
     assert same_bits([x[:, :, others] for x in found], [x[:, :, others] for x in expected])
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_outlier_logits_have_the_same_bits_as_spans_as_a_tensor_and_with_nothing_observed(profile: str, d: int) -> None:
     n, m = SIZES
@@ -161,7 +161,7 @@ def test_outlier_logits_have_the_same_bits_as_spans_as_a_tensor_and_with_nothing
     assert torch.equal(plain, spans[0])
 
 
-@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("rows", [slice(None), slice(3, None, 1111)], ids=["all", "some"])
 def test_many_retries_change_no_bit(rows: slice, mask: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_many_retries_change_no_bit(rows: slice, mask: str, d: int, monkeypatch:
         assert (x - getattr(true, row)).norm() < 0.01 * getattr(true, row).norm()
 
 
-@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["full", "causal", "bits with full blocks"])
 def test_heads_with_many_retries_take_the_safe_loop_to_the_same_bits(
     mask: str, d: int, monkeypatch: pytest.MonkeyPatch

@@ -1,10 +1,10 @@
-"""Tile sizes of the Hopper kernels: one small table by padded dim, and one for calls with a bias or dropout."""
+"""Tile sizes of the Hopper kernels: small tables by padded dim; calls with dropout, a bias or a narrow mask have their own."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["OUTLIER_BITS", "ROWS", "Tile", "cdiv", "chunks", "config", "producer_registers"]
+__all__ = ["OUTLIER_BITS", "ROWS", "Tile", "cdiv", "chunks", "config", "producer_registers", "value_chunks"]
 
 ROWS = 64  # query rows of one warp group
 OUTLIER_BITS = 14  # a weight of at most 2^14 relative to the row max is fine: float16 ends at 2^16, and beyond 2^14 the entropy loses digits
@@ -38,33 +38,28 @@ class Tile(NamedTuple):
 
 
 # By the larger of the padded dims of keys and values. Measured on an H200, bf16, n 16,384, TFLOP/s, full and causal:
-# d128 696 and 679, with entropy 679 and 663; d64 548 and 530, with entropy 526 and 497; d256 706 and 711, with entropy 684 and 701
-# (bench/results/gpu_forward.md). The figures for other choices are from earlier runs, with another order of the programs and so
+# d128 700 and 688, with entropy 676 and 652; d64 552 and 526, with entropy 532 and 494; d256 747 and 741, with entropy
+# 743 and 742 (bench/results/gpu_forward.md). The figures for other choices are from earlier runs, with another order of the programs and so
 # other clocks. Side by side, d128 had 632 with a row max that rose in each block and 700 with a lazy one. With one row block per
-# program d128 had 649 and 637, d64 496 and 482; persistent, but with tiles dealt out round robin, d128 causal 571. Before partial
-# sums stayed in the thread, d128 had 627 and 617; with 232 registers 617 and 610; d64 with two groups 450 and 447. That of
-# 192 was chosen by shared memory and registers, that of 512 too. d96, n 8192, causal, 16 heads: 1.31 times cuDNN's speed in the same
-# process; with two stages 1.24, with three groups and 64 keys 1.22.
+# program d128 had 649 and 637, d64 496 and 482. Before partial sums stayed in the thread, d128 had 627 and 617; with 232 registers
+# 617 and 610; d64 with two groups 450 and 447. What was tried for the wider ones is in `docs/kernels/hopper_forward.md`.
 _TILES: dict[int, Tile] = {
     64: Tile(3, 128, 3, 160, persistent=True),
-    96: Tile(2, 128, 3, 240, persistent=True),
+    96: Tile(3, 64, 5, 160, persistent=True),
     128: Tile(2, 128, 2, 240, persistent=True),
-    192: Tile(2, 64, 2, 240),
-    256: Tile(2, 64, 2, 240),
+    192: Tile(2, 64, 3, 240, persistent=True, queries=1),
+    256: Tile(2, 64, 2, 240, persistent=True, queries=1),
     512: Tile(2, 32, 2, 240),  # of values at most 256 at a time
 }
 # By the padded dims of keys and values, where these allow more than the larger dim does.
-_OWN_TILES: dict[tuple[int, int], Tile] = {
-    # n 8192, causal, 16 heads: 1.21 times cuDNN's speed; persistent with one buffer of queries 1.16, with 64 keys and two buffers 1.17
-    (192, 128): Tile(2, 128, 2, 240),
-}
+_OWN_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(2, 128, 2, 240, persistent=True, queries=1)}
 # With a bias or dropout a tile holds more.
 _SMALLER_TILES: dict[int, Tile] = {
-    64: Tile(2, 64, 2, 240),
-    96: Tile(2, 64, 2, 240),
-    128: Tile(2, 64, 2, 240),
-    192: Tile(2, 32, 2, 240),
-    256: Tile(2, 32, 2, 240),
+    64: Tile(2, 64, 4, 240, persistent=True),
+    96: Tile(2, 64, 3, 240, persistent=True),
+    128: Tile(2, 64, 3, 240, persistent=True),
+    192: Tile(2, 32, 4, 240, persistent=True, queries=1),
+    256: Tile(2, 32, 2, 240, persistent=True, queries=1),
 }
 # Under a narrow mask a row block visits few key blocks, and more of them in flight hide more of the latency.
 # Measured on an H200, bf16, 16,384 tokens, hidden 2048, windows of 128 and 1,024 keys, ms: d64 0.198 and 0.395, with the tile above
@@ -113,14 +108,31 @@ def chunks(dim: int) -> tuple[int, int]:
     return _CHUNKS[padded(dim)]
 
 
-def config(dim: int, values: int | None = None, bias_or_dropout: bool = False, narrow: bool = False) -> Tile:
-    """The tile for the dims of keys and values, and for masks that are `BlockMask.narrow`; the batch and what is observed never count.
+def value_chunks(dim: int) -> tuple[int, int]:
+    """The same for values in the forward, where one product with 128 columns is faster than two with 64 and 32.
+
+    >>> value_chunks(80)
+    (128, 0)
+    """
+    return (128, 0) if padded(dim) == 96 else chunks(dim)
+
+
+def config(dim: int, values: int | None = None, bias_or_dropout: bool = False, narrow: bool = False, fast: bool = True) -> Tile:
+    """The tile for the dims of keys and values, for a bias that may hide or dropout, and for masks that are `BlockMask.narrow`.
+
+    `fast` says whether logits are products times one positive number, so that the row max can be lazy. Without that, persistent programs with
+    a bias or of more than 128 dims took up to 1.1 times as long. The batch and what is observed never count.
 
     >>> config(128).BN, config(128, narrow=True).BN
     (128, 64)
     """
     dims = padded(dim), padded(dim if values is None else values)
     if bias_or_dropout:
-        return _SMALLER_TILES[max(dims)]
-    found = _NARROW_TILES.get(dims[0]) if narrow and dims[0] == dims[1] else _OWN_TILES.get(dims)
-    return found or _OWN_TILES.get(dims) or _TILES[max(dims)]
+        tile = _SMALLER_TILES[max(dims)]
+    elif narrow and dims[0] == dims[1] <= 128:
+        tile = _NARROW_TILES[dims[0]]
+    else:
+        tile = _OWN_TILES.get(dims) or _TILES[max(dims)]
+    if not fast and (bias_or_dropout or max(dims) > 128):
+        return tile._replace(persistent=False, queries=0)
+    return tile

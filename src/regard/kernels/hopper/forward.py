@@ -210,6 +210,14 @@ def mma_one_block(t, partial, O, R, P, softmax, values, stage, phase, rows, zero
 
 
 @gluon.jit
+def halves(X):
+    """The first and the second half of the columns of X [R, C]."""
+    R: gl.constexpr = X.shape[0]
+    C: gl.constexpr = X.shape[1]
+    return X.reshape([R, 2, C // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
 def store_O(O, share, empty, X, row, rows, params, first: gl.constexpr, TRAITS: gl.constexpr):
     """Normalise O [ROWS, C] and store it in the group's Q buffer X, or by pointers to columns `first` … of the output."""
     C: gl.constexpr = O.shape[1]
@@ -255,15 +263,19 @@ def epilogue(O, R, softmax, i, row, rows, params, descriptors, TRAITS: gl.conste
     if TRAITS.SINK:
         denominator = l + gl.exp2((gl.load(params.sinks + h) - m_natural) * LOG2E)
     share = share / denominator
+    SPLIT: gl.constexpr = TRAITS.TMA_STORE and EA > TRAITS.DA
+    if SPLIT:  # O has 128 columns, the buffers of Q have 64 and 32
+        O, R = halves(O)
+        R, _ = halves(R)
     store_O(O, share, empty, smem.Q, row, rows, params, 0, TRAITS)
-    if EB > 0:
+    if EB > 0 or SPLIT:
         store_O(R, share, empty, smem.QB if TRAITS.TMA_STORE else smem.Q, row, rows, params, EA, TRAITS)
     if TRAITS.TMA_STORE:
         fence_async_shared()
         group_barrier()
         tma_store(descriptors.o, [batch, h, row, 0], smem.Q.index(rows.q_buffer))
-        if EB > 0:
-            tma_store(descriptors.ob, [batch, h, row, EA], smem.QB.index(rows.q_buffer))
+        if EB > 0 or SPLIT:
+            tma_store(descriptors.ob, [batch, h, row, TRAITS.DA], smem.QB.index(rows.q_buffer))
     at = (batch.to(gl.int64) * params.num_heads + h) * n + i
     ln_l = gl.log2(l) * LN2
     log_row_sum = ln_l + row_max_residual(m, row_max, empty, TRAITS.FAST)

@@ -18,7 +18,7 @@ from .. import launch_cache
 from ..arguments import BIAS_ALIBI, BIAS_NONE, KernelArgs
 from ..block_lists import BITS, MASK_BLOCK, BlockLists
 from ..block_mask import BlockMask
-from .configs import ROWS, Tile, cdiv, chunks, config
+from .configs import ROWS, Tile, cdiv, chunks, config, value_chunks
 from .descriptors import describable, descriptors
 from .forward import forward
 
@@ -61,9 +61,9 @@ def refuses(w: KernelArgs, widest: int = _WIDEST) -> list[str]:
 
 
 def tile_for(w: KernelArgs) -> Tile:
-    """The tile: by the dims, by whether there is a bias or dropout, and by whether the mask is narrow."""
+    """The tile: by the dims, a bias or dropout, whether the mask is narrow, and whether the row max can be lazy."""
     bias_or_dropout = w.kind not in (BIAS_NONE, BIAS_ALIBI) or w.drop.keys is not None
-    return config(w.query.shape[3], w.value.shape[3], bias_or_dropout, w.block_mask.narrow)
+    return config(w.query.shape[3], w.value.shape[3], bias_or_dropout, w.block_mask.narrow, w.fast)
 
 
 def refuses_wide(w: KernelArgs) -> list[str]:
@@ -167,12 +167,13 @@ def forward_arguments(
     if w.block_mask.kind == BITS and MASK_BLOCK % tile.BN:
         raise ValueError(f"blocks of bits have {MASK_BLOCK} keys; {tile.BN} do not divide them")
     (L, H, N), E = w.rows, w.value.shape[3]
-    (DA, DB), (EA, EB) = chunks(w.query.shape[3]), chunks(E)
-    tma_store = EA == DA and EB in (0, DB) and describable(found.output)  # through the buffers of Q
+    (DA, DB), (EA, EB) = chunks(w.query.shape[3]), value_chunks(E)
+    # The output leaves through the buffers of Q if these have its columns; those of 96 dims have 64 and 32.
+    tma_store = ((EA == DA and EB in (0, DB)) or DA < E <= DA + DB) and describable(found.output)
     q, qb = descriptors(w.query, ROWS, DA, DB)
     k, kb = descriptors(w.key, tile.BN, DA, DB)
     v, vb = descriptors(w.value, tile.BN, EA, EB)
-    o, ob = descriptors(found.output, ROWS, EA, EB) if tma_store else (None, None)
+    o, ob = descriptors(found.output, ROWS, DA, DB if E > DA else 0) if tma_store else (None, None)
     arguments = {
         "q": q, "qb": qb, "k": k, "kb": kb, "v": v, "vb": vb, "o": o, "ob": ob, "output": found.output, "lse": found.lse,
         "row_max": found.max_logit, "log_row_sum": found.log_row_sum, "entropy": found.entropy,
@@ -194,6 +195,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def heads_in_l2(w: KernelArgs) -> int:
-    """How many heads are scheduled together: as many as fit their keys and values into the L2 cache."""
+    """How many heads are scheduled together: as many as fit their keys and values into the L2 cache, or fewer in equal shares."""
     size = w.m * (w.key.shape[3] + w.value.shape[3]) * w.key.element_size()
-    return max(1, min(w.query.shape[0] * w.heads, _L2_BYTES // size * w.groups))
+    key_heads = w.query.shape[0] * w.heads // w.groups
+    sections = cdiv(key_heads, max(1, _L2_BYTES // size))
+    return cdiv(key_heads, sections) * w.groups
