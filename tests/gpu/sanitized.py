@@ -31,7 +31,8 @@ from regard.kernels.hopper import forward_launch
 CHIP = Path(forward_launch.__file__).parent
 N, M, HEADS = 300, 1200, 2  # of two items
 PROGRAMS = 3  # so that each takes one row block after the other
-DIMS = {"forward": (64, 96, 128, 256), "backward": (64, 96, 128, 192, 256), "passes": (64, 128), "jvp": (64, 128)}
+HAZARDS = 2**26  # racecheck stops at fewer in the wide backward, where one pair of places can have 400,000
+DIMS = {"forward": (64, 96, 128, 192, 256), "backward": (64, 96, 128, 192, 256), "passes": (64, 128), "jvp": (64, 128)}
 MADE: dict[str, Any] = {
     "full": dict,
     "causal": lambda: {"mask": regard.causal(M - N)},
@@ -118,7 +119,10 @@ def main(tool: str, cases: list[str]) -> None:
 def watched(tool: str, case: str) -> str:
     """The sanitizer's log of a case, run in its own process, where each tensor has its own memory."""
     sanitizer = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--print-limit", "1000"]
-    alone = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    alone = os.environ | {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS": str(HAZARDS),
+    }
     said = subprocess.run(
         [*sanitizer, sys.executable, "-m", "gpu.sanitized", case],
         env=alone,
