@@ -46,7 +46,7 @@ def test_a_peer_with_other_bits_now_and_then_is_counted_so(monkeypatch: pytest.M
     assert device["with_same_bits"]("a case", peers, 10) == {"always": 10, "every other time": 5, "absent": None}
 
 
-@pytest.mark.parametrize("record", [x for x in RECORDS if x.stem in ("gpu_dims", "gpu_forward_turns")])
+@pytest.mark.parametrize("record", [x for x in RECORDS if x.stem in ("gpu_dims", "gpu_sparse")])
 def test_a_record_is_drawn_if_it_asks_for_a_plot(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(sys, "path", [str(BENCH / "gpu"), *sys.path])

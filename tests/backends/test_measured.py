@@ -18,14 +18,14 @@ PEERS = {"sdpa": ("cuDNN", "memory-efficient"), "flash4": ("FA4",), "triton": ("
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_ours_is_first_with_and_without_a_derivative(dim: int, causal: bool) -> None:
+def test_ours_is_first_but_where_its_causal_backward_is_some_percent_slower(dim: int, causal: bool) -> None:
     for rows in (4096, 9000, 10**6):
         forward, both = (speeds(dim, dim, rows, causal, derivative) for derivative in (False, True))
         assert forward is not None
         assert both is not None
         assert forward.names[0] == "triton"
-        assert both.names[0] == "triton"
-        assert "flash4" in both.names
+        slower = causal and (dim, rows >= 16384) in ((64, True), (128, False))
+        assert both.names[:2] == (("flash4", "triton") if slower else ("triton", "flash4"))
         assert f"n{4096 if rows < 16384 else 16384}" in forward.because
 
 
@@ -49,7 +49,7 @@ def recorded(figure: dict[str, Any], way: str, columns: tuple[str, ...]) -> list
     dim, values, rows, causal = figure["dim"], figure["values"], figure["rows"], figure["causal"]
     dims = f"d{dim}" if dim == values else f"d{dim}/{values}"
     case = f"{dims}, n{rows}, {'causal' if causal else 'full'}"
-    for name in (f"gpu_{way}_turns", f"gpu_{way}", "gpu_dims"):
+    for name in (f"gpu_{way}", "gpu_dims"):
         if f"{name}.md" in measured._DATA["runs"][figure["run"]]:
             lines = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["rows"]
             if name == "gpu_dims":  # milliseconds, causal
