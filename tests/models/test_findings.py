@@ -364,6 +364,13 @@ def test_a_sink_at_a_special_token_must_be_stronger_and_is_named() -> None:
     assert find(seen, [Sink()])[0].text.endswith("0.93 of the weight goes to the first token, [CLS]")
 
 
+def test_a_sink_of_several_items_is_named_by_its_text_if_they_share_it() -> None:
+    seen = watched(a=aimed(torch.full((N,), 5), 4.0))
+    for texts, says in (([" cat", " cat"], "position 5, 'cat'"), ([" cat", " dog"], "position 5")):
+        seen.texts = [["a"] * 5 + [text] + ["b"] * (N - 6) for text in texts]
+        assert find(seen, [Sink()])[0].text.endswith(says)
+
+
 def test_a_model_whose_heads_all_rest_on_the_first_token_names_the_strongest() -> None:
     layers = {f"l{i}": aimed(torch.zeros(N, dtype=torch.long), 6.0 + i / 10) for i in range(4)}
     for layer in layers.values():

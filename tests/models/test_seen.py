@@ -95,6 +95,43 @@ def test_tokens_that_are_not_strings_or_do_not_fit_are_refused(tokens: object, s
     assert seen.look(tokens=tuple("twelve char.")).layers[0].queries[11] == "."
 
 
+def test_texts_of_a_batch_are_shown_for_the_item_that_is_asked_for(tmp_path: Path) -> None:
+    with regard.watch(nn.Module()) as seen:
+        regard.attention(*torch.randn(3, 2, 2, 12, 4).unbind())
+    seen.texts = [list("abcdefghijkl"), list("ABCDEFGHIJKL")]
+    assert [seen.look(item=i).layers[0].keys[3] for i in (0, 1)] == ["d", "D"]
+    pages = [seen.save(tmp_path / f"{i}.html", item=i).read_text("utf-8") for i in (0, 1)]
+    assert pages[0] != pages[1]
+    maps = [seen.look(item=i).layers[0].heads[1].map for i in (0, 1)]
+    torch.testing.assert_close(maps[1], seen[""].weights()[1, 1])
+    assert not torch.equal(*maps)
+    seen.texts = list("abcdefghijkl")
+    assert seen.look(item=1).layers[0].keys[3] == "d"
+    with pytest.raises(ArgumentError, match=r"^look: item must be from 0 to 1, an index into the batch\. Got 2\."):
+        seen.save(tmp_path / "2.html", item=2)
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        ([["a"] * 12] * 3, "one list or one per batch item, 2. Got 3 lists"),
+        ([["a"] * 12, ["a"] * 11], "one per query or one per key of a layer, 12. Got 11; without texts"),
+        (["a"] * 11, "one per query or one per key of a layer, 12. Got 11; without texts"),
+        ([["a"] * 12, [3] * 12], "a list of strings. Got int at index 0"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(texts: Any, says: str) -> None:
+    with regard.watch(nn.Module()) as seen:
+        regard.attention(*torch.randn(3, 2, 2, 12, 4).unbind())
+    seen.texts = texts
+    with pytest.raises(ArgumentError) as error:
+        seen.look(item=1)
+    assert str(error.value).startswith("look: texts must be ")
+    assert says in str(error.value)
+    seen.texts = None
+    assert seen.look(item=1).layers[0].keys[3] == "3"
+
+
 def test_heads_without_finite_logits_have_no_numbers_and_are_not_duplicates() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, 32, 8).unbind()

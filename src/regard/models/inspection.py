@@ -31,7 +31,7 @@ def inspect(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: 
     with warnings.catch_warnings(), watch(loaded.model, tell) as seen:
         warnings.simplefilter("ignore")  # that nothing was seen is an error here
         loaded.run(text)
-    seen.random_weights, seen.texts, seen.title = loaded.random_weights, text.pieces, loaded.title
+    seen.random_weights, seen.texts, seen.title = loaded.random_weights, _fitting(text, seen), loaded.title
     if not seen.heads:
         raise ArgumentError(
             f"inspect: no attention was seen in {loaded.name!r}. It may compute softmax(q @ k.T) @ v by hand; "
@@ -42,11 +42,16 @@ def inspect(loaded: LoadedModel, text: TokenizedText, tell: Tell = lambda name: 
 
 def build_look(loaded: LoadedModel, text: TokenizedText, seen: Seen, tell: Tell = lambda name: None) -> Look:
     """What a report shows of an inspected model; if no layer has one row or key per token, it shows positions."""
-    sizes = {size for name in seen.layers for size in seen[name].shape[-2:]}
-    look = seen.look(text.pieces if len(text.pieces) in sizes else None, loaded.title, tell=tell)
+    look = seen.look(_fitting(text, seen), loaded.title, tell=tell)
     facts = {"model type": loaded.kind, "tokens": _tokens_used(text), **look.facts}
     limits = loaded.limits(text)
     return replace(look, facts={**facts, "limits": limits} if limits else facts)
+
+
+def _fitting(text: TokenizedText, seen: Seen) -> list[str] | None:
+    """The texts of the tokens, if some layer has one row or key per token."""
+    sizes = {size for name in seen.layers for size in seen[name].shape[-2:]}
+    return text.pieces if len(text.pieces) in sizes else None
 
 
 def _tokens_used(text: TokenizedText) -> str:

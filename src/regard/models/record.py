@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,8 @@ class AttentionRecord:
     """The layers, heads and tokens of a watched model: what the rules of `findings` read."""
 
     tokens: Tensor | None = None  # (batch, n), if the model was called with integers
-    texts: list[str] | None = field(default=None, kw_only=True)  # of the tokens, if somebody gave them
+    # Of the tokens, if somebody gave them: one list, or one per batch item.
+    texts: list[str] | list[list[str]] | None = field(default=None, kw_only=True)
     title: str = field(default="attention", kw_only=True)  # what a report is called: the model
     calls: int = 0
     missed: dict[str, str] = field(default_factory=dict)  # calls that could not be observed, and why
@@ -74,6 +76,11 @@ class AttentionRecord:
     _records: dict[str, LayerRecord] = field(default_factory=dict)
     _heads: list[Head] | None = field(default=None, compare=False)
     _sums: dict[str, HeadSums] | None = field(default=None, compare=False)
+
+    def texts_by_item(self) -> list[list[str]]:
+        """The texts of each batch item, or one list for all of them; empty if nobody gave them."""
+        texts: list[Any] = list(self.texts or [])
+        return [texts] if texts and isinstance(texts[0], str) else texts
 
     @property
     def layers(self) -> list[str]:

@@ -107,17 +107,23 @@ class Seen(AttentionRecord):
         return self.layer_name(layer)
 
     def save(
-        self, path: str | os.PathLike[str], *, tokens: Iterable[str] | None = None, title: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokens: Iterable[str] | None = None,
+        title: str | None = None,
+        item: int = 0,
     ) -> Path:
-        """Write the interactive report as one HTML file that opens from disk, and return its path.
+        """Write the interactive report on one batch item as one HTML file that opens from disk, and return its path.
 
-        `tokens` are the texts of the tokens; without them the report shows `texts`, or positions.
+        `tokens` are the texts of its tokens; without them the report shows `texts`, or positions.
         """
-        return page.write(self.look(tokens, title), path)
+        return page.write(self.look(tokens, title, item), path)
 
-    def show(self, *, tokens: Iterable[str] | None = None, title: str | None = None) -> Path:
+    def show(self, *, tokens: Iterable[str] | None = None, title: str | None = None, item: int = 0) -> Path:
         """Write the report into a temporary folder, open it in a browser, and return its path."""
-        path = self.save(Path(tempfile.mkdtemp(prefix="regard-")) / "report.html", tokens=tokens, title=title)
+        path = Path(tempfile.mkdtemp(prefix="regard-")) / "report.html"
+        self.save(path, tokens=tokens, title=title, item=item)
         webbrowser.open(path.as_uri())
         return path
 
@@ -177,13 +183,14 @@ class Seen(AttentionRecord):
     ) -> Look:
         """What a report shows of one batch item, with the texts of its `tokens`.
 
-        Without tokens it shows `texts`, if somebody gave them and they fit, or else positions.
+        Without tokens it shows `texts`, if somebody gave them, or else positions.
 
         `tell`, if given, is called with the name of each layer when it is done.
         """
-        if tokens is None and len(self.texts or ()) in {size for name in self for size in self[name].shape[-2:]}:
-            tokens = self.texts
-        texts = self._texts(tokens)
+        items = min((math.prod(self[name].shape[:-3]) for name in self.layers), default=1)
+        if type(item) is not int or not 0 <= item < items:
+            raise ArgumentError(f"look: item must be from 0 to {items - 1}, an index into the batch. Got {item!r}.")
+        texts = self._texts(tokens) if tokens is not None else self._texts_of(item, items)
         layers = []
         for name in self.layers:
             layers.append(self._look(name, texts, item))
@@ -201,11 +208,19 @@ class Seen(AttentionRecord):
             facts["random weights"] = random_weights_text(self.random_weights)
         return Look(self.title if title is None else title, facts, layers, remarks)
 
-    def _texts(self, tokens: Iterable[str] | None) -> list[str]:
+    def _texts_of(self, item: int, items: int) -> list[str]:
+        """The `texts` of one batch item, checked; empty if there are none."""
+        found = self.texts_by_item()
+        if len(found) not in (0, 1, items):
+            raise ArgumentError(
+                f"look: texts must be the texts of the tokens, one list or one per batch item, {items}. "
+                f"Got {len(found)} lists."
+            )
+        return self._texts(found[item if len(found) > 1 else 0], "texts") if found else []
+
+    def _texts(self, tokens: Iterable[str], name: str = "tokens") -> list[str]:
         """Check that the tokens are strings, and that some layer has as many queries or keys."""
-        if tokens is None:
-            return []
-        must = "look: tokens must be the texts of the tokens, a list of strings"
+        must = f"look: {name} must be the texts of the tokens, a list of strings"
         if isinstance(tokens, str) or not isinstance(tokens, Iterable):
             raise ArgumentError(f"{must}. Got {type(tokens).__name__}; decode the token ids one by one.")
         texts = list(tokens)
@@ -217,8 +232,8 @@ class Seen(AttentionRecord):
         if sizes and len(texts) not in sizes:
             wanted = " or ".join(f"{size:,}" for size in sizes)
             raise ArgumentError(
-                f"look: tokens must be one per query or one per key of a layer, {wanted}. Got {len(texts):,}; "
-                f"without tokens, the report shows positions."
+                f"look: {name} must be one per query or one per key of a layer, {wanted}. Got {len(texts):,}; "
+                f"without {name}, the report shows positions."
             )
         return texts
 
@@ -229,8 +244,6 @@ class Seen(AttentionRecord):
         seen, numbers = self[name], self._heads_of(name)
         n, m = seen.shape[-2:]
         lead = math.prod(seen.shape[:-3])
-        if type(item) is not int or not 0 <= item < lead:
-            raise ArgumentError(f"look: item must be from 0 to {lead - 1}, an index into the batch. Got {item!r}.")
         queries, keys = (texts if len(texts) == size else list(map(str, range(size))) for size in (n, m))
         if texts and len(texts) == m and n < m:
             queries = texts[m - n :]

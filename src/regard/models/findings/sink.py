@@ -123,9 +123,10 @@ def _strongest(sums: HeadSums) -> Tensor:
 
 
 def _text(position: int, seen: AttentionRecord, layer: str) -> str:
-    """The text of a key, if the texts are known."""
-    texts = seen.texts or []
-    return texts[position] if len(texts) == seen[layer].shape[-1] else ""
+    """The text of a key, if the texts are known and all batch items have the same one there."""
+    size = seen[layer].shape[-1]
+    found = {texts[position] if len(texts) == size else "" for texts in seen.texts_by_item()}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _is_expected(strongest: _Strongest, seen: AttentionRecord, layer: str) -> bool:
