@@ -1,4 +1,4 @@
-"""Draw docs/img/cost.svg from bench/results: memory against length, and speed beside torch's kernels."""
+"""Draw docs/img/cost.svg from bench/results: memory against length, and speed beside the kernels of others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 INK, TEAL, LIGHT, GREY = "#7b8591", "#0d9488", "#5cc4b9", "#a3abb5"  # all of them read on white and on black
-BARS = {"cuDNN": GREY, "FlexAttention": GREY, "regard": TEAL, "regard, entropy": LIGHT}
-LABELS = ("cuDNN, plain", "FlexAttention,\nplain", "regard, with lse\nand largest logit", "regard, with\nentropy too")
+BARS = {"FA4": GREY, "cuDNN": GREY, "FlexAttention": GREY, "regard": TEAL, "regard, entropy": LIGHT}
+PEERS = ("FlashAttention-4,\nplain", "cuDNN, plain", "FlexAttention,\nplain")
+LABELS = (*PEERS, "regard, with lse\nand largest logit", "regard, with\nentropy too")
 
 
 def rows(name: str) -> list[dict[str, float]]:

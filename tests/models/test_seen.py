@@ -100,6 +100,7 @@ def test_texts_of_a_batch_are_shown_for_the_item_that_is_asked_for(tmp_path: Pat
         regard.attention(*torch.randn(3, 2, 2, 12, 4).unbind())
     seen.texts = [list("abcdefghijkl"), list("ABCDEFGHIJKL")]
     assert [seen.look(item=i).layers[0].keys[3] for i in (0, 1)] == ["d", "D"]
+    assert seen.look(item=1).facts["batch item"] == "1 of 0 to 1; statistics are means over all"
     pages = [seen.save(tmp_path / f"{i}.html", item=i).read_text("utf-8") for i in (0, 1)]
     assert pages[0] != pages[1]
     maps = [seen.look(item=i).layers[0].heads[1].map for i in (0, 1)]

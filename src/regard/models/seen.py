@@ -200,6 +200,8 @@ class Seen(AttentionRecord):
         shapes = {self[name].shape[-2:] for name in self.layers}
         sizes = " and ".join(f"{n:,} × {m:,}" for n, m in sorted(shapes))
         facts = {"layers": str(len(layers)), "heads": str(len(self.heads)), "queries × keys": sizes, **provenance()}
+        if items > 1:
+            facts["batch item"] = f"{item} of 0 to {items - 1}; statistics are means over all"
         if self.missed:
             names = [name or "the model itself" for name in self.missed]
             more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
