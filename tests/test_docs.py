@@ -113,7 +113,8 @@ def test_costs_in_the_readme_and_its_plot_are_those_that_were_measured() -> None
     watched, long = results("gpu_observe", "observe + received"), results("memory", "32768")
     tiny = [results("plain", f"overhead, {mask}")["regard / torch"] for mask in ("no mask", "padding")]
     table = [
-        f"{forward['regard']:.0f} TFLOP/s | FlashAttention-4's plain forward: {forward['FA4']:.0f}, cuDNN's: {forward['cuDNN']:.0f} |",
+        f"{forward['regard']:.0f} TFLOP/s | FlashAttention-4's plain forward: {forward['FA4']:.0f}, "
+        f"cuDNN's: {forward['cuDNN']:.0f} |",
         f"{forward['regard, entropy']:.0f} TFLOP/s |",
         f"{backward['regard']:.0f} TFLOP/s | FlashAttention-4, its sums in no fixed order: {backward['FA4']:.0f} |",
         f"{watched['regard, ms']:.1f} ms, {watched['regard, MiB']:.3g} MiB |",

@@ -81,6 +81,21 @@ def test_a_forward_of_192_dims_with_values_of_128_spills_no_more_than_is_pinned(
 
 @compiles
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dim", "of_values", "spilled"),
+    [(64, 64, (0, 0)), (128, 128, (0, 8)), (256, 256, (32, 88)), (192, 128, (0, 64)), (80, 200, (32, 168))],
+)
+def test_dropout_with_a_lazy_row_max_spills_no_more_than_is_pinned(
+    dim: int, of_values: int, spilled: tuple[int, int], hopper: None
+) -> None:
+    w = work(max(dim, of_values), "spans", drop=DropoutArgs(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1))
+    w.query, w.key, w.value = w.query[..., :dim], w.key[..., :dim], w.value[..., :of_values].contiguous()
+    assert forward_launch.tile_for(w).persistent
+    fits(compiled(w), stack=spilled[RECENT])
+
+
+@compiles
+@pytest.mark.slow
 def test_all_else_compiles_for_hopper_together(hopper: None) -> None:
     keys = DropoutArgs(torch.zeros(2, 4, N, dtype=torch.int64), 5, 1.1)
     fits(compiled(work(64, "spans", softcap=9.0, sink=torch.zeros(4), scales=torch.ones(4), drop=keys)))
@@ -283,6 +298,11 @@ def test_heads_that_do_not_all_fit_the_cache_are_scheduled_in_equal_shares() -> 
     """Four of nine heads at a time would leave one, whose longest row blocks would come last."""
     assert heads_together(4, 4, 32768) == heads_together(8, 8, 32768) == 4
     assert heads_together(9, 9, 32768) == 3
+
+
+def test_heads_whose_keys_have_tangents_too_fill_the_cache_twice_as_fast() -> None:
+    q = torch.zeros(1, 9, 32768, 64, dtype=torch.bfloat16)
+    assert forward_launch.heads_in_l2(KernelArgs(q, q, q, BlockMask(32768, 32768)), tensors=4) == 2
 
 
 def test_a_narrow_mask_has_tiles_of_its_own() -> None:

@@ -6,6 +6,8 @@ hidden one, as a wrong number; here it is a wrong block.
 
 from __future__ import annotations
 
+from collections import deque
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ from regard.kernels.hopper.aggregates import KeyBlocks
 from regard.kernels.hopper.configs import ROWS, Tile
 
 CPU = torch.device("cpu")
-key_block_range, group_range, entry_at, first_row, fixed_max_from, retries_often = (
+key_block_range, group_range, entry_at, first_row, fixed_max_from, retries_often, work_tile = (
     in_python(x)
     for x in (
         tile_scheduler.key_block_range,
@@ -33,6 +35,7 @@ key_block_range, group_range, entry_at, first_row, fixed_max_from, retries_often
         tile_scheduler.first_row,
         tile_scheduler.fixed_max_from,
         tile_scheduler.retries_often,
+        tile_scheduler.work_tile,
     )
 )
 
@@ -144,6 +147,45 @@ def test_groups_past_the_end_skip_all_blocks() -> None:
     assert part_of(made, 3, 128, 0, 0, 0, 2) == (0, [3, 0, 1, 2], 0, 1, 2)  # the last rows have no row max before
     assert part_of(made, 3, 128, 0, 0, 0, 0) == (256, [3, 0, 1, 2], 4, 4, 4)
     assert part_of(made, 2, 128, 0, 0, 1, 1) == (192, [3, 0, 1, 2], 0, 1, 2)
+
+
+def longest_program(
+    heads: int, together: int, n: int, BM: int, BN: int, left: int | None, programs: int = 132
+) -> float:
+    """How long causal passes take relative to even work, in key blocks; a tile costs one more than it visits.
+
+    A program takes its next tile when so many key blocks are left of the current one; None: at its start.
+    """
+    blocks = -(-n // BM)
+    tiles = (work_tile(t, blocks, heads, together)[0] for t in range(blocks * heads))
+    lengths = [1 + -(-(block + 1) * BM // BN) for block in tiles]
+    begun = [(0.0 if left is None else max(0.0, x - left), x, p) for p, x in enumerate(lengths[:programs])]
+    heapify(begun)  # when a program takes its next tile, and when it is done with the current one
+    waiting, ends = deque(lengths[programs:]), list(map(float, lengths[:programs]))
+    while waiting:
+        _, end, program = heappop(begun)
+        length = waiting.popleft()
+        ends[program] = end + length
+        heappush(begun, (end if left is None else end + max(0, length - left), end + length, program))
+    return max(ends) * programs / sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("heads", "together", "n", "BM", "BN", "early", "late"),
+    [
+        (8, 4, 8192, 128, 64, 1.246, 1.004),
+        (16, 6, 8192, 128, 128, 1.120, 1.000),
+        (16, 4, 16384, 128, 128, 1.024, 1.001),
+        (64, 21, 4096, 192, 64, 1.143, 1.154),
+        (64, 16, 4096, 192, 64, 1.051, 1.017),
+    ],
+)
+def test_tiles_that_are_taken_late_and_heads_in_equal_shares_keep_all_programs_busy(
+    heads: int, together: int, n: int, BM: int, BN: int, early: float, late: float
+) -> None:
+    """The table in `docs/kernels/hopper_forward.md`."""
+    found = (longest_program(heads, together, n, BM, BN, left) for left in (None, 6))
+    assert [round(x, 3) for x in found] == [early, late]
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 100])

@@ -51,9 +51,9 @@ _TILES: dict[int, Tile] = {
     256: Tile(2, 64, 2, 240, persistent=True, queries=1),
     512: Tile(2, 32, 2, 240),  # of values at most 256 at a time
 }
-# By the padded dims of keys and values, where these allow more than the larger dim does.
+# By the padded dims of keys and values, where these leave room for more keys per block than the larger dim does.
 _OWN_TILES: dict[tuple[int, int], Tile] = {(192, 128): Tile(2, 128, 2, 240, persistent=True, queries=1)}
-# With a bias or dropout a tile holds more.
+# With a bias or dropout a row needs more registers, so blocks have fewer keys; and more of them fit.
 _SMALLER_TILES: dict[int, Tile] = {
     64: Tile(2, 64, 4, 240, persistent=True),
     96: Tile(2, 64, 3, 240, persistent=True),
@@ -109,7 +109,7 @@ def chunks(dim: int) -> tuple[int, int]:
 
 
 def value_chunks(dim: int) -> tuple[int, int]:
-    """The same for values in the forward, where one product with 128 columns is faster than two with 64 and 32.
+    """The powers of two of values in the forward: as `chunks`, but 96 is one of 128, which is faster than 64 and 32.
 
     >>> value_chunks(80)
     (128, 0)
@@ -120,8 +120,9 @@ def value_chunks(dim: int) -> tuple[int, int]:
 def config(dim: int, values: int | None = None, bias_or_dropout: bool = False, narrow: bool = False, fast: bool = True) -> Tile:
     """The tile for the dims of keys and values, for a bias that may hide or dropout, and for masks that are `BlockMask.narrow`.
 
-    `fast` says whether logits are products times one positive number, so that the row max can be lazy. Without that, persistent programs with
-    a bias or of more than 128 dims took up to 1.1 times as long. The batch and what is observed never count.
+    `fast` says whether logits are products times one positive number, so that the row max can be lazy. Without that, a bias or dropout and more
+    than 128 dims have one program per row block: persistent programs with a bias took up to 1.1 times as long. The batch and what is observed
+    never count.
 
     >>> config(128).BN, config(128, narrow=True).BN
     (128, 64)

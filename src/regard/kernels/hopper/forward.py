@@ -3,7 +3,8 @@
 Each consumer group holds 64 rows; while it runs the online softmax of one block, the tensor cores compute O += P V of the block before.
 Partial blocks come first, from the last one backwards, then the full ones. LAZY: the row max is that of the first visible block and
 mostly stays; a group in which a weight exceeds 2^OUTLIER_BITS stores nothing, and its rows get a retry in the safe loop.
-A dim of 96 or 192 is split into two chunks, A and B: the second part of O is a tile of its own, R. `docs/kernels/hopper_forward.md` says why.
+A dim of 96 or 192 is split into two chunks, A and B: the second part of O is a tile of its own, R. Values of 96 dims are one chunk of 128
+columns. `docs/kernels/hopper_forward.md` says why.
 """
 # Written for Triton's compiler, which has types of its own.
 # mypy: ignore-errors
@@ -264,17 +265,18 @@ def epilogue(O, R, softmax, i, row, rows, params, descriptors, TRAITS: gl.conste
         denominator = l + gl.exp2((gl.load(params.sinks + h) - m_natural) * LOG2E)
     share = share / denominator
     SPLIT: gl.constexpr = TRAITS.TMA_STORE and EA > TRAITS.DA
+    TWO: gl.constexpr = EB > 0 or SPLIT
     if SPLIT:  # O has 128 columns, the buffers of Q have 64 and 32
         O, R = halves(O)
         R, _ = halves(R)
     store_O(O, share, empty, smem.Q, row, rows, params, 0, TRAITS)
-    if EB > 0 or SPLIT:
+    if TWO:
         store_O(R, share, empty, smem.QB if TRAITS.TMA_STORE else smem.Q, row, rows, params, EA, TRAITS)
     if TRAITS.TMA_STORE:
         fence_async_shared()
         group_barrier()
         tma_store(descriptors.o, [batch, h, row, 0], smem.Q.index(rows.q_buffer))
-        if EB > 0 or SPLIT:
+        if TWO:
             tma_store(descriptors.ob, [batch, h, row, TRAITS.DA], smem.QB.index(rows.q_buffer))
     at = (batch.to(gl.int64) * params.num_heads + h) * n + i
     ln_l = gl.log2(l) * LN2

@@ -168,8 +168,8 @@ def forward_arguments(
         raise ValueError(f"blocks of bits have {MASK_BLOCK} keys; {tile.BN} do not divide them")
     (L, H, N), E = w.rows, w.value.shape[3]
     (DA, DB), (EA, EB) = chunks(w.query.shape[3]), value_chunks(E)
-    # The output leaves through the buffers of Q if these have its columns; those of 96 dims have 64 and 32.
-    tma_store = ((EA == DA and EB in (0, DB)) or DA < E <= DA + DB) and describable(found.output)
+    # The output leaves through the buffers of Q if it has their columns: those of both, or of the first alone.
+    tma_store = (E <= DA + DB if E > DA else EA == DA) and describable(found.output)
     q, qb = descriptors(w.query, ROWS, DA, DB)
     k, kb = descriptors(w.key, tile.BN, DA, DB)
     v, vb = descriptors(w.value, tile.BN, EA, EB)
@@ -194,9 +194,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def heads_in_l2(w: KernelArgs) -> int:
-    """How many heads are scheduled together: as many as fit their keys and values into the L2 cache, or fewer in equal shares."""
-    size = w.m * (w.key.shape[3] + w.value.shape[3]) * w.key.element_size()
+def heads_in_l2(w: KernelArgs, tensors: int = 2) -> int:
+    """How many heads are scheduled together: as many as fit their keys and values into the L2 cache, or fewer in about equal shares.
+
+    `tensors` is 4 if keys and values have tangents too.
+    """
+    size = w.m * (w.key.shape[3] + w.value.shape[3]) * w.key.element_size() * tensors // 2
     key_heads = w.query.shape[0] * w.heads // w.groups
     sections = cdiv(key_heads, max(1, _L2_BYTES // size))
     return cdiv(key_heads, sections) * w.groups

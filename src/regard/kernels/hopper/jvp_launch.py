@@ -95,7 +95,7 @@ def jvp_arguments(w: KernelArgs, tangents: Tangents, found: Rows, moved: Rows, t
     arguments = {
         **{name: None if x is None else descriptors(x, rows, D)[0] for name, x, rows in sizes}, **_statistics(found, moved),
         "scale": w.scale, "lists": forward_launch.block_lists(w, tile), "n": N, "M": w.m, "row_blocks": cdiv(N, tile.BM), "batch_heads": L * H,
-        "num_heads": H, "heads_per_kv": w.groups, "swizzle": max(1, forward_launch.heads_in_l2(w) // 2), "D": D, "BN": tile.BN, "STAGES": tile.stages,
+        "num_heads": H, "heads_per_kv": w.groups, "swizzle": forward_launch.heads_in_l2(w, tensors=4), "D": D, "BN": tile.BN, "STAGES": tile.stages,
         "GROUPS": tile.groups, "REGISTERS": tile.registers, "MASK": w.kinds["MASK"], "ENTROPY": found.entropy is not None,
     }  # fmt: skip
     return arguments, {"num_warps": 4, "enable_fp_fusion": True}

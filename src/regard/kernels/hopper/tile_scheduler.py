@@ -21,7 +21,7 @@ FIRST, FULL, FULL_END, TOTAL = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6)
 GROUP_INFO = gl.constexpr(8)  # from here on three numbers per group: its first row, and its `group_range`
 RETRY = gl.constexpr(17)  # from here on one number per group, which the group writes: whether its rows need a retry
 RETRY_SHARE = gl.constexpr(4)  # a head takes the safe loop once one in so many of its row blocks needed a retry
-TAKEN_BEFORE = gl.constexpr(4)  # a program takes its next tile when so many key blocks of the current one are left to load
+BLOCKS_LEFT_AT_TAKE = gl.constexpr(4)  # key blocks to load while a program waits for the number of its next tile
 COUNT, BROADCAST = gl.constexpr(ptx.COUNT), gl.constexpr(ptx.BROADCAST)
 
 
@@ -264,10 +264,10 @@ def producer(params, descriptors, TRAITS: gl.constexpr):
                 write_tile(at, tile, retry, block, batch, h, key_blocks, safe, params, TRAITS)
             load_queries(batch, h, block, q_buffer, params, descriptors, TRAITS)
             visits = gl.maximum(key_blocks.total, 1)
-            take_at = gl.where(retry > 0, visits, gl.maximum(visits - TAKEN_BEFORE, 0))
+            take_at = gl.where(retry > 0, visits, gl.maximum(visits - BLOCKS_LEFT_AT_TAKE, 0))
             for s in range(visits):
                 if PERSISTENT:
-                    if s == take_at:  # late, for programs should take tiles in the order in which they finish; but the number must be there at the end
+                    if s == take_at:  # as late as hides the latency of the atomic: tiles then go to programs in the order in which they finish
                         taken = gl.inline_asm_elementwise(COUNT, "=r,l", [counters], gl.int32, False, 1)
                 b, slot = block_at(lists, s, key_blocks, 0, GROUPS, MASK)
                 load_keys_and_values(batch, kv_head, b, stage, phase, params, descriptors, TRAITS)
