@@ -118,7 +118,11 @@ def test_texts_of_a_batch_are_shown_for_the_item_that_is_asked_for(tmp_path: Pat
         ([["a"] * 12] * 3, "one list or one per batch item, 2. Got 3 lists"),
         ([["a"] * 12, ["a"] * 11], "one per query or one per key of a layer, 12. Got 11; without texts"),
         (["a"] * 11, "one per query or one per key of a layer, 12. Got 11; without texts"),
-        ([["a"] * 12, [3] * 12], "a list of strings. Got int at index 0"),
+        ([["a"] * 12, [3] * 12], "one such list per batch item. Got int; decode"),
+        ([["a"] * 12, None], "one such list per batch item. Got NoneType"),
+        (torch.arange(12), "Got Tensor"),
+        ("twelve char.", "Got str"),
+        (7, "Got int"),
     ],
 )
 def test_texts_that_do_not_fit_are_refused(texts: Any, says: str) -> None:
@@ -127,7 +131,7 @@ def test_texts_that_do_not_fit_are_refused(texts: Any, says: str) -> None:
     seen.texts = texts
     with pytest.raises(ArgumentError) as error:
         seen.look(item=1)
-    assert str(error.value).startswith("look: texts must be ")
+    assert str(error.value).startswith("Seen: texts must be ")
     assert says in str(error.value)
     seen.texts = None
     assert seen.look(item=1).layers[0].keys[3] == "3"

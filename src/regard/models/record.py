@@ -78,9 +78,19 @@ class AttentionRecord:
     _sums: dict[str, HeadSums] | None = field(default=None, compare=False)
 
     def texts_by_item(self) -> list[list[str]]:
-        """The texts of each batch item, or one list for all of them; empty if nobody gave them."""
-        texts: list[Any] = list(self.texts or [])
-        return [texts] if texts and isinstance(texts[0], str) else texts
+        """The texts of each batch item, or one list for all of them, checked; empty if nobody gave them."""
+        texts: Any = self.texts
+        if texts is None or (isinstance(texts, list | tuple) and not texts):
+            return []
+        lists = texts if isinstance(texts, list | tuple) and not isinstance(texts[0], str) else [texts]
+        for one in lists:
+            others = [x for x in one if not isinstance(x, str)] if isinstance(one, list | tuple) else [one]
+            if others:
+                raise ArgumentError(
+                    "Seen: texts must be the texts of the tokens, a list of strings, or one such list per batch item. "
+                    f"Got {type(others[0]).__name__}; decode the token ids one by one."
+                )
+        return [list(one) for one in lists]
 
     @property
     def layers(self) -> list[str]:

@@ -215,14 +215,14 @@ class Seen(AttentionRecord):
         found = self.texts_by_item()
         if len(found) not in (0, 1, items):
             raise ArgumentError(
-                f"look: texts must be the texts of the tokens, one list or one per batch item, {items}. "
+                f"Seen: texts must be the texts of the tokens, one list or one per batch item, {items}. "
                 f"Got {len(found)} lists."
             )
-        return self._texts(found[item if len(found) > 1 else 0], "texts") if found else []
+        return self._fitting(found[item if len(found) > 1 else 0], "Seen: texts") if found else []
 
-    def _texts(self, tokens: Iterable[str], name: str = "tokens") -> list[str]:
+    def _texts(self, tokens: Iterable[str]) -> list[str]:
         """Check that the tokens are strings, and that some layer has as many queries or keys."""
-        must = f"look: {name} must be the texts of the tokens, a list of strings"
+        must = "look: tokens must be the texts of the tokens, a list of strings"
         if isinstance(tokens, str) or not isinstance(tokens, Iterable):
             raise ArgumentError(f"{must}. Got {type(tokens).__name__}; decode the token ids one by one.")
         texts = list(tokens)
@@ -230,12 +230,16 @@ class Seen(AttentionRecord):
         if other is not None:
             kind = type(texts[other]).__name__
             raise ArgumentError(f"{must}. Got {kind} at index {other}; decode the token ids one by one.")
+        return self._fitting(texts, "look: tokens")
+
+    def _fitting(self, texts: list[str], what: str) -> list[str]:
+        """Check that some layer has as many queries or keys as there are texts."""
         sizes = sorted({size for name in self.layers for size in self[name].shape[-2:]})
         if sizes and len(texts) not in sizes:
             wanted = " or ".join(f"{size:,}" for size in sizes)
             raise ArgumentError(
-                f"look: {name} must be one per query or one per key of a layer, {wanted}. Got {len(texts):,}; "
-                f"without {name}, the report shows positions."
+                f"{what} must be one per query or one per key of a layer, {wanted}. Got {len(texts):,}; "
+                f"without {what.split()[1]}, the report shows positions."
             )
         return texts
 
