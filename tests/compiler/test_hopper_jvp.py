@@ -14,7 +14,8 @@ from hopper_compiled import RECENT, SHARED, biased, compiles, fits, machine_code
 from regard.compat.triton import INTERPRETED
 from regard.core.rows import Rows
 from regard.kernels.arguments import BIAS_ALIBI, DropoutArgs, KernelArgs, Tangents
-from regard.kernels.hopper import configs, jvp_launch
+from regard.kernels.block_mask import BlockMask
+from regard.kernels.hopper import configs, forward_launch, jvp_launch
 from sass import inner_loops
 
 # Bytes of a thread that find no register, at most, by Triton 3.6 and by 3.9; all others have room. True: with entropy.
@@ -63,6 +64,13 @@ def test_a_tensor_without_a_tangent_has_no_product(which: str, hopper: None) -> 
     assert loop.count("HGMMA") == 4 * (
         3 + len(which)
     )  # a product has 64 / 16 instructions; Q Kᵀ, P V and (P∘t) V are always there
+
+
+def test_heads_share_the_cache_with_the_tangents_of_their_keys_and_values() -> None:
+    q, k = (torch.zeros(1, 9, rows, 64, dtype=torch.bfloat16) for rows in (1, 32768))
+    w = KernelArgs(q, k, k, BlockMask(1, 32768), scale=0.1)
+    assert forward_launch.heads_in_l2(w) == 3
+    assert arguments(w)[0]["swizzle"] == 2
 
 
 @compiles
