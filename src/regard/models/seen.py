@@ -218,7 +218,7 @@ class Seen(AttentionRecord):
                 f"Seen: texts must be the texts of the tokens, one list or one per batch item, {items}. "
                 f"Got {len(found)} lists."
             )
-        return self._fitting(found[item if len(found) > 1 else 0], "Seen: texts") if found else []
+        return self._one_per_token(found[item if len(found) > 1 else 0], "Seen", "texts") if found else []
 
     def _texts(self, tokens: Iterable[str]) -> list[str]:
         """Check that the tokens are strings, and that some layer has as many queries or keys."""
@@ -230,16 +230,16 @@ class Seen(AttentionRecord):
         if other is not None:
             kind = type(texts[other]).__name__
             raise ArgumentError(f"{must}. Got {kind} at index {other}; decode the token ids one by one.")
-        return self._fitting(texts, "look: tokens")
+        return self._one_per_token(texts, "look", "tokens")
 
-    def _fitting(self, texts: list[str], what: str) -> list[str]:
+    def _one_per_token(self, texts: list[str], caller: str, name: str) -> list[str]:
         """Check that some layer has as many queries or keys as there are texts."""
         sizes = sorted({size for name in self.layers for size in self[name].shape[-2:]})
         if sizes and len(texts) not in sizes:
             wanted = " or ".join(f"{size:,}" for size in sizes)
             raise ArgumentError(
-                f"{what} must be one per query or one per key of a layer, {wanted}. Got {len(texts):,}; "
-                f"without {what.split()[1]}, the report shows positions."
+                f"{caller}: {name} must be one per query or one per key of a layer, {wanted}. Got {len(texts):,}; "
+                f"without {name}, the report shows positions."
             )
         return texts
 
